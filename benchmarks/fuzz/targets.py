@@ -38,8 +38,8 @@ from penstock.graph.stages import divide
 from penstock.group.join import Hello, check_hello
 from penstock.group.verdict import Verdict, read_verdict
 from penstock.group.world import Leave
+from penstock.plan.check import check_plan
 from penstock.runtime.eager import Runtime
-from penstock.spec.check import check_plan
 from penstock.spec.cluster import parse_cluster
 from penstock.spec.fields import decode_json
 from penstock.spec.plan import CutSet, DeviceLoad, Pipeline, Plan, Prediction, Stage, decode_plan, encode_plan

@@ -21,8 +21,8 @@ from penstock.graph.cuts import Cut
 from penstock.graph.graph import Graph
 from penstock.group.entry import under_torchrun
 from penstock.group.world import World
+from penstock.plan.check import read_plan
 from penstock.runtime.registry import parse_runtime
-from penstock.spec.check import read_plan
 from penstock.spec.cluster import Cluster, read_cluster
 from penstock.spec.plan import Plan
 from penstock.spec.profile import Profile, read_profile

@@ -12,7 +12,7 @@ import torch
 import penstock as library
 from penstock.cli.main import main
 from penstock.measure import hosts, profiler
-from penstock.spec.check import read_plan
+from penstock.plan.check import read_plan
 from penstock.spec.profile import read_profile
 from penstock.zoo.data.image_names import open_images
 from penstock.zoo.models.models import load_model

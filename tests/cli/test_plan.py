@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.spec.check import read_plan
+from penstock.plan.check import read_plan
 from penstock.spec.cluster import write_cluster
 from penstock.spec.profile import Unit, write_profile
 from penstock.tracing.record import RECORDING_BYTES

@@ -3,8 +3,8 @@ import pytest
 
 from penstock.errors import ClusterError, PlanError
 from penstock.plan.candidates import Request
+from penstock.plan.check import check_made_from
 from penstock.plan.choose import cluster_among, make_plan, observed, plan_again
-from penstock.spec.check import check_made_from
 from penstock.spec.cluster import Cluster, Device, Link
 from tests.spec.samples import make_cluster, make_profile
 

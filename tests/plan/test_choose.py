@@ -8,13 +8,13 @@ import pytest
 
 from penstock.errors import PlanError
 from penstock.plan.candidates import Request
+from penstock.plan.check import check_made_from, check_plan
 from penstock.plan.choose import choose, make_plan, memory_that_would_do, plan_again
 from penstock.plan.cost.pipeline_cost import bottleneck_bound_s
 from penstock.plan.cost.predict import predict
 from penstock.plan.cost.problem import Placed, Problem
 from penstock.plan.cost.stage_cost import Setting
 from penstock.plan.search.replicas import rates_of
-from penstock.spec.check import check_made_from, check_plan
 from penstock.spec.cluster import Cluster, Device, parse_cluster, write_cluster
 from penstock.spec.plan import decode_plan, encode_plan
 from penstock.spec.profile import RuntimeColumn, Unit

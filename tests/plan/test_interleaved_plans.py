@@ -5,13 +5,13 @@ import pytest
 
 from penstock.errors import PlanError
 from penstock.plan.candidates import Request
+from penstock.plan.check import check_plan
 from penstock.plan.choose import make_plan
 from penstock.plan.cost.predict import predict
 from penstock.plan.cost.problem import Placed, Problem
 from penstock.plan.cost.stage_cost import Setting
 from penstock.plan.cost.training_step import interleaved_memory, simulate_step
 from penstock.plan.search.interleaved_cuts import interleaved_divisions
-from penstock.spec.check import check_plan
 from penstock.spec.plan import Schedule, decode_plan, encode_plan
 from penstock.spec.profile import Profile, Unit
 from tests.spec.samples import make_cluster, make_profile

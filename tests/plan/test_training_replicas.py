@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from penstock.errors import PlanError
 from penstock.plan.candidates import Request, candidates_of
+from penstock.plan.check import check_plan
 from penstock.plan.choose import choose, make_plan
 from penstock.plan.cost.pipeline_cost import fits_all
 from penstock.plan.cost.problem import Division, Problem
 from penstock.plan.cost.training_step import play_step
 from penstock.plan.explain import explain
 from penstock.plan.search.replicas import divide_microbatches
-from penstock.spec.check import check_plan
 from penstock.spec.profile import Profile, Unit
 from tests.plan.instances import every_division, random_problem
 from tests.spec.samples import make_cluster, make_profile

@@ -20,6 +20,7 @@ from penstock.compress.prune import Pruning, prune, save_pruned
 from penstock.errors import DataError, OutOfMemory, PlanError, RunError, UsageError
 from penstock.files import LineFile
 from penstock.group.launcher import WorkerExit
+from penstock.plan.check import read_plan
 from penstock.recipes import launch, several
 from penstock.recipes.data_tasks import make_task
 from penstock.recipes.launch import explain_exit, fit, fit_apart
@@ -27,7 +28,6 @@ from penstock.recipes.metrics import EpochResult, FitResult, drop_old_checkpoint
 from penstock.recipes.settings import FitSettings
 from penstock.recipes.several import Place, Row, draw_comparison, find_largest_batch, mode_runs, read_sweep, run_row
 from penstock.recipes.teaching import taught_loss
-from penstock.spec.check import read_plan
 from penstock.spec.plan import write_plan
 from penstock.train.captured import Captured
 from penstock.zoo.models.models import load_model

@@ -14,7 +14,7 @@ from penstock.cli import options as opt
 from penstock.cli.cluster import Cluster
 from penstock.cli.settings_options import Given, takes_settings
 from penstock.errors import UsageError
-from penstock.spec.check import read_plan
+from penstock.plan.check import read_plan
 from penstock.spec.plan import Plan
 from penstock.terminal import notes
 from penstock.terminal.progress import duration, working

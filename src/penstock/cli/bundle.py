@@ -9,7 +9,7 @@ from rich.table import Table
 
 from penstock.cli.options import JsonFile, Pretrained, Seed, WeightsFile, make_console, write_json
 from penstock.errors import UsageError
-from penstock.spec.check import read_plan
+from penstock.plan.check import read_plan
 from penstock.spec.plan import Plan
 from penstock.terminal.progress import working
 from penstock.units import format_bytes

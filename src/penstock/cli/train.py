@@ -13,8 +13,8 @@ from penstock.cli.settings_options import Given, takes_settings
 from penstock.cluster.lab import lab_session, read_lab
 from penstock.cores import available_cores
 from penstock.errors import RunError, UsageError
+from penstock.plan.check import read_plan
 from penstock.recipes.settings import FitSettings, make_settings
-from penstock.spec.check import read_plan
 from penstock.units import format_bytes, format_seconds, parse_bytes
 
 if TYPE_CHECKING:

@@ -25,8 +25,8 @@ from penstock.errors import PlanError, ProgramError
 from penstock.graph.graph import Graph
 from penstock.graph.ops import State
 from penstock.graph.program import StageProgram, read_interface, read_program, states_of, write_program
+from penstock.plan.check import read_plan
 from penstock.plan.schedule.round_robin import RoundRobin
-from penstock.spec.check import read_plan
 from penstock.spec.fields import check_name, decode_json, fingerprint, read_bytes, write_json, write_text
 from penstock.spec.plan import Plan, write_plan
 from penstock.zoo.weights.weight_files import FileWeights, save_weights

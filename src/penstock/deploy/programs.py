@@ -13,8 +13,8 @@ from penstock.graph.graph import Graph
 from penstock.graph.program import StageProgram
 from penstock.graph.stages import divide, fingerprint
 from penstock.group.world import World
+from penstock.plan.check import check_cuts, check_plan, check_purpose
 from penstock.plan.schedule.round_robin import RoundRobin, round_robin
-from penstock.spec.check import check_cuts, check_plan, check_purpose
 from penstock.spec.plan import Pipeline, Plan
 
 

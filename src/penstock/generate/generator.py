@@ -18,8 +18,8 @@ from penstock.generate.sampling import LogitBias, Penalties, Processor, Sampler,
 from penstock.generate.text import TextDecoder
 from penstock.group.entry import under_torchrun
 from penstock.group.world import World
+from penstock.plan.check import read_plan
 from penstock.runtime.registry import parse_runtime
-from penstock.spec.check import read_plan
 from penstock.spec.plan import Generation, Plan
 from penstock.stream.streaming_pipeline import StreamingPipeline
 from penstock.zoo.weights.weights import ModuleWeights, Weights

@@ -11,9 +11,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from penstock.errors import UsageError
 from penstock.group.world import World
 from penstock.pipeline import Pipeline
+from penstock.plan.check import read_plan
 from penstock.recipes.classify import Prediction, classify, example_call, labels_comparable, names_of_classes
 from penstock.recipes.predictions import PredictionFile, PredictionRun, go_on_with
-from penstock.spec.check import read_plan
 from penstock.spec.cluster import read_cluster
 from penstock.spec.plan import Plan, runtime_name
 from penstock.spec.profile import read_profile

@@ -9,8 +9,8 @@ from msgspec import Meta
 from penstock.elastic.options import Stored
 from penstock.errors import UsageError
 from penstock.files import write_whole
+from penstock.plan.check import check_purpose, read_plan
 from penstock.plan.schedule.picture import find_schedule
-from penstock.spec.check import check_purpose, read_plan
 from penstock.spec.cluster import read_cluster
 from penstock.spec.plan import Plan
 from penstock.spec.profile import read_profile

@@ -11,6 +11,7 @@ from typing import Any
 from penstock.deploy.run_options import CutOptions, ModelCall, RunOptions, SurvivalOptions
 from penstock.errors import RunError, UsageError
 from penstock.group.world import World
+from penstock.plan.check import read_plan
 from penstock.recipes.classify import example_call
 from penstock.recipes.texts import TextSettings, open_generator
 from penstock.runtime.registry import parse_runtime
@@ -20,7 +21,6 @@ from penstock.serve.classes import ClassService
 from penstock.serve.metrics import Metrics
 from penstock.serve.server import addresses, serve
 from penstock.serve.texts import TextService
-from penstock.spec.check import read_plan
 from penstock.stream.pushed import PushedStream
 from penstock.stream.streaming_pipeline import StreamingPipeline
 from penstock.stream.survival import StreamChange

@@ -16,7 +16,7 @@ from penstock.graph.call import read_sizes
 from penstock.group.direct import check_way
 from penstock.group.entry import join_torchrun, start_local, under_torchrun
 from penstock.group.world import World
-from penstock.spec.check import read_plan
+from penstock.plan.check import read_plan
 from penstock.stream.streaming_pipeline import threads_per_stage
 from penstock.tensors import find_device
 from penstock.transport.base import FEEDER

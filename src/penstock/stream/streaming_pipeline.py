@@ -29,8 +29,8 @@ from penstock.graph.rows import check_rows, has_batch
 from penstock.graph.work import count_work
 from penstock.group.entry import join_torchrun, under_torchrun
 from penstock.group.world import World, end_when_dropped, failed
+from penstock.plan.check import check_purpose
 from penstock.runtime.torch_settings import check_no_autocast, check_unchanged, read_settings
-from penstock.spec.check import check_purpose
 from penstock.spec.plan import Plan
 from penstock.stream.division import ServedStages, divide_model
 from penstock.stream.survival import StreamChange, SurvivingStages

@@ -16,11 +16,11 @@ from penstock.errors import PlanError, UsageError
 from penstock.graph.cuts import Cut, Cuts
 from penstock.graph.graph import Graph
 from penstock.group.world import World
+from penstock.plan.check import check_purpose
 from penstock.plan.schedule.actions import Schedule, placement
 from penstock.plan.schedule.picture import find_schedule, read_schedule
 from penstock.plan.schedule.schedules import SCHEDULES, make_schedule, spread, with_recompute, with_updates
 from penstock.plan.schedule.validate import check_schedule
-from penstock.spec.check import check_purpose
 from penstock.spec.plan import Plan
 
 

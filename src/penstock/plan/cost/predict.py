@@ -15,6 +15,7 @@ from itertools import cycle, islice, pairwise
 
 import msgspec
 
+from penstock.plan.check import check_cuts, check_devices
 from penstock.plan.cost.fastest_runtime import columns_of
 from penstock.plan.cost.pipeline_cost import bottleneck_s, latency_s
 from penstock.plan.cost.problem import Division, Placed, Problem
@@ -22,7 +23,6 @@ from penstock.plan.cost.stage_cost import Setting
 from penstock.plan.cost.training_step import predict_training
 from penstock.plan.schedule.round_robin import round_robin
 from penstock.plan.schedule.simulate import Channel, Job, Line, play
-from penstock.spec.check import check_cuts, check_devices
 from penstock.spec.cluster import Cluster
 from penstock.spec.plan import DeviceLoad, Pipeline, Plan, Prediction
 from penstock.spec.profile import Profile

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from penstock.errors import PlanError
-from penstock.spec.check import check_cuts, check_devices, check_made_from, check_plan, read_plan
+from penstock.plan.check import check_cuts, check_devices, check_made_from, check_plan, read_plan
 from penstock.spec.plan import decode_plan, encode_plan, write_plan
 from tests.spec.samples import make_cluster, make_plan, make_profile
 

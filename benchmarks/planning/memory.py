@@ -21,7 +21,7 @@ from penstock.memory import anonymous_bytes
 from penstock.recipes.launch import WORKER, fit_apart
 from penstock.recipes.settings import FitSettings
 from penstock.spec.cluster import Cluster, Device
-from penstock.spec.plan import Schedule, write_plan
+from penstock.spec.plan import write_plan
 from penstock.spec.profile import Profile, read_profile
 
 NAME = "memory in training"
@@ -29,7 +29,7 @@ GPT2 = "hf:gpt2,n_layer=6,n_embd=384,n_head=6,vocab_size=4096,n_positions=128"
 VIT = "timm:vit_small_patch16_224,img_size=64,patch_size=8,num_classes=10"
 ROWS, BATCH, STEPS = 2, 32, 6
 # the model and its data, and the shapes of its plans with their schedules
-CASES: tuple[tuple[str, str, tuple[tuple[tuple[int, ...], Schedule], ...]], ...] = (
+CASES: tuple[tuple[str, str, tuple[tuple[tuple[int, ...], str], ...]], ...] = (
     (
         GPT2,
         "text",
@@ -73,7 +73,7 @@ def _profile(settings: FitSettings, file: Path) -> Profile:
     return read_profile(file)
 
 
-def _measure(settings: FitSettings, profile: Profile, shape: tuple[int, ...], schedule: Schedule) -> dict[str, Any]:
+def _measure(settings: FitSettings, profile: Profile, shape: tuple[int, ...], schedule: str) -> dict[str, Any]:
     devices = tuple(Device(name=f"host{index}", speed=1.0, memory_bytes=2**36) for index in range(sum(shape)))
     plan = plan_of_shape(profile, Cluster(devices=devices), shape, BATCH, schedule)
     file = Path(settings.output).with_suffix(".plan.json")

@@ -5,12 +5,12 @@ from penstock.plan.choose import write_down
 from penstock.plan.cost.problem import Problem
 from penstock.plan.search.replicas import best_steps
 from penstock.spec.cluster import Cluster
-from penstock.spec.plan import Plan, Schedule
+from penstock.spec.plan import Plan
 from penstock.spec.profile import Profile
 
 
 def plan_of_shape(
-    profile: Profile, cluster: Cluster, shape: tuple[int, ...], batch: int, schedule: Schedule = "1f1b"
+    profile: Profile, cluster: Cluster, shape: tuple[int, ...], batch: int, schedule: str = "1f1b"
 ) -> Plan:
     """Return the best plan of a shape, AdamW included, for batches of `batch` rows."""
     request = Request(schedule=schedule, batch_rows=batch, optimizer_state_factor=2.0, replicas=False)

@@ -22,6 +22,7 @@ from penstock.graph.graph import Graph
 from penstock.group.entry import under_torchrun
 from penstock.group.world import World
 from penstock.plan.check import read_plan
+from penstock.plan.schedule.schedules import DEFAULT_SCHEDULE
 from penstock.runtime.registry import parse_runtime
 from penstock.spec.cluster import Cluster, read_cluster
 from penstock.spec.plan import Plan
@@ -107,7 +108,7 @@ class Pipeline:
 
     Arguments of training:
         replicas: number of whole pipelines that share each batch; default: as many as fit with `stages`.
-        schedule: gpipe, 1f1b, interleaved, zero-bubble, or a custom schedule: its text, or the path of a file.
+        schedule: a name that `penstock schedule --help` lists, or a custom schedule: its text, or the path of a file.
             A line for each device, with its actions in order: F a forward, B a backward (or I and W, its halves: the
             gradient of inputs, then of weights), with a microbatch, and after a dot a stage if a device has several.
         microbatches: number of microbatches of a replica's rows of a batch; default: two for each stage.
@@ -144,7 +145,7 @@ class Pipeline:
         cluster: Cluster | str | Path | None = None,
         world: World | None = None,
         replicas: int | None = None,
-        schedule: str = "1f1b",
+        schedule: str = DEFAULT_SCHEDULE,
         microbatches: int | None = None,
         seed: int = 0,
         autocast: torch.dtype | None = None,

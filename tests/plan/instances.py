@@ -57,7 +57,7 @@ def random_problem(seed: int, *, max_units: int = 10, max_devices: int = 4, trai
     cluster = Cluster(devices=devices, links=links, feeder=rng.choice(names))
     schedule = rng.choice(["gpipe", "1f1b"]) if trains else "forward-only"
     setting = Setting(
-        rows=1, depth=rng.choice([1, 2]), schedule=schedule,  # type: ignore[arg-type]
+        rows=1, depth=rng.choice([1, 2]), schedule=schedule,
         num_microbatches=rng.randint(1, 6) if trains else None,
         optimizer_state_factor=rng.choice([0.0, 2.0]),
     )  # fmt: skip

@@ -28,7 +28,11 @@ NONSENSE: list[tuple[str, Callable[[Any], object], str]] = [
     ("rows", lambda d: d.update(microbatch_rows=0), "microbatch_rows of a plan is at least 1; got 0"),
     ("depth", lambda d: d.update(depth=-1), "depth of a plan is at least 1; got -1"),
     ("version", lambda d: d.update(version=7), "version of a plan is 1 in this penstock; got 7"),
-    ("schedule", lambda d: d.update(schedule="zigzag"), "at schedule: Invalid enum value 'zigzag'"),
+    (
+        "schedule",
+        lambda d: d.update(schedule="zigzag"),
+        "schedule of a plan is one of forward-only, gpipe, .*; got 'zigzag'",
+    ),
     ("type", lambda d: d.update(depth="two"), "at depth: Expected `int`, got `str`"),
     ("unknown field", lambda d: d.update(colour="red"), "unknown field `colour`"),
     ("missing field", lambda d: d.pop("loader"), "missing required field `loader`"),

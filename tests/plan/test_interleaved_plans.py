@@ -12,7 +12,7 @@ from penstock.plan.cost.problem import Placed, Problem
 from penstock.plan.cost.stage_cost import Setting
 from penstock.plan.cost.training_step import interleaved_memory, simulate_step
 from penstock.plan.search.interleaved_cuts import interleaved_divisions
-from penstock.spec.plan import Schedule, decode_plan, encode_plan
+from penstock.spec.plan import decode_plan, encode_plan
 from penstock.spec.profile import Profile, Unit
 from tests.spec.samples import make_cluster, make_profile
 
@@ -26,7 +26,7 @@ def trained(num_units: int, *, weights: int = 0, kept: int = 0) -> Profile:
     return make_profile([1.0] * num_units, [0.0] * (num_units + 1), units=units)
 
 
-def rate(schedule: Schedule, count: int = 8) -> float:
+def rate(schedule: str, count: int = 8) -> float:
     plan = make_plan(
         trained(24), make_cluster(1, 1, 1, 1), Request(schedule=schedule, num_microbatches=count, replicas=False)
     )

@@ -25,7 +25,7 @@ from penstock.plan.cost.problem import Problem
 from penstock.plan.cost.stage_cost import Setting
 from penstock.plan.schedule.actions import text
 from penstock.spec.cluster import Cluster, Device
-from penstock.spec.plan import CutSet, DeviceLoad, Pipeline, Plan, Prediction, Schedule, Stage, write_plan
+from penstock.spec.plan import CutSet, DeviceLoad, Pipeline, Plan, Prediction, Stage, write_plan
 from penstock.spec.profile import Boundary, Unit
 from penstock.train.arrangement import ScheduleChoice, plan_grid
 from penstock.train.captured import Captured
@@ -39,7 +39,7 @@ from tests.trainers import by_hand, errors, in_threads, make_trainer, train
 Parts = list[tuple[int, list[float]]]
 
 
-def plan_for(given: Captured, parts: Parts, schedule: Schedule = "1f1b") -> Plan:
+def plan_for(given: Captured, parts: Parts, schedule: str = "1f1b") -> Plan:
     """A plan by hand, its devices `d0`, `d1`, ... in order."""
     names = [cut.name for cut in Cuts(given.graph)]
     total = sum(count for count, _ in parts)
@@ -76,7 +76,7 @@ def plan_for(given: Captured, parts: Parts, schedule: Schedule = "1f1b") -> Plan
         ("deit", [(2, [0.4]), (3, [0.5])], "zero-bubble"),
     ],
 )
-def test_gradients_are_those_of_one_process(name: str, parts: Parts, schedule: Schedule) -> None:
+def test_gradients_are_those_of_one_process(name: str, parts: Parts, schedule: str) -> None:
     given, plan = batches(name, 2), plan_for(captured(name, torch.float32), parts, schedule)
     check_plan(plan)
     got = train(captured(name, torch.float32), len(plan.devices), given, sgd, LOSSES[name], plan=plan)

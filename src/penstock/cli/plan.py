@@ -1,7 +1,7 @@
 """`penstock plan`: choose stages, devices, cut sets, replicas and microbatch size."""
 
 from pathlib import Path
-from typing import Annotated, Any, cast, get_args
+from typing import Annotated, Any, cast
 
 import msgspec
 import typer
@@ -14,15 +14,16 @@ from penstock.plan.candidates import PlanAim, Request
 from penstock.plan.choose import choose
 from penstock.plan.cost.training_step import ADAMW_STATE
 from penstock.plan.explain import explain, load_lines, summary, what_would_help
+from penstock.plan.schedule.schedules import SCHEDULES
 from penstock.spec.cluster import read_cluster
-from penstock.spec.plan import Schedule, write_plan
+from penstock.spec.plan import write_plan
 from penstock.spec.profile import read_profile
 from penstock.terminal.progress import working
 from penstock.tracing.record import RECORDING_BYTES
 from penstock.units import format_bytes
 
 _AIMS = ("throughput", "latency", "devices")
-_SCHEDULES = get_args(Schedule)
+_SCHEDULES = ("forward-only", *SCHEDULES)
 _Count = Annotated[int, Meta(ge=1)]
 _BOTH: dict[str, Any] = {"flags": []}  # --name and --no-name
 
@@ -37,9 +38,9 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
     rows: Annotated[str | None, Meta(description="Microbatch sizes to choose from, like 1,2,4.")] = None
     num_rows: Annotated[int, Meta(ge=1, description="Rows of the predicted stream.")] = 500
     depth: Annotated[int, Meta(ge=1, description="Microbatches that may wait at a cut.")] = 2
-    schedule: Annotated[
-        str, Meta(description="forward-only, or for training gpipe, 1f1b, interleaved or zero-bubble.")
-    ] = "forward-only"
+    schedule: Annotated[str, Meta(description=f"Schedule: forward-only, or for training {', '.join(SCHEDULES)}.")] = (
+        "forward-only"
+    )
     batch_size: Annotated[_Count | None, Meta(description="Rows of a training step over all replicas.")] = None
     microbatches: Annotated[
         _Count | None, Meta(description="Microbatches of a training step over all replicas, instead of --batch-size.")
@@ -77,7 +78,7 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
         return Request(
             aim=cast(PlanAim, self.aim), target_rows_per_s=self.target, num_rows=self.num_rows, depth=self.depth,
             rows=tuple(parse_numbers(self.rows, "--rows")) if self.rows else (),
-            schedule=cast(Schedule, self.schedule), num_microbatches=self.microbatches, batch_rows=self.batch_size,
+            schedule=self.schedule, num_microbatches=self.microbatches, batch_rows=self.batch_size,
             optimizer_state_factor=state, alternate=self.alternate, replicas=self.replicas, shared=self.shared,
             recording_bytes=float(RECORDING_BYTES) if self.trace else 0.0, max_error=self.max_error,
         )  # fmt: skip

@@ -7,12 +7,14 @@ import typer
 from penstock.cli.options import JsonFile, make_console, write_json
 from penstock.plan.schedule.actions import placement, text
 from penstock.plan.schedule.picture import bubble_formula, draw, find_schedule, read_schedule
-from penstock.plan.schedule.schedules import SCHEDULES, make_schedule
+from penstock.plan.schedule.schedules import SCHEDULES, interleaves, make_schedule
 from penstock.plan.schedule.validate import check_schedule
+
+_NAMES = "".join(f"{name}: {known.help}; " for name, known in SCHEDULES.items())
 
 
 def schedule(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="gpipe, 1f1b, interleaved, zero-bubble, or a file.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help=f"{_NAMES}or a file.")],
     stages: Annotated[int, typer.Option(min=1, help="Number of stages.")] = 4,
     microbatches: Annotated[int, typer.Option(min=1, help="Number of microbatches.")] = 8,
     devices: Annotated[
@@ -21,7 +23,7 @@ def schedule(
     json: JsonFile = None,
 ) -> None:
     """Draw a training schedule and print its bubble and its memory."""
-    if name == "interleaved" and devices is None:
+    if interleaves(name) and devices is None:
         devices = max(1, stages // 2)
     known = name in SCHEDULES
     actions = make_schedule(name, stages, microbatches, devices) if known else read_schedule(find_schedule(name))

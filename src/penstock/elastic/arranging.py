@@ -4,8 +4,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from itertools import groupby, pairwise
 
-import msgspec
-
 from penstock.deploy.policies import choose_cuts
 from penstock.elastic.costs import Costs
 from penstock.engine.placement import Grid
@@ -13,7 +11,7 @@ from penstock.errors import CutError, PlanError
 from penstock.graph.cuts import Cuts
 from penstock.graph.stages import fingerprint as fingerprint_of
 from penstock.spec.fields import fingerprint
-from penstock.spec.plan import CutSet, DeviceLoad, Pipeline, Plan, Prediction, Schedule, Stage
+from penstock.spec.plan import CutSet, DeviceLoad, Pipeline, Plan, Prediction, Stage
 from penstock.train.arrangement import Arrangement
 from penstock.train.captured import Captured
 from penstock.train.planned import grid_of_plan
@@ -43,7 +41,7 @@ def plan_of(placed: Arrangement, costs: Costs, captured: Captured, *, rows: int,
     return Plan(
         model=captured.graph.model, graph=fingerprint_of(captured.graph), profile=fingerprint(costs.profile),
         cluster=fingerprint(costs.cluster), microbatch_rows=rows, pipelines=tuple(pipelines), loader=feeder,
-        writer=feeder, schedule=msgspec.convert(placed.schedule_name, Schedule), num_microbatches=total,
+        writer=feeder, schedule=placed.schedule_name, num_microbatches=total,
         optimizer_state_factor=state_factor,
         prediction=Prediction(
             rows_per_s=1.0, bound_rows_per_s=1.0, latency_s=1.0, num_rows=rows * total, total_s=1.0, limit=feeder,

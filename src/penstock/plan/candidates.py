@@ -10,13 +10,14 @@ from penstock.plan.cost.pipeline_cost import bottleneck_bound_s, bottleneck_s, s
 from penstock.plan.cost.predict import predict_pipelines
 from penstock.plan.cost.problem import Division, Placed, Problem
 from penstock.plan.cost.stage_cost import Setting
+from penstock.plan.schedule.schedules import DEFAULT_SCHEDULE, SCHEDULES, interleaves
 from penstock.plan.search.exact import best_divisions
 from penstock.plan.search.interleaved_cuts import interleaved_divisions
 from penstock.plan.search.large import good_division, refine
 from penstock.plan.search.replicas import best_replicas, best_steps, rates_of
 from penstock.plan.search.rotation import rotated
 from penstock.spec.cluster import Cluster
-from penstock.spec.plan import CutSet, Pipeline, Prediction, Schedule, Stage
+from penstock.spec.plan import CutSet, Pipeline, Prediction, Stage
 
 PlanAim = Literal["throughput", "latency", "devices"]
 
@@ -41,7 +42,7 @@ class Request:
     rows: tuple[int, ...] = ()
     num_rows: int = 500
     depth: int = 2
-    schedule: Schedule = "forward-only"
+    schedule: str = "forward-only"
     num_microbatches: int | None = None
     batch_rows: int | None = None
     optimizer_state_factor: float = 0.0
@@ -58,7 +59,9 @@ class Request:
             raise PlanError("the aim devices needs a target throughput; give --target in rows per second")
         if self.schedule == "forward-only":
             if self.num_microbatches is not None or self.batch_rows is not None:
-                raise PlanError("microbatches of a step are for training; add --schedule 1f1b or another")
+                raise PlanError(
+                    f"microbatches of a step are for training; add --schedule {DEFAULT_SCHEDULE} or another"
+                )
         elif (self.num_microbatches is None) == (self.batch_rows is None):
             raise PlanError(
                 f"the schedule {self.schedule} needs the size of a step; give one of --batch-size and --microbatches"
@@ -121,14 +124,14 @@ class Candidate:
 def candidates_of(problem: Problem, request: Request) -> list[Candidate]:
     """Return the plans worth comparing for one microbatch size: the best pipeline for each number of devices,
     stages that devices share, and whole pipelines side by side."""
-    if problem.setting.schedule == "interleaved":
+    if interleaves(problem.setting.schedule):
         return _interleaved(problem, request)
     found = _single(problem, request)
     if request.aim == "latency" or len(problem.devices) == 1:
         return found
     if problem.setting.trains:
         found += _replicas_that_train(problem, request) if request.replicas else []
-        # for too many devices the search did not have the number of stages, which determines what zero bubble keeps
+        # for too many devices the search did not have the number of stages, on which memory may depend
         return [candidate for candidate in found if fits(candidate.prediction, problem.cluster)]
     if request.shared:
         found += _shared(problem, request)
@@ -171,8 +174,7 @@ def bound_rows_per_s(problem: Problem, *, share: bool) -> float:
 def _single(problem: Problem, request: Request) -> list[Candidate]:
     """Return the best pipelines with a device for each stage."""
     aim: Literal["pace", "latency"] = "latency" if request.aim == "latency" else "pace"
-    # the memory of a zero-bubble stage depends on the number of stages
-    each_size = problem.setting.schedule == "zero-bubble"
+    each_size = problem.setting.trains and SCHEDULES[problem.setting.schedule].counts_stages
     found = _for_each_size(problem, aim) if each_size else best_divisions(problem, aim=aim)
     if found is None and aim == "pace":
         return _many(problem, request)
@@ -195,7 +197,8 @@ def fits(prediction: Prediction, cluster: Cluster) -> bool:
 def _interleaved(problem: Problem, request: Request) -> list[Candidate]:
     """Return pipelines with several stages for each device."""
     if len(problem.devices) == 1:
-        raise PlanError("the schedule interleaved needs several devices; got 1; use --schedule 1f1b")
+        name = problem.setting.schedule
+        raise PlanError(f"the schedule {name} needs several devices; got 1; use --schedule {DEFAULT_SCHEDULE}")
     return [as_candidate(problem, "stages", ((1.0, d),), request, exact=False) for d in interleaved_divisions(problem)]
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from penstock.errors import PlanError
+from penstock.plan.schedule.schedules import DEFAULT_SCHEDULE, SCHEDULES, interleaves
 from penstock.spec.cluster import Cluster
 from penstock.spec.fields import NAME_RULE, fingerprint, is_name, read_bytes
 from penstock.spec.plan import Pipeline, Plan, Stage, decode_plan
@@ -58,8 +59,8 @@ def check_purpose(plan: Plan, *, trains: bool) -> None:
     """Raise `PlanError` unless the plan's purpose, training or inference, matches `trains`."""
     if trains and not plan.trains:
         raise PlanError(
-            "the plan must be for training; got one for inference; plan with --schedule 1f1b and --batch-size, from "
-            "a profile made with --training"
+            f"the plan must be for training; got one for inference; plan with --schedule {DEFAULT_SCHEDULE} and "
+            "--batch-size, from a profile made with --training"
         )
     if not trains and plan.trains:
         raise PlanError(
@@ -105,9 +106,11 @@ def check_made_from(plan: Plan, profile: Profile, cluster: Cluster) -> None:
 
 
 def _check_schedule(plan: Plan) -> None:
-    if plan.schedule == "forward-only":
+    if not plan.trains:
         if plan.num_microbatches is not None:
             _refuse("num_microbatches", "is null for the schedule forward-only", plan.num_microbatches)
+    elif plan.schedule not in SCHEDULES:
+        _refuse("schedule", f"is one of forward-only, {', '.join(SCHEDULES)}", repr(plan.schedule)[:80])
     elif plan.num_microbatches is None or plan.num_microbatches < 1:
         _refuse("num_microbatches", f"is at least 1 for the schedule {plan.schedule}", plan.num_microbatches)
     for index, (pipeline, count) in enumerate(zip(plan.pipelines, plan.microbatches, strict=True)):
@@ -125,9 +128,9 @@ def _check_schedule(plan: Plan) -> None:
 
 def _check_devices_once(plan: Plan) -> None:
     """Check that each device holds one stage, or the interleaved stages of one pipeline."""
-    interleaved = plan.schedule == "interleaved"
+    interleaved = interleaves(plan.schedule)
     if interleaved and len(plan.pipelines) > 1:
-        _refuse("pipelines", "has one pipeline with the schedule interleaved", f"{len(plan.pipelines)}")
+        _refuse("pipelines", f"has one pipeline with the schedule {plan.schedule}", f"{len(plan.pipelines)}")
     names = [name for _, name in _device_places(plan)]
     for place, (where, name) in enumerate(_device_places(plan)):
         if interleaved and name != names[place % len(plan.devices)]:
@@ -169,7 +172,7 @@ def _check_stage(where: str, stage: Stage, plan: Plan) -> None:
     if len(stage.shares) != len(stage.devices):
         _refuse(f"{where}.shares", f"has a share for each of {len(stage.devices)} devices", len(stage.shares))
     _check_parts(f"{where}.shares", stage.shares)
-    if len(stage.devices) > 1 and plan.schedule != "forward-only":
+    if len(stage.devices) > 1 and plan.trains:
         _refuse(f"{where}.devices", f"is one device with the schedule {plan.schedule}", ", ".join(stage.devices))
     if not stage.runtime:
         _refuse(f"{where}.runtime", "is the name of a runtime, such as eager", repr(stage.runtime))

@@ -14,6 +14,7 @@ from penstock.plan.cost.frozen import without_cuts
 from penstock.plan.cost.predict import predict
 from penstock.plan.cost.problem import Problem
 from penstock.plan.cost.stage_cost import Vector
+from penstock.plan.schedule.schedules import DEFAULT_SCHEDULE
 from penstock.spec.cluster import Cluster, Device
 from penstock.spec.fields import fingerprint
 from penstock.spec.plan import Plan
@@ -24,7 +25,6 @@ from penstock.units import format_bytes
 _ROTATED = 3
 # memory of an unknown device: the planner may assign it anything
 _ENOUGH_BYTES = 2**50
-_KEEPING_MORE = {"gpipe", "interleaved", "zero-bubble"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,9 +148,8 @@ def explain_misfit(problem: Problem) -> str:
     missing = each - devices[tightest].memory_bytes
     total = float(problem.costs.held_bytes[0, problem.num_units])
     holds = ", with gradients and optimizer state," if problem.setting.trains else ""
-    fewer = (
-        ", or the schedule 1f1b, which keeps fewer microbatches" if problem.setting.schedule in _KEEPING_MORE else ""
-    )
+    saves = problem.setting.trains and problem.setting.schedule != DEFAULT_SCHEDULE
+    fewer = f", or the schedule {DEFAULT_SCHEDULE}, which keeps fewer microbatches" if saves else ""
     have_all = sum(device.memory_bytes for device in devices)
     return (
         f"the model does not fit: it needs {format_bytes(total)}{holds} and the base memory of every process; the "

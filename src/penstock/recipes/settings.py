@@ -11,6 +11,7 @@ from penstock.errors import UsageError
 from penstock.files import write_whole
 from penstock.plan.check import check_purpose, read_plan
 from penstock.plan.schedule.picture import find_schedule
+from penstock.plan.schedule.schedules import DEFAULT_SCHEDULE, SCHEDULES
 from penstock.spec.cluster import read_cluster
 from penstock.spec.plan import Plan
 from penstock.spec.profile import read_profile
@@ -24,7 +25,6 @@ Rate = Annotated[float, Meta(ge=0.0)]
 # paths, which are text in a file: one kind as it was given, and one that is the same in every folder
 PathText = Annotated[str, Meta(extra={"path": "as given"})]
 WholePath = Annotated[str, Meta(extra={"path": "whole"})]
-DEFAULT_SCHEDULE = "1f1b"
 DEFAULT_FREEZE = "gradient-norms"
 # settings that a resumed run must keep: others would change its place in the data or what its state means
 _KEPT = (
@@ -60,7 +60,7 @@ class FitSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     stages: Annotated[Positive | None, Meta(description="Number of stages, one per process.")] = None
     replicas: Annotated[Positive | None, Meta(description="Number of data-parallel pipelines.")] = None
     devices: Annotated[Positive | None, Meta(description="Number of processes. Default: stages times replicas.")] = None
-    schedule: Annotated[str, Meta(description="gpipe, 1f1b, interleaved, zero-bubble, or a file.")] = DEFAULT_SCHEDULE
+    schedule: Annotated[str, Meta(description=f"{', '.join(SCHEDULES)}, or a file.")] = DEFAULT_SCHEDULE
     microbatches: Annotated[Positive | None, Meta(description="Number of microbatches of each replica's batch.")] = None
     policy: str = "balanced"
     cuts: list[str] | None = None

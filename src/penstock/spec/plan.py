@@ -9,7 +9,6 @@ import msgspec
 from penstock.errors import PlanError
 from penstock.spec.fields import decode_json, write_json
 
-Schedule = Literal["forward-only", "gpipe", "1f1b", "interleaved", "zero-bubble"]
 Precision = Literal["float32", "float16", "bfloat16", "int8"]
 
 
@@ -23,7 +22,7 @@ class CutSet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class Stage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One stage: the devices that share its microbatches round-robin, and each one's part.
 
-    With the schedule `interleaved` a device holds several stages of a pipeline, far apart in the model. With int8 the
+    With an interleaved schedule a device holds several stages of a pipeline, far apart in the model. With int8 the
     layers in `keep`, modules by their paths, stay in float32.
     """
 
@@ -108,7 +107,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     loader: str
     writer: str
     prediction: Prediction
-    schedule: Schedule = "forward-only"
+    schedule: str = "forward-only"
     depth: int = 2
     num_microbatches: int | None = None
     optimizer_state_factor: float = 0.0

@@ -19,7 +19,15 @@ from penstock.group.world import World
 from penstock.plan.check import check_purpose
 from penstock.plan.schedule.actions import Schedule, placement
 from penstock.plan.schedule.picture import find_schedule, read_schedule
-from penstock.plan.schedule.schedules import SCHEDULES, make_schedule, spread, with_recompute, with_updates
+from penstock.plan.schedule.schedules import (
+    DEFAULT_SCHEDULE,
+    SCHEDULES,
+    interleaves,
+    make_schedule,
+    spread,
+    with_recompute,
+    with_updates,
+)
 from penstock.plan.schedule.validate import check_schedule
 from penstock.spec.plan import Plan
 
@@ -29,7 +37,7 @@ class TrainOptions:
     """Training options: replicas, schedule, microbatches and gradient computation."""
 
     replicas: int | None = None
-    schedule: str = "1f1b"
+    schedule: str = DEFAULT_SCHEDULE
     microbatches: int | None = None
     seed: int = 0
     autocast: torch.dtype | None = None
@@ -54,7 +62,7 @@ class ScheduleChoice:
     def of(self, replica: Replica, num_microbatches: int) -> Schedule:
         """Return the schedule of a replica for its placed stages; raises the same errors as `make`."""
         counts = [count for rank in replica.devices if (count := replica.stages.count(rank))]
-        if replica.num_microbatches is None or self.name == "interleaved":
+        if replica.num_microbatches is None or interleaves(self.name):
             made = iter(self.make(len(replica.stages), num_microbatches, len(counts)))
         else:
             made = iter(spread(self.make(len(counts), num_microbatches, len(counts)), counts))

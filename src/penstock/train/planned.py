@@ -2,8 +2,6 @@
 
 from collections.abc import Collection, Mapping
 
-import msgspec
-
 from penstock.engine.placement import Grid
 from penstock.errors import PlanError
 from penstock.graph.cuts import Cut, Cuts
@@ -12,7 +10,7 @@ from penstock.graph.stages import fingerprint
 from penstock.plan.candidates import Request
 from penstock.plan.choose import make_plan
 from penstock.spec.cluster import Cluster
-from penstock.spec.plan import Plan, Schedule
+from penstock.spec.plan import Plan
 from penstock.spec.profile import Profile
 from penstock.train.arrangement import Arrangement, plan_grid
 from penstock.train.captured import Captured
@@ -47,7 +45,7 @@ def plan_training(profile: Profile, cluster: Cluster, placed: Arrangement, *, ro
     `PlanError` if no plan fits.
     """
     return make_plan(profile, cluster, Request(
-        rows=(rows,), schedule=msgspec.convert(placed.schedule_name, Schedule), optimizer_state_factor=state_factor,
+        rows=(rows,), schedule=placed.schedule_name, optimizer_state_factor=state_factor,
         num_microbatches=placed.all_microbatches, alternate=False,
     ))  # fmt: skip
 

@@ -3,7 +3,6 @@
 import math
 import random
 from itertools import pairwise
-from typing import get_args
 
 import msgspec
 import pytest
@@ -18,8 +17,9 @@ from penstock.plan.cost.predict import predict
 from penstock.plan.cost.problem import Placed, Problem
 from penstock.plan.cost.stage_cost import Costs, Setting
 from penstock.plan.cost.training_step import play_step
+from penstock.plan.schedule.schedules import SCHEDULES
 from penstock.spec.cluster import Cluster, Device
-from penstock.spec.plan import Plan, Schedule
+from penstock.spec.plan import Plan
 from penstock.spec.profile import Profile, Unit
 from tests.spec.samples import make_cluster, make_profile
 
@@ -168,7 +168,7 @@ def steps(draw: st.DrawFn) -> tuple[Problem, tuple[Placed, ...], str]:
                bandwidth_bytes_per_s=rng.choice([None, 5.0]))
         for n in range(len(stages))
     )  # fmt: skip
-    schedules = [name for name in get_args(Schedule) if name not in {"forward-only", "interleaved"}]
+    schedules = [name for name in SCHEDULES if not SCHEDULES[name].interleaves]
     setting = Setting(schedule=draw(st.sampled_from(schedules)), num_microbatches=draw(st.integers(1, 6)))
     boundary = profile.cuts[draw(st.integers(0, num - 2))]
     return Problem(profile, Cluster(devices=devices), setting), stages, boundary

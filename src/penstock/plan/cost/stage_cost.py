@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 
 from penstock.errors import PlanError
 from penstock.plan.schedule.actions import BUCKET_BYTES, NUM_ALL_REDUCES
-from penstock.spec.plan import Schedule
+from penstock.plan.schedule.schedules import SCHEDULES
 from penstock.spec.profile import Profile, interpolate
 
 Vector: TypeAlias = NDArray[np.float64]
@@ -49,7 +49,7 @@ class Setting:
     `optimizer_state_factor` is the bytes of optimizer state per byte of parameters: 0 for plain SGD, 2 for AdamW. Each
     of `replicated` pipelines has a part of a step's microbatches, and gradients are summed over them. Every process
     keeps `recording_bytes` free, so that a run that fits also fits while it is traced. `num_stages` is a pipeline's
-    number of stages, if known: with zero bubble every stage keeps as many microbatches.
+    number of stages, if known, on which the memory of some schedules depends.
 
     >>> Setting(rows=4).schedule
     'forward-only'
@@ -57,7 +57,7 @@ class Setting:
 
     rows: int = 1
     depth: int = 2
-    schedule: Schedule = "forward-only"
+    schedule: str = "forward-only"
     num_microbatches: int | None = None
     optimizer_state_factor: float = 0.0
     replicated: bool = False
@@ -75,10 +75,8 @@ class Setting:
         """
         if not self.trains:
             return 0
-        total = self.num_microbatches or 1
-        if self.schedule == "zero-bubble":
-            return min(self.num_stages or from_end, total)
-        return total if self.schedule == "gpipe" else min(from_end, total)
+        num_stages, num_microbatches = self.num_stages or from_end, self.num_microbatches or 1
+        return SCHEDULES[self.schedule].in_flight(from_end, num_stages, num_microbatches)
 
 
 class Costs:

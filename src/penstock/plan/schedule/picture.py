@@ -134,11 +134,7 @@ def bubble_formula(name: str, num_stages: int, num_microbatches: int, num_device
 
     With p devices, m microbatches and v stages on each device. Raises `UsageError` for a name not known.
     """
-    p, m, v = num_devices, num_microbatches, num_stages / num_devices
-    if name in {"gpipe", "1f1b"}:
-        return "(p-1) / (m+p-1)", (p - 1) / (m + p - 1)
-    if name == "interleaved":
-        return "(p-1) / (v*m+p-1)", (p - 1) / (v * m + p - 1)
-    if name == "zero-bubble":  # (p-1)(F+I-W) of m(F+I+W) and that, with F = I = W
-        return "(p-1) / (3*m+p-1)", (p - 1) / (3 * m + p - 1)
-    raise UsageError(f"no formula is known for the bubble of the schedule {name!r}")
+    if name not in SCHEDULES:
+        raise UsageError(f"no formula is known for the bubble of the schedule {name!r}")
+    text, formula = SCHEDULES[name].bubble
+    return text, formula(num_devices, num_microbatches, num_stages / num_devices)

@@ -1,4 +1,4 @@
-"""The known training schedules, as pure functions from counts to actions.
+"""The known training schedules: pure functions from counts to actions, and a record for each, in `SCHEDULES`.
 
 With more stages than devices, a device of `gpipe`, `one_f_one_b` and `zero_bubble` holds neighbouring
 stages and works through them as through one; of `interleaved_1f1b` it holds stages far apart.
@@ -6,7 +6,7 @@ stages and works through them as through one; of `interleaved_1f1b` it holds sta
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate, islice
 from typing import TypeVar
 
@@ -235,9 +235,67 @@ def _interleaved(num_stages: int, num_microbatches: int, num_devices: int | None
     return interleaved_1f1b(num_stages, num_microbatches, check_counts(num_stages, num_microbatches, num_devices))
 
 
-SCHEDULES: Mapping[str, MakeSchedule] = {
-    "gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": _interleaved, "zero-bubble": zero_bubble,
-}  # fmt: skip
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownSchedule:
+    """Properties of a schedule; planner, options, help texts, drawings and reports read them here.
+
+    - `make`: from the numbers of stages, microbatches and devices;
+    - `in_flight`: the microbatches that a stage keeps for their backward, from its number counted from the last stage,
+      which is 1, the number of stages, and that of microbatches;
+    - `bubble`: the paper's formula for equal stages, forward 1 and backward 2, as text and as a function of p devices,
+      m microbatches and v stages on each device;
+    - `interleaves`: a device holds stages far apart in the model, not neighbouring ones;
+    - `counts_stages`: `in_flight` depends on the number of stages;
+    - `advised`: a report may recommend it, for the same stages on the same devices.
+    """
+
+    help: str
+    make: MakeSchedule
+    in_flight: Callable[[int, int, int], int]
+    bubble: tuple[str, Callable[[int, int, float], float]]
+    interleaves: bool = False
+    counts_stages: bool = False
+    advised: bool = False
+
+
+SCHEDULES: Mapping[str, KnownSchedule] = {
+    "gpipe": KnownSchedule(
+        help="all forwards, then all backwards",
+        make=gpipe,
+        in_flight=lambda _from_end, _stages, microbatches: microbatches,
+        bubble=("(p-1) / (m+p-1)", lambda p, m, _v: (p - 1) / (m + p - 1)),
+    ),
+    "1f1b": KnownSchedule(
+        help="forwards and backwards alternately",
+        make=one_f_one_b,
+        advised=True,
+        in_flight=lambda from_end, _stages, microbatches: min(from_end, microbatches),
+        bubble=("(p-1) / (m+p-1)", lambda p, m, _v: (p - 1) / (m + p - 1)),
+    ),
+    "interleaved": KnownSchedule(
+        help="1f1b with several stages on each device",
+        make=_interleaved,
+        in_flight=lambda from_end, _stages, microbatches: min(from_end, microbatches),
+        bubble=("(p-1) / (v*m+p-1)", lambda p, m, v: (p - 1) / (v * m + p - 1)),
+        interleaves=True,
+    ),
+    "zero-bubble": KnownSchedule(
+        help="1f1b with split backwards",
+        make=zero_bubble,
+        in_flight=lambda _from_end, stages, microbatches: min(stages, microbatches),
+        # (p-1)(F+I-W) of m(F+I+W) and that, with F = I = W
+        bubble=("(p-1) / (3*m+p-1)", lambda p, m, _v: (p - 1) / (3 * m + p - 1)),
+        counts_stages=True,
+        advised=True,
+    ),
+}
+# of a training without another one, and the one to recommend: none needs less memory
+DEFAULT_SCHEDULE = "1f1b"
+
+
+def interleaves(name: str) -> bool:
+    """Return True for a known schedule whose devices hold stages far apart in the model."""
+    return name in SCHEDULES and SCHEDULES[name].interleaves
 
 
 def make_schedule(name: str, num_stages: int, num_microbatches: int, num_devices: int | None = None) -> Schedule:
@@ -248,4 +306,4 @@ def make_schedule(name: str, num_stages: int, num_microbatches: int, num_devices
     """
     if name not in SCHEDULES:
         raise UsageError(f"the schedule {name!r} is not known; use one of {', '.join(SCHEDULES)}, or write your own")
-    return SCHEDULES[name](num_stages, num_microbatches, check_counts(num_stages, num_microbatches, num_devices))
+    return SCHEDULES[name].make(num_stages, num_microbatches, check_counts(num_stages, num_microbatches, num_devices))

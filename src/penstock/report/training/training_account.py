@@ -212,7 +212,7 @@ def advise_training(run: Run, training: MeasuredTraining, account: Account) -> A
     here = played(run.facts.schedule, num)
     # the simulator's error on the measured schedule bounds what it can say about another
     error = abs(here / statistics.fmean(step.seconds for step in training.steps) - 1)
-    for name in ("1f1b", "zero-bubble"):
+    for name in (name for name, known in SCHEDULES.items() if known.advised):
         for count in (num, 2 * num):
             gain = here / played(name, count) - 1
             if gain > max(error, _WORTH):

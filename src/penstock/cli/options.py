@@ -12,6 +12,7 @@ import typer
 from penstock.errors import UsageError
 from penstock.files import write_whole
 from penstock.group.addresses import BIND, is_everywhere, listen
+from penstock.runtime.registry import RUNTIMES
 from penstock.spec.on_loss import ON_LOSS
 from penstock.terminal.console import PlainConsole
 
@@ -30,7 +31,7 @@ Runtime = Annotated[
     str,
     typer.Option(
         metavar="NAME",
-        help="eager, onnxruntime or openvino, with a precision as in eager:int8.",
+        help=f"{', '.join(RUNTIMES)}, with a precision as in eager:int8.",
     ),
 ]
 OnLoss = Annotated[

@@ -1,39 +1,36 @@
 """Registry of runtimes, by the names that plans use."""
 
-import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Protocol
 
 from penstock.errors import PlanError, UsageError
-from penstock.graph.program import StageProgram
-from penstock.graph.training_parts import TrainingPart
-from penstock.runtime.bfloat16 import Bfloat16Runtime
-from penstock.runtime.eager import Runtime
-from penstock.runtime.int8 import Int8Runtime
-from penstock.runtime.training import TrainingRuntime
 from penstock.spec.plan import runtime_name
-from penstock.tensors import HOST
+
+if TYPE_CHECKING:  # the command line reads the names, and imports no torch
+    import torch
+    from torch import Tensor
+
+    from penstock.graph.program import StageProgram
+    from penstock.graph.training_parts import TrainingPart
+    from penstock.runtime.training import TrainingRuntime
 
 
 class StageRuntime(Protocol):
     """The callable that the executor runs for one stage; inputs and outputs are on its device."""
 
-    program: StageProgram
-    device: torch.device
+    program: "StageProgram"
+    device: "torch.device"
 
-    def __call__(self, sizes: Mapping[str, int], inputs: Sequence[Tensor]) -> list[Tensor]:
+    def __call__(self, sizes: Mapping[str, int], inputs: Sequence["Tensor"]) -> list["Tensor"]:
         """Run on one microbatch; `sizes` has a value for every symbol of the program."""
 
     def watched(
-        self, sizes: Mapping[str, int], inputs: Sequence[Tensor], clock: Callable[[], float]
-    ) -> tuple[list[Tensor], list[float]]:
+        self, sizes: Mapping[str, int], inputs: Sequence["Tensor"], clock: Callable[[], float]
+    ) -> tuple[list["Tensor"], list[float]]:
         """Run on one microbatch; return the outputs, and the seconds of every operation if they can be timed."""
 
-    def own(self, outputs: Sequence[Tensor], sizes: Mapping[str, int]) -> list[Tensor]:
+    def own(self, outputs: Sequence["Tensor"], sizes: Mapping[str, int]) -> list["Tensor"]:
         """Return outputs that the caller may write to."""
 
     def copied(self) -> "StageRuntime | None":
@@ -44,50 +41,63 @@ class StageRuntime(Protocol):
         """Return the bytes of its tensors."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RuntimeKind:
     """Constructor of a runtime from a program and its tensors by name, and its precisions, the usual one first.
 
-    `load_training` makes one with a backward, or is None.
+    `load_training` makes one with a backward, or is None; `extra` has the packages that it needs. What is imported
+    late is for those who compute.
     """
 
-    load: Callable[[StageProgram, Mapping[str, Tensor], torch.device, "RuntimeChoice"], StageRuntime]
-    load_training: type[TrainingRuntime] | None
+    load: Callable[["StageProgram", Mapping[str, "Tensor"], "torch.device", "RuntimeChoice"], StageRuntime]
     precisions: tuple[str, ...]
+    load_training: (
+        Callable[["TrainingPart", Mapping[str, "Tensor"], "torch.device", bool], "TrainingRuntime"] | None
+    ) = None
+    extra: str | None = None
 
 
 def _eager(
-    program: StageProgram, tensors: Mapping[str, Tensor], device: torch.device, choice: "RuntimeChoice"
+    program: "StageProgram", tensors: Mapping[str, "Tensor"], device: "torch.device", choice: "RuntimeChoice"
 ) -> StageRuntime:  # fmt: skip
+    from penstock.runtime.bfloat16 import Bfloat16Runtime
+    from penstock.runtime.eager import Runtime
+    from penstock.runtime.int8 import Int8Runtime
+
     if choice.precision == "int8":
         return Int8Runtime(program, tensors, device, choice.keep)
     kind = Bfloat16Runtime if choice.precision == "bfloat16" else Runtime
     return kind(program, tensors, device)
 
 
-def _exported(
-    program: StageProgram, tensors: Mapping[str, Tensor], device: torch.device, choice: "RuntimeChoice"
+def _eager_training(
+    part: "TrainingPart", tensors: Mapping[str, "Tensor"], device: "torch.device", again: bool
+) -> "TrainingRuntime":  # fmt: skip
+    from penstock.runtime.training import TrainingRuntime
+
+    return TrainingRuntime(part, tensors, device, again=again)
+
+
+def _onnxruntime(
+    program: "StageProgram", tensors: Mapping[str, "Tensor"], device: "torch.device", choice: "RuntimeChoice"
 ) -> StageRuntime:  # fmt: skip
-    module, kind, extra = _EXPORTED[choice.name]
-    try:
-        found = getattr(importlib.import_module(f"penstock.runtime.onnx.{module}"), kind)
-    except ImportError as error:
-        raise PlanError(
-            f"the runtime {choice.name} is not installed on this machine; install penstock[{extra}] ({error})"
-        ) from error
-    made: StageRuntime = found(program, tensors, device, choice.precision, choice.keep)
-    return made
+    from penstock.runtime.onnx.onnx_runtime import OnnxRuntime
+
+    return OnnxRuntime(program, tensors, device, choice.precision, choice.keep)
 
 
-# by the runtime's name: its module and class, which need packages of an extra
-_EXPORTED = {
-    "onnxruntime": ("onnx_runtime", "OnnxRuntime", "onnx"),
-    "openvino": ("openvino_runtime", "OpenVinoRuntime", "openvino"),
-}
-RUNTIMES: dict[str, RuntimeKind] = {
-    "eager": RuntimeKind(load=_eager, load_training=TrainingRuntime, precisions=("float32", "bfloat16", "int8")),
-    "onnxruntime": RuntimeKind(load=_exported, load_training=None, precisions=("float32", "int8")),
-    "openvino": RuntimeKind(load=_exported, load_training=None, precisions=("float32", "bfloat16")),
+def _openvino(
+    program: "StageProgram", tensors: Mapping[str, "Tensor"], device: "torch.device", choice: "RuntimeChoice"
+) -> StageRuntime:  # fmt: skip
+    from penstock.runtime.onnx.openvino_runtime import OpenVinoRuntime
+
+    return OpenVinoRuntime(program, tensors, device, choice.precision, choice.keep)
+
+
+RUNTIMES: Mapping[str, RuntimeKind] = {
+    "eager": RuntimeKind(load=_eager, load_training=_eager_training, precisions=("float32", "bfloat16", "int8")),
+    "onnxruntime": RuntimeKind(load=_onnxruntime, precisions=("float32", "int8"), extra="onnx"),
+    "openvino": RuntimeKind(load=_openvino, precisions=("float32", "bfloat16"), extra="openvino"),
 }
 
 
@@ -119,18 +129,33 @@ class RuntimeChoice:
     def __str__(self) -> str:
         return runtime_name(self.name, self.precision, self.keep)
 
-    def load(self, program: StageProgram, tensors: Mapping[str, Tensor], device: torch.device = HOST) -> StageRuntime:
+    def load(
+        self, program: "StageProgram", tensors: Mapping[str, "Tensor"], device: "torch.device | None" = None
+    ) -> StageRuntime:
         """Make a runtime of a program."""
-        return RUNTIMES[self.name].load(program, tensors, device, self)
+        from penstock.tensors import HOST
+
+        kind = RUNTIMES[self.name]
+        try:
+            return kind.load(program, tensors, device or HOST, self)
+        except ImportError as error:
+            if kind.extra is None:
+                raise
+            raise PlanError(
+                f"the runtime {self.name} is not installed on this machine; install penstock[{kind.extra}] ({error})"
+            ) from error
 
     def load_training(
-        self, part: TrainingPart, tensors: Mapping[str, Tensor], device: torch.device = HOST, *, again: bool = False
-    ) -> TrainingRuntime:
+        self, part: "TrainingPart", tensors: Mapping[str, "Tensor"], device: "torch.device | None" = None, *,
+        again: bool = False,
+    ) -> "TrainingRuntime":  # fmt: skip
         """Make a runtime for training; with `again` one that only recomputes microbatches."""
+        from penstock.tensors import HOST
+
         load = RUNTIMES[self.name].load_training
         if load is None or self.precision != "float32":
             raise PlanError(f"the runtime {self} cannot train; use eager")
-        return load(part, tensors, device, again=again)
+        return load(part, tensors, device or HOST, again)
 
 
 EAGER = RuntimeChoice()

@@ -6,7 +6,8 @@ from typing import ClassVar
 import pytest
 
 from penstock.errors import DataError, UsageError
-from penstock.recipes.data_tasks import Buckets, make_task, pad
+from penstock.recipes.data_formats import make_task
+from penstock.recipes.data_tasks import Buckets, pad
 from penstock.recipes.settings import FitSettings, make_settings
 from penstock.recipes.tasks import Rows, keep_some, spread
 from penstock.zoo.data.texts import CLS, PAD, is_trees, read_trees, train_tokenizer

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from penstock.errors import UsageError
-from penstock.recipes.data_tasks import make_task
+from penstock.recipes.data_formats import make_task
 from penstock.recipes.launch import fit
 from penstock.recipes.settings import FitSettings, elastic_options, read_settings, write_settings
 from penstock.recipes.several import ablation_runs

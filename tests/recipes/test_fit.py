@@ -22,7 +22,7 @@ from penstock.files import LineFile
 from penstock.group.launcher import WorkerExit
 from penstock.plan.check import read_plan
 from penstock.recipes import launch, several
-from penstock.recipes.data_tasks import make_task
+from penstock.recipes.data_formats import make_task
 from penstock.recipes.launch import explain_exit, fit, fit_apart
 from penstock.recipes.metrics import EpochResult, FitResult, drop_old_checkpoints, newest_checkpoint
 from penstock.recipes.settings import FitSettings

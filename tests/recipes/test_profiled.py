@@ -10,7 +10,7 @@ from penstock.measure.profiler import MessageCosts
 from penstock.plan.candidates import Request
 from penstock.plan.choose import make_plan
 from penstock.recipes import profiled
-from penstock.recipes.data_tasks import make_task
+from penstock.recipes.data_formats import make_task
 from penstock.recipes.profiled import profile_task
 from penstock.recipes.settings import FitSettings
 from penstock.train.captured import Captured

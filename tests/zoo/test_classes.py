@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from penstock.errors import ModelError
-from penstock.recipes.data_tasks import classes_of, make_task
+from penstock.recipes.data_formats import make_task
+from penstock.recipes.data_tasks import classes_of
 from penstock.recipes.settings import FitSettings
 from penstock.zoo.data.image_names import open_images
 from penstock.zoo.models.models import load_model, with_classes

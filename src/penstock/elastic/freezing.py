@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise, takewhile
@@ -22,10 +22,6 @@ from penstock.errors import UsageError
 Then = Literal["stop", "take back"]
 # 0.90 - 0.89 is a little more than 0.01 in binary
 _ROUNDING = 1e-9
-_POSSIBLE = (
-    "none, gradient-norms[:ALPHA], schedule[:ALPHA], plateau[:EPOCHS] or layers by epoch like 0,4,7, "
-    "optionally followed by +after[:EPOCHS] and +guard[:DROP] or +take-back[:DROP]"
-)
 _BY_HAND = re.compile(r"\d{1,9}(,\d{1,9})*", re.ASCII)
 _COUNT = re.compile(r"\d{1,9}", re.ASCII)
 _NUMBER = re.compile(r"\d{1,9}/\d{1,9}|\d{0,9}\.?\d{1,9}", re.ASCII)
@@ -298,14 +294,10 @@ def _read_policy(name: str, text: str) -> FreezePolicy:
     if _BY_HAND.fullmatch(name):
         return ByHand([int(word) for word in name.split(",")])
     name, colon, argument = name.partition(":")
-    if name == "none" and not colon:
-        return Never()
-    shared: dict[str, Callable[..., FreezePolicy]] = {"gradient-norms": GradientNorms, "schedule": ClosedForm}
-    if name in shared:
-        return shared[name](_number(argument, text)) if colon else shared[name]()
-    if name == "plateau":
-        return Plateau(patience=_count(argument, text)) if colon else Plateau()
-    raise _unknown(text)
+    known = POLICIES.get(name)
+    if known is None or (colon and known.read is None):
+        raise _unknown(text)
+    return known.make(known.read(argument, text)) if colon and known.read else known.make()
 
 
 def _count(word: str, text: str) -> int:
@@ -322,4 +314,32 @@ def _number(word: str, text: str) -> Fraction:
 
 
 def _unknown(text: str) -> UsageError:
-    return UsageError(f"{text!r} is not a freezing policy; use {_POSSIBLE}")
+    return UsageError(f"{text!r} is not a freezing policy; use {policy_help()}, optionally followed by "
+        "+after[:EPOCHS] and +guard[:DROP] or +take-back[:DROP]")  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyKind:
+    """A policy by name: its class, and the display name and the reader of its argument, if it has one."""
+
+    make: Callable[..., FreezePolicy]
+    argument: str = ""
+    read: Callable[[str, str], int | Fraction] | None = None
+
+
+POLICIES: Mapping[str, PolicyKind] = {
+    "none": PolicyKind(make=Never),
+    "gradient-norms": PolicyKind(make=GradientNorms, argument="ALPHA", read=_number),
+    "schedule": PolicyKind(make=ClosedForm, argument="ALPHA", read=_number),
+    "plateau": PolicyKind(make=Plateau, argument="EPOCHS", read=_count),
+}
+
+
+def policy_help() -> str:
+    """Return the possible policies in words.
+
+    >>> policy_help()
+    'none, gradient-norms[:ALPHA], schedule[:ALPHA], plateau[:EPOCHS] or layers by epoch like 0,4,7'
+    """
+    names = (f"{name}[:{known.argument}]" if known.argument else name for name, known in POLICIES.items())
+    return f"{', '.join(names)} or layers by epoch like 0,4,7"

@@ -3,7 +3,6 @@
 import copy
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,40 +22,19 @@ from penstock.recipes.tasks import (
     keep_some,
     load_for,
     logits_of,
-    metadata_of,
     spread,
 )
 from penstock.recipes.teaching import taught
 from penstock.zoo.data.image_names import open_images
 from penstock.zoo.data.image_set import ImageSet
 from penstock.zoo.data.preprocess import Transform
-from penstock.zoo.data.texts import CLS, PAD, Sentences, is_trees, read_tokenizer, read_trees, train_tokenizer
+from penstock.zoo.data.texts import CLS, PAD, Sentences, read_tokenizer, read_trees, train_tokenizer
 from penstock.zoo.models.language import load_tokenizer
 from penstock.zoo.models.models import ZooModel, classes_in, parse_hf, with_classes
 from penstock.zoo.optional import optional_import
 from penstock.zoo.weights.classes import write_classes
 
 _POOL = 50  # batches whose rows are sorted together
-
-
-def make_task(settings: FitSettings) -> Task:
-    """Find out from the data what is to be learned, and prepare it.
-
-    Raises `ModelError` and `DataError` for names that cannot be had, `UsageError` where model and data do
-    not go together.
-    """
-    path = Path(settings.data)
-    if is_trees(path) or is_trees(path / "train.txt"):
-        task = sentence_task
-    elif path.suffix == ".txt" and path.is_file():
-        task = language_task
-    else:
-        task = image_task
-    for option in ("teacher", "hold_out"):
-        if task != image_task and getattr(settings, option) is not None:
-            raise UsageError(f"--{option.replace('_', '-')} is for images, not for {settings.data}; leave it out")
-    made = task(settings)
-    return replace(made, metadata={**metadata_of(settings), **made.metadata})
 
 
 def image_task(settings: FitSettings) -> Task:

@@ -17,7 +17,7 @@ from penstock.elastic.elastic_training import ElasticTraining, PlanChange
 from penstock.errors import UsageError
 from penstock.group.entry import join_torchrun, under_torchrun
 from penstock.group.world import World
-from penstock.recipes.data_tasks import make_task
+from penstock.recipes.data_formats import make_task
 from penstock.recipes.metrics import (
     ACCURACY,
     EpochResult,

@@ -22,7 +22,7 @@ from penstock.graph.graph import Graph
 from penstock.measure.backward import Loss
 from penstock.measure.hosts import measure_messages
 from penstock.measure.profiler import measure_rows, profile_graph, script_bytes, worker_bytes
-from penstock.recipes.data_tasks import make_task
+from penstock.recipes.data_formats import make_task
 from penstock.recipes.settings import FitSettings
 from penstock.recipes.tasks import Task
 from penstock.spec.plan import Generation

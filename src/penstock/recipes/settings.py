@@ -6,12 +6,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from penstock.elastic.freezing import policy_help
 from penstock.elastic.options import Stored
 from penstock.errors import UsageError
 from penstock.files import write_whole
 from penstock.plan.check import check_purpose, read_plan
 from penstock.plan.schedule.picture import find_schedule
 from penstock.plan.schedule.schedules import DEFAULT_SCHEDULE, SCHEDULES
+from penstock.recipes.data_formats import FORMATS_HELP
 from penstock.spec.cluster import read_cluster
 from penstock.spec.plan import Plan
 from penstock.spec.profile import read_profile
@@ -52,7 +54,7 @@ class FitSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """
 
     model: str
-    data: Annotated[str, Meta(description="Images (folder, tar, CIFAR, 'digits'), a text or trees.")]
+    data: Annotated[str, Meta(description=f"{FORMATS_HELP}.")]
     validation: Annotated[str | None, Meta(description="Validation data. Default: every tenth row of --data.")] = None
     output: Annotated[PathText, Meta(description="Folder of the run.", extra={"flags": ["--output", "-o"]})] = (
         "runs/train"
@@ -115,7 +117,7 @@ class FitSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     elastic: Annotated[bool, Meta(description="Freeze converged layers, and use the freed devices.")] = False
     freeze: Annotated[
         str,
-        Meta(description="gradient-norms[:ALPHA], schedule[:ALPHA], plateau, none, or layers by epoch like 0,4,7; "
+        Meta(description=f"{policy_help()}; "
             "+after[:EPOCHS] begins later, +guard[:DROP] stops if accuracy drops."),
     ] = DEFAULT_FREEZE  # fmt: skip
     pack: Annotated[bool, Meta(description="Change stages.", extra={"flags": []})] = True

@@ -1,0 +1,75 @@
+"""Formats of training data, and the task that each one is for."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from penstock.errors import UsageError
+from penstock.zoo.data.texts import is_trees
+
+if TYPE_CHECKING:  # the settings read the help, and need no torch
+    from penstock.recipes.settings import FitSettings
+    from penstock.recipes.tasks import Task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataFormat:
+    """A format of data: its help, whether a path has it, its task, and the settings that are for it alone."""
+
+    help: str
+    holds: Callable[[Path], bool]
+    task: Callable[["FitSettings"], "Task"]
+    options: tuple[str, ...] = ()
+
+
+def _sentences(settings: "FitSettings") -> "Task":
+    from penstock.recipes.data_tasks import sentence_task
+
+    return sentence_task(settings)
+
+
+def _text(settings: "FitSettings") -> "Task":
+    from penstock.recipes.data_tasks import language_task
+
+    return language_task(settings)
+
+
+def _images(settings: "FitSettings") -> "Task":
+    from penstock.recipes.data_tasks import image_task
+
+    return image_task(settings)
+
+
+# a path has the first format that holds it
+FORMATS: Mapping[str, DataFormat] = {
+    "sentences": DataFormat(
+        help="sentiment trees", holds=lambda path: is_trees(path) or is_trees(path / "train.txt"), task=_sentences
+    ),
+    "text": DataFormat(
+        help="a text file", holds=lambda path: path.suffix == ".txt" and path.is_file(), task=_text
+    ),
+    "images": DataFormat(
+        help="images (folder, tar, CIFAR, 'digits')", holds=lambda _path: True, task=_images,
+        options=("teacher", "hold_out"),
+    ),
+}  # fmt: skip
+FORMATS_HELP = ", ".join(known.help for known in FORMATS.values())
+
+
+def make_task(settings: "FitSettings") -> "Task":
+    """Find out from the data what is to be learned, and prepare it.
+
+    Raises `ModelError` and `DataError` for names that cannot be had, `UsageError` where model and data do
+    not go together.
+    """
+    from penstock.recipes.tasks import metadata_of
+
+    path = Path(settings.data)
+    found = next(known for known in FORMATS.values() if known.holds(path))
+    for name, known in FORMATS.items():
+        for option in known.options:
+            if known is not found and getattr(settings, option) is not None:
+                raise UsageError(f"--{option.replace('_', '-')} is for {name}, not for {settings.data}; leave it out")
+    made = found.task(settings)
+    return replace(made, metadata={**metadata_of(settings), **made.metadata})

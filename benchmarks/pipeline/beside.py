@@ -26,7 +26,7 @@ from penstock.deploy.baseline import time_baseline
 from penstock.graph.capture import capture
 from penstock.graph.program import read_program, write_program
 from penstock.runtime.eager import Runtime
-from penstock.transport.base import FEEDER
+from penstock.wire import FEEDER
 from penstock.zoo.models.models import load_model
 
 _PATIENCE_S = 300.0

@@ -25,8 +25,8 @@ from penstock.plan.choose import make_plan
 from penstock.plan.cost.predict import predict
 from penstock.spec.cluster import Cluster
 from penstock.spec.profile import Profile, interpolate
-from penstock.transport.base import FEEDER
 from penstock.units import parse_rate
+from penstock.wire import FEEDER
 from penstock.zoo.models.models import load_model
 
 _CALIBRATIONS = 4

@@ -23,8 +23,8 @@ from penstock.plan.cost.predict import predict
 from penstock.spec.cluster import Cluster, parse_cluster
 from penstock.spec.plan import decode_plan, encode_plan
 from penstock.spec.profile import Profile
-from penstock.transport.base import FEEDER
 from penstock.transport.collectives import all_gather
+from penstock.wire import FEEDER
 
 STEPS, ALONE_STEPS = 5, 6
 

@@ -23,7 +23,7 @@ from penstock.group.world import World
 from penstock.pipeline import Pipeline
 from penstock.report.stream.account import make_account
 from penstock.tracing.trace import read_run
-from penstock.transport.base import FEEDER
+from penstock.wire import FEEDER
 from penstock.zoo.models.models import ZooModel, load_model
 
 _BURN = "while True: pass"

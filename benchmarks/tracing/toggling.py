@@ -29,7 +29,7 @@ from penstock.group.world import World
 from penstock.pipeline import Pipeline
 from penstock.plan.schedule.actions import Action
 from penstock.terminal.live import LiveView
-from penstock.transport.base import FEEDER
+from penstock.wire import FEEDER
 from penstock.zoo.models.models import load_model
 
 BLOCK, LEFT_OUT = 10, 4

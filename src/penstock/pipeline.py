@@ -15,7 +15,6 @@ from penstock.elastic.epochs import FreezePolicy
 from penstock.elastic.options import ElasticOptions, Stored
 from penstock.engine.observer import StreamReport
 from penstock.engine.stall import STALL_S
-from penstock.engine.wiring import DEPTH
 from penstock.errors import UsageError
 from penstock.graph.cuts import Cut
 from penstock.graph.graph import Graph
@@ -35,6 +34,7 @@ from penstock.train.loader import Loader
 from penstock.train.outcome import StepReport
 from penstock.train.trainer import Trainer
 from penstock.train.training_pipeline import TrainingPipeline, trains
+from penstock.wire import DEPTH
 from penstock.zoo.weights.weights import Weights
 
 _Given = ParamSpec("_Given")

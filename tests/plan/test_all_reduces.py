@@ -8,8 +8,8 @@ from penstock.plan.cost.all_reduces import LastBackward, all_reduced_s, make_buc
 from penstock.plan.cost.problem import Placed, Problem
 from penstock.plan.cost.stage_cost import Setting
 from penstock.plan.cost.training_step import play_step
-from penstock.plan.schedule.actions import BUCKET_BYTES
 from penstock.spec.profile import Unit
+from penstock.wire import BUCKET_BYTES
 from tests.spec.samples import make_cluster, make_profile
 
 A_SECOND = BUCKET_BYTES // 4  # bytes on the wire

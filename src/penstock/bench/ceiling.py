@@ -13,7 +13,7 @@ from penstock.deploy.jobs import load_programs
 from penstock.graph.program import StageProgram
 from penstock.group.world import World
 from penstock.tensors import find_device
-from penstock.transport.base import FEEDER
+from penstock.wire import FEEDER
 
 
 class Baseline(Protocol):

@@ -60,7 +60,7 @@ def bench(
     from penstock.report.comparison import write_comparison
     from penstock.runtime.registry import parse_runtime
     from penstock.tensors import find_device
-    from penstock.transport.base import FEEDER
+    from penstock.wire import FEEDER
     from penstock.zoo.models.models import load_model
 
     opt.bind_to(bind, cluster)

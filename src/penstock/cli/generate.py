@@ -104,7 +104,7 @@ def join(on_loss: str | None, trace: Path | None = None) -> "tuple[bool, World |
     """
     from penstock.deploy.worker import follow
     from penstock.group.entry import join_torchrun, under_torchrun
-    from penstock.transport.base import FEEDER
+    from penstock.wire import FEEDER
 
     if not under_torchrun():
         return True, None, opt.choose_on_loss(on_loss, trace=trace)

@@ -53,7 +53,7 @@ def infer(
     from penstock.deploy.worker import follow
     from penstock.group.entry import join_torchrun, under_torchrun
     from penstock.runtime.registry import parse_runtime
-    from penstock.transport.base import FEEDER
+    from penstock.wire import FEEDER
 
     opt.check_profiled(profile=profile, trace=trace)
     opt.bind_to(bind, cluster)

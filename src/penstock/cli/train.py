@@ -161,7 +161,7 @@ def _table(rows: "list[Row]") -> Table:
 
 def _show_one(result: "FitResult", json: Path | None) -> None:
     from penstock.group.entry import under_torchrun
-    from penstock.transport.base import FEEDER
+    from penstock.wire import FEEDER
 
     if under_torchrun() and int(os.environ["RANK"]) != FEEDER:
         return

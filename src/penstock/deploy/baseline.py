@@ -15,15 +15,8 @@ from penstock.group.world import World
 from penstock.runtime.registry import EAGER, StageRuntime
 from penstock.runtime.torch_settings import applied, read_settings
 from penstock.tensors import find_device, moved, synchronize
-from penstock.transport.base import (
-    FEEDER,
-    WORD_BYTES,
-    Transport,
-    receive_bytes,
-    receive_tensor,
-    send_bytes,
-    send_tensor,
-)
+from penstock.transport.base import WORD_BYTES, Transport, receive_bytes, receive_tensor, send_bytes, send_tensor
+from penstock.wire import FEEDER
 
 
 def ask_baseline(

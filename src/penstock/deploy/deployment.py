@@ -30,8 +30,8 @@ from penstock.tensors import HOST, find_device
 from penstock.terminal.live import StageState
 from penstock.tracing.record import FEEDER_STAGE
 from penstock.tracing.trace import StreamTrace
-from penstock.transport.base import FEEDER
 from penstock.transport.messages import CLOSE, Message
+from penstock.wire import FEEDER
 
 # stages report progress with every heartbeat: a stall shorter than a few of these cannot be detected
 _SHORTEST_STALL_BEATS = 4

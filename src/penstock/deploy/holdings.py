@@ -10,7 +10,8 @@ from torch import Tensor
 
 from penstock.errors import ProgramError
 from penstock.graph.ops import State
-from penstock.transport.base import DOCUMENT_BYTES, FEEDER, Transport, receive_bytes, send_bytes
+from penstock.transport.base import DOCUMENT_BYTES, Transport, receive_bytes, send_bytes
+from penstock.wire import FEEDER
 
 T = TypeVar("T")
 

@@ -24,13 +24,8 @@ from penstock.group.world import World
 from penstock.plan.schedule.round_robin import RoundRobin
 from penstock.runtime.registry import EAGER, RuntimeChoice, StageRuntime
 from penstock.tensors import HOST, find_device, moved
-from penstock.transport.base import (
-    FEEDER,
-    JOB_BYTES,
-    Transport,
-    receive_bytes,
-    send_bytes,
-)
+from penstock.transport.base import JOB_BYTES, Transport, receive_bytes, send_bytes
+from penstock.wire import FEEDER
 
 # makes a stage's runtime in a process that has the stage's module; only the interface is sent
 MakeRuntime = Callable[[int, StageProgram], StageRuntime]

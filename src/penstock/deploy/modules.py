@@ -28,7 +28,7 @@ from penstock.group.world import World
 from penstock.plan.schedule.round_robin import RoundRobin
 from penstock.runtime.registry import StageRuntime
 from penstock.tensors import HOST, copy_exactly
-from penstock.transport.base import FEEDER
+from penstock.wire import FEEDER
 
 
 def chain(

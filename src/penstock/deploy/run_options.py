@@ -9,7 +9,6 @@ from typing import Any
 from torch import nn
 
 from penstock.engine.stall import STALL_S
-from penstock.engine.wiring import DEPTH
 from penstock.errors import UsageError
 from penstock.group.direct import check_way
 from penstock.runtime.registry import EAGER, RuntimeChoice
@@ -17,6 +16,7 @@ from penstock.spec.cluster import Cluster
 from penstock.spec.on_loss import ON_LOSS
 from penstock.spec.plan import Plan
 from penstock.spec.profile import Profile
+from penstock.wire import DEPTH
 from penstock.zoo.weights.weights import Weights
 
 

@@ -12,17 +12,9 @@ from penstock.errors import TransportError, UsageError
 from penstock.graph.graph import Graph
 from penstock.graph.ops import State
 from penstock.tensors import HOST, moved, sum_words
-from penstock.transport.base import (
-    FEEDER,
-    WORD_BYTES,
-    Pending,
-    Transport,
-    post_receive,
-    post_send,
-    receive_bytes,
-    send_bytes,
-)
+from penstock.transport.base import WORD_BYTES, Pending, Transport, post_receive, post_send, receive_bytes, send_bytes
 from penstock.transport.tags import CONTROL
+from penstock.wire import FEEDER
 from penstock.zoo.weights.weights import Weights
 
 

@@ -22,7 +22,8 @@ from penstock.group.launcher import leave_with_parent
 from penstock.group.regroup import next_group
 from penstock.group.world import Leave, World
 from penstock.runtime.torch_settings import applied
-from penstock.transport.base import FEEDER, send_bytes
+from penstock.transport.base import send_bytes
+from penstock.wire import FEEDER
 
 # folder of the bundle parts for workers started by a process on this machine
 BUNDLE = "PENSTOCK_BUNDLE"

@@ -21,7 +21,7 @@ from penstock.train.captured import Captured
 from penstock.train.features import Features
 from penstock.train.loader import Loader
 from penstock.train.trainer import Trainer
-from penstock.transport.base import FEEDER
+from penstock.wire import FEEDER
 
 
 class Caching:

@@ -23,8 +23,8 @@ from penstock.train.arrangement import Arrangement
 from penstock.train.captured import Captured
 from penstock.train.planned import check_profile, common_cuts, names_of
 from penstock.train.trainer import Trainer
-from penstock.transport.base import FEEDER
 from penstock.transport.collectives import all_gather
+from penstock.wire import FEEDER
 
 _CALIBRATION_S = 0.5
 _MESSAGES = 20  # timed to measure their cost

@@ -27,8 +27,8 @@ from penstock.train.loader import Loader
 from penstock.train.migration import fix_microbatches, migrate
 from penstock.train.named_optimizer import NamedOptimizer
 from penstock.train.trainer import Trainer
-from penstock.transport.base import FEEDER
 from penstock.transport.collectives import all_gather
+from penstock.wire import FEEDER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,8 +21,8 @@ from penstock.runtime.registry import StageRuntime
 from penstock.tensors import HOST, copy_exactly, moved, synchronize
 from penstock.text import first_line
 from penstock.tracing.record import FEEDER_STAGE, Recorder
-from penstock.transport.base import FEEDER
 from penstock.transport.messages import CLOSE, DATA, END, Message
+from penstock.wire import FEEDER
 
 # the message kind that an action takes from one neighbour and sends to the other; other actions have none
 CARRIES = {"F": ACTIVATIONS, "B": GRADIENTS, "I": GRADIENTS}

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from penstock.errors import RunError
-from penstock.plan.schedule.actions import NUM_ALL_REDUCES, adds_up_at_once, bucket_limit
 from penstock.tracing.record import FEEDER_STAGE, Recorder
 from penstock.transport.base import Transport
 from penstock.transport.collectives import all_reduce
 from penstock.transport.tags import bucket_tag
+from penstock.wire import NUM_ALL_REDUCES, adds_up_at_once, bucket_limit
 
 _POLL_S = 0.1
 

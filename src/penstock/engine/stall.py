@@ -11,11 +11,10 @@ from penstock.engine.wiring import Link
 from penstock.group.calls import find_mismatch
 from penstock.group.verdict import Verdict
 from penstock.group.world import World
-from penstock.plan.schedule.actions import NUM_BUFFERS
 from penstock.terminal.live import StageState
 from penstock.tracing.record import FEEDER_STAGE
-from penstock.transport.base import FEEDER
 from penstock.transport.metered import MeteredTransport
+from penstock.wire import FEEDER, NUM_BUFFERS
 
 STALL_S = 60.0
 _LOOK_S = 0.5

@@ -27,8 +27,9 @@ from penstock.group.world import World
 from penstock.tracing.clock import Exchange, Reading, fit_clock, read_clock
 from penstock.tracing.record import FEEDER_STAGE, Clock, Recorder, feeder_stage
 from penstock.tracing.trace import Counter, Machine, PackedTrace, ProcessTrace, Span
-from penstock.transport.base import FEEDER, Transport, receive_bytes, send_bytes
+from penstock.transport.base import Transport, receive_bytes, send_bytes
 from penstock.transport.tags import CLOCK
+from penstock.wire import FEEDER
 
 _NUM_EXCHANGES = 24
 T = TypeVar("T")

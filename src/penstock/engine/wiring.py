@@ -32,9 +32,8 @@ from penstock.tracing.record import FEEDER_STAGE, Recorder, Track
 from penstock.transport.base import Transport
 from penstock.transport.messages import Format
 from penstock.transport.tags import link_tag, training_set
+from penstock.wire import DEPTH
 
-# Two buffers at each end: one message is processed while the next one arrives.
-DEPTH = 2
 _Remote = TypeVar("_Remote", RemoteReceiver, RemoteSender)
 
 

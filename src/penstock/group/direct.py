@@ -9,8 +9,9 @@ import torch.distributed
 
 from penstock.errors import UsageError
 from penstock.group.world import World
-from penstock.transport.base import FEEDER, WORD_BYTES, receive_bytes, send_bytes
+from penstock.transport.base import WORD_BYTES, receive_bytes, send_bytes
 from penstock.transport.nccl import NcclTransport, connect_nccl
+from penstock.wire import FEEDER
 
 WAYS = ["auto", "gloo", "nccl"]
 

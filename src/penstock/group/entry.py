@@ -33,9 +33,10 @@ from penstock.group.variables import KEY, TRUSTED
 from penstock.group.world import World
 from penstock.terminal.notes import note
 from penstock.text import first_line
-from penstock.transport.base import FEEDER, SILENCE_S, Transport, receive_bytes, send_bytes
+from penstock.transport.base import SILENCE_S, Transport, receive_bytes, send_bytes
 from penstock.transport.faulty import wrap_if_faulty
 from penstock.transport.memory_network import MemoryNetwork
+from penstock.wire import FEEDER
 
 # a script that creates several pipelines joins several times; all its processes count alike
 _joins = itertools.count()

@@ -7,7 +7,7 @@ from penstock.errors import DeviceLost, PenstockError, RunError
 from penstock.group.regroup import next_group, regroup, release
 from penstock.group.world import World
 from penstock.text import first_line
-from penstock.transport.base import FEEDER
+from penstock.wire import FEEDER
 
 
 class Following:

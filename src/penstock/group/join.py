@@ -30,9 +30,10 @@ from penstock.group.roll_call import Rendezvous
 from penstock.group.verdict import prepare_board
 from penstock.terminal.notes import note
 from penstock.text import first_line
-from penstock.transport.base import FEEDER, SILENCE_S
+from penstock.transport.base import SILENCE_S
 from penstock.transport.watched import StoreSilent
 from penstock.version import __version__
+from penstock.wire import FEEDER
 
 JOIN_S = 120.0
 STORE_S = 10.0  # timeout for an answer of the first host

@@ -24,7 +24,8 @@ from penstock.errors import DeviceLost, OutOfMemory, RunError
 from penstock.group.board import lookup_s
 from penstock.group.verdict import MAX_MESSAGE, VERDICT_KEY, Verdict, beat_key, gone_key, read_verdict, write_verdict
 from penstock.memory import is_out_of_memory
-from penstock.transport.base import FEEDER, SILENCE_S
+from penstock.transport.base import SILENCE_S
+from penstock.wire import FEEDER
 
 BEAT_S = 0.5
 WATCHFUL_S = 3.0  # if treating a slow process as lost costs little: it joins again

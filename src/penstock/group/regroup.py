@@ -23,7 +23,8 @@ from penstock.group.roll_call import Membership, Rendezvous, await_call, read_ru
 from penstock.group.variables import JOIN
 from penstock.group.world import World
 from penstock.text import first_line
-from penstock.transport.base import FEEDER, Transport
+from penstock.transport.base import Transport
+from penstock.wire import FEEDER
 
 # timeout for ranks that answered a call to meet and connect: they are alive, so one that is late is lost
 _MEET_S = 10.0

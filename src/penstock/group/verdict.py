@@ -3,7 +3,7 @@
 import msgspec
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from penstock.transport.base import FEEDER
+from penstock.wire import FEEDER
 
 VERDICT_KEY = "verdict"
 MAX_MESSAGE = 2000  # characters of a verdict

@@ -22,7 +22,8 @@ from penstock.group.liveness import Health
 from penstock.group.roll_call import Membership
 from penstock.group.verdict import Verdict
 from penstock.tracing.record import Clock
-from penstock.transport.base import FEEDER, WORD_BYTES, Transport, receive_bytes, send_bytes
+from penstock.transport.base import WORD_BYTES, Transport, receive_bytes, send_bytes
+from penstock.wire import FEEDER
 
 # timeout for a verdict after a broken connection: silence, two beats, and a store that hangs
 _REASON_S = 9.0

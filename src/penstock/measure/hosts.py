@@ -23,16 +23,9 @@ from penstock.graph.cuts import Cuts
 from penstock.group.entry import start_local
 from penstock.group.world import World
 from penstock.measure.profiler import MessageCosts
-from penstock.transport.base import (
-    FEEDER,
-    WORD_BYTES,
-    Transport,
-    receive_bytes,
-    receive_tensor,
-    send_bytes,
-    send_tensor,
-)
+from penstock.transport.base import WORD_BYTES, Transport, receive_bytes, receive_tensor, send_bytes, send_tensor
 from penstock.transport.collectives import all_gather
+from penstock.wire import FEEDER
 from penstock.zoo.weights.weights import ModuleWeights
 
 _FEW, _MANY = 16, 150_000  # numbers in a message: almost none, and as many as a small ViT sends

@@ -21,8 +21,8 @@ from penstock.recipes.loop import fit_here
 from penstock.recipes.metrics import FitResult, check_new, sole_run
 from penstock.recipes.settings import FitSettings, num_processes, plan_of, write_settings
 from penstock.spec.plan import Plan
-from penstock.transport.base import FEEDER
 from penstock.units import format_bytes
+from penstock.wire import FEEDER
 
 WORKER = "penstock.recipes.training_worker"
 _POLL_S = 0.1

@@ -41,7 +41,7 @@ from penstock.train.evaluation import evaluate_all
 from penstock.train.loader import Loader
 from penstock.train.outcome import StepReport
 from penstock.train.training_pipeline import TrainingPipeline
-from penstock.transport.base import FEEDER
+from penstock.wire import FEEDER
 
 WARM_UP = 2  # the first steps make connections and buffers
 

@@ -19,7 +19,7 @@ from penstock.group.world import World
 from penstock.plan.check import read_plan
 from penstock.stream.streaming_pipeline import threads_per_stage
 from penstock.tensors import find_device
-from penstock.transport.base import FEEDER
+from penstock.wire import FEEDER
 
 
 class BundledPipeline:

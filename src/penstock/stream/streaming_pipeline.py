@@ -36,7 +36,7 @@ from penstock.stream.division import ServedStages, divide_model
 from penstock.stream.survival import StreamChange, SurvivingStages
 from penstock.terminal.notes import note
 from penstock.tracing.trace import GenerationFacts, RunFacts, StageTotals, write_run
-from penstock.transport.base import FEEDER
+from penstock.wire import FEEDER
 
 NO_AUTOCAST = "convert the model to the wanted dtype, or use runtime='eager:bfloat16'"
 

@@ -30,7 +30,7 @@ from penstock.stream.speeds import Count, ObservedSpeeds
 from penstock.terminal.live import StageState
 from penstock.terminal.notes import note
 from penstock.tracing.trace import StreamTrace
-from penstock.transport.base import FEEDER
+from penstock.wire import FEEDER
 
 _LOOK_S = 1.0
 _ATTEMPTS = 8

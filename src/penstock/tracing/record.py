@@ -16,9 +16,8 @@ KEPT_BYTES = 6 * 2**20
 SCRATCH_BYTES = 12 * 2**20
 # shortest interval of memory samples, taken between microbatches
 SAMPLE_S = 0.1
-# rank of the driver, which the others connect to; it has no stage of its own in the pipeline's order
-FEEDER = 0
-FEEDER_STAGE = -1  # -2, -3 and so on for further parallel pipelines
+# the driver, which has no stage of its own; -2, -3 and so on for further parallel pipelines
+FEEDER_STAGE = -1
 
 
 def feeder_stage(pipeline: int) -> int:

@@ -11,7 +11,6 @@ from penstock.deploy.policies import choose_cuts
 from penstock.deploy.programs import cuts_of_plan
 from penstock.deploy.run_options import CutOptions
 from penstock.engine.placement import Grid, Replica, shares
-from penstock.engine.wiring import DEPTH
 from penstock.errors import PlanError, UsageError
 from penstock.graph.cuts import Cut, Cuts
 from penstock.graph.graph import Graph
@@ -30,6 +29,7 @@ from penstock.plan.schedule.schedules import (
 )
 from penstock.plan.schedule.validate import check_schedule
 from penstock.spec.plan import Plan
+from penstock.wire import DEPTH
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

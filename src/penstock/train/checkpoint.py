@@ -38,7 +38,7 @@ from penstock.train.named_optimizer import NamedOptimizer
 from penstock.train.outcome import everywhere
 from penstock.train.plain_values import decode, encode
 from penstock.train.trainer import Trainer
-from penstock.transport.base import FEEDER
+from penstock.wire import FEEDER
 
 _Found = TypeVar("_Found")
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None

@@ -8,7 +8,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 
 from penstock.errors import UsageError
 from penstock.terminal.notes import note
-from penstock.transport.base import FEEDER
+from penstock.wire import FEEDER
 
 _PART = 500_000  # rows per document
 Batches = list[list[int]]

@@ -20,8 +20,9 @@ from penstock.group.world import World
 from penstock.tensors import HOST, moved
 from penstock.train.captured import Captured
 from penstock.train.separable import check_separable
-from penstock.transport.base import FEEDER, Transport
+from penstock.transport.base import Transport
 from penstock.transport.tags import BUFFERS
+from penstock.wire import FEEDER
 
 # tensors in flight during a migration: enough to keep all links busy, few enough to fit into memory
 IN_FLIGHT = 8

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from penstock.deploy.run_options import CutOptions, ModelCall, RunOptions
-from penstock.engine.wiring import DEPTH
 from penstock.errors import UsageError
 from penstock.graph.call import CallInputs
 from penstock.group.entry import join_torchrun, thread_worlds, under_torchrun
@@ -30,7 +29,7 @@ from penstock.train.outcome import StepReport, TrainingChange
 from penstock.train.save import save_model
 from penstock.train.survival.beginning import check_survivable, join_training, survive
 from penstock.train.trainer import Trainer
-from penstock.transport.base import FEEDER
+from penstock.wire import FEEDER, NUM_BUFFERS
 
 Scheduler = TypeVar("Scheduler")
 
@@ -79,7 +78,7 @@ class TrainingPipeline:
             self.graph = self._captured.graph
             num_processes = len(self._joined.devices) if self._joined else 1
             self.cuts = tuple(find_cuts(self.graph, cut, options, num_processes))
-            ScheduleChoice(options.schedule, 2 * DEPTH)
+            ScheduleChoice(options.schedule, NUM_BUFFERS)
             if run.survival.survives or self._place is not None:
                 check_survivable(self.graph, options, run, self._device)
         except BaseException as error:

@@ -10,12 +10,12 @@ from penstock.engine.observer import Observer
 from penstock.engine.profile_window import ProfileWindow
 from penstock.engine.reference import measure_machine
 from penstock.engine.tracers import ClockReadings, answer_clock, environment, give_trace, make_trace
-from penstock.engine.wiring import DEPTH, Channels
+from penstock.engine.wiring import Channels
 from penstock.group.world import World
 from penstock.tracing.record import FEEDER_STAGE, Recorder
 from penstock.tracing.trace import RunFacts, StreamTrace
 from penstock.train.arrangement import Arrangement
-from penstock.transport.base import FEEDER
+from penstock.wire import DEPTH, FEEDER
 
 
 class TrainingTracer:

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from penstock.errors import TransportError
-from penstock.tracing.record import FEEDER as FEEDER
 from penstock.transport.tags import CONTROL
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from itertools import combinations
 
 from penstock.plan.cost.problem import Division, Placed, Problem
-from penstock.plan.schedule.actions import adds_up_at_once, bucket_limit
+from penstock.wire import adds_up_at_once, bucket_limit
 
 
 @dataclass(slots=True)

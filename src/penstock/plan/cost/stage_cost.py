@@ -32,9 +32,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import PlanError
-from penstock.plan.schedule.actions import BUCKET_BYTES, NUM_ALL_REDUCES
 from penstock.plan.schedule.schedules import SCHEDULES
 from penstock.spec.profile import Profile, interpolate
+from penstock.wire import BUCKET_BYTES, NUM_ALL_REDUCES
 
 Vector: TypeAlias = NDArray[np.float64]
 # a part that depends on the first boundary, and one that depends on the last

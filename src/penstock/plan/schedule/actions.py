@@ -18,15 +18,6 @@ from typing import Literal, TypeAlias, get_args
 
 Kind = Literal["F", "B", "I", "W", "R", "S", "U"]
 KINDS: tuple[str, ...] = get_args(Kind)
-# messages that a cut holds in each direction: two at the sender and two at the receiver, as in the engine
-NUM_BUFFERS = 4
-# gradients that are summed together: large enough for the network, small enough that the first is sent early
-BUCKET_BYTES = 8 * 2**20
-_LEAST_BUCKET_BYTES, _BUCKETS = 2**19, 4
-# largest total traffic of a bucket that is sent directly rather than around a ring
-_AT_ONCE_BYTES = 2**18
-# buckets in flight at a time: while one waits for the network, another is summed
-NUM_ALL_REDUCES = 2
 # the halves of a split backward are assumed equal
 BACKWARD_PARTS = {"B": 1.0, "I": 0.5, "W": 0.5}
 # these belong to a stage, not to one of its microbatches
@@ -47,28 +38,6 @@ class Action:
 
 # actions of each device, in order
 Schedule: TypeAlias = tuple[tuple[Action, ...], ...]
-
-
-def bucket_limit(num_bytes: float) -> float:
-    """Return the largest size of a bucket if the weights that the same devices hold have `num_bytes`.
-
-    A small model has several buckets too; otherwise none would be sent before the last backward ends.
-
-    >>> [bucket_limit(num_bytes) / 2**20 for num_bytes in (2**20, 8 * 2**20, 2**30)]
-    [0.5, 2.0, 8.0]
-    """
-    return min(BUCKET_BYTES, max(_LEAST_BUCKET_BYTES, num_bytes / _BUCKETS))
-
-
-def adds_up_at_once(num_ranks: int, num_bytes: float) -> bool:
-    """Return True if ranks send a whole bucket to each other, rather than parts of it around a ring.
-
-    Around a ring fewer bytes go, by more messages one after the other.
-
-    >>> adds_up_at_once(4, 2_000), adds_up_at_once(4, 2_000_000), adds_up_at_once(2, 2_000_000)
-    (True, False, True)
-    """
-    return num_ranks <= 2 or num_ranks * num_bytes <= _AT_ONCE_BYTES
 
 
 def forward_only(stages: Sequence[int], num_microbatches: int | None = None) -> Iterator[Action]:

@@ -11,7 +11,8 @@ from itertools import accumulate, islice
 from typing import TypeVar
 
 from penstock.errors import UsageError
-from penstock.plan.schedule.actions import NUM_BUFFERS, Action, Kind, Schedule
+from penstock.plan.schedule.actions import Action, Kind, Schedule
+from penstock.wire import NUM_BUFFERS
 
 # a microbatch on a stage
 _Work = tuple[int, int]

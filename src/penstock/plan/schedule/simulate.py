@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from penstock.errors import PlanError
-from penstock.plan.schedule.actions import BACKWARD_PARTS, NUM_BUFFERS, Action, Schedule, placement
+from penstock.plan.schedule.actions import BACKWARD_PARTS, Action, Schedule, placement
+from penstock.wire import NUM_BUFFERS
 
 # what crosses a cut: activations forwards, gradients back
 Crossing = Literal["activations", "gradients"]

@@ -5,8 +5,9 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from penstock.errors import PlanError
-from penstock.plan.schedule.actions import NUM_BUFFERS, STAGE_KINDS, Action, Kind, Schedule, placement
+from penstock.plan.schedule.actions import STAGE_KINDS, Action, Kind, Schedule, placement
 from penstock.plan.schedule.simulate import Simulation, simulate
+from penstock.wire import NUM_BUFFERS
 
 _NEEDS: Mapping[str, Kind] = {"B": "F", "I": "F", "W": "I"}
 

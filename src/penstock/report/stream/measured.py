@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from penstock.errors import DataError
 from penstock.plan.schedule.simulate import Edge
-from penstock.tracing.record import FEEDER, FEEDER_STAGE
+from penstock.tracing.record import FEEDER_STAGE
 from penstock.tracing.trace import Machine, ProcessTrace, Run, Span
+from penstock.wire import FEEDER
 
 # a shorter wait means that the message had already arrived
 NO_WAIT_S = 5e-5

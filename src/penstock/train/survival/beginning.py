@@ -6,7 +6,6 @@ import torch
 
 from penstock.deploy.placing import name_devices
 from penstock.deploy.run_options import CutOptions, RunOptions
-from penstock.engine.wiring import DEPTH
 from penstock.errors import RunError, UsageError
 from penstock.graph.cuts import Cuts
 from penstock.graph.graph import Graph
@@ -22,8 +21,8 @@ from penstock.train.survival.exchanges import Exchanges
 from penstock.train.survival.rearrange import read_grid
 from penstock.train.survival.survivors import Survivors
 from penstock.train.trainer import Trainer, identity_of
-from penstock.transport.base import FEEDER
 from penstock.transport.metered import MeteredTransport
+from penstock.wire import FEEDER, NUM_BUFFERS
 
 
 def check_survivable(graph: Graph, options: TrainOptions, run: RunOptions, device: torch.device) -> None:
@@ -82,7 +81,7 @@ def join_training(
                 f"the training at {place[0]}:{place[1]} has another model or other settings (model, last operation, "
                 f"operations, seed, autocast: {theirs} there, {own} here); run the same script"
             )
-        choice = ScheduleChoice(options.schedule if cut.plan is None else cut.plan.schedule, 2 * DEPTH)
+        choice = ScheduleChoice(options.schedule if cut.plan is None else cut.plan.schedule, NUM_BUFFERS)
         asked = cut.plan is not None or options.microbatches is not None
         begun, held = (
             Arrangement(

@@ -15,9 +15,9 @@ from typing import Any, NoReturn
 from penstock.errors import PenstockError
 from penstock.group.following import Following
 from penstock.group.world import World
-from penstock.transport.base import FEEDER
 from penstock.transport.collectives import all_gather
 from penstock.transport.metered import MeteredTransport
+from penstock.wire import FEEDER
 
 Documents = list[dict[str, Any]]
 _NONE = -1  # count of a process that has just joined

@@ -16,7 +16,7 @@ from penstock.train.arrangement import Arrangement
 from penstock.train.planned import common_cuts, grid_of_plan, plan_training
 from penstock.train.survival.rearrange import alike, assign, missing_bytes
 from penstock.train.trainer import Trainer
-from penstock.transport.base import FEEDER
+from penstock.wire import FEEDER
 
 
 def choose_grid(trainer: Trainer, begun: Arrangement, options: SurvivalOptions) -> tuple[Grid, Sequence[Cut]]:

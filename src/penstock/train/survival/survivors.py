@@ -29,8 +29,8 @@ from penstock.train.survival.exchanges import Documents, Exchanges
 from penstock.train.survival.rearrange import cuts_here, lost_names, read_grid, write_grid
 from penstock.train.survival.regrid import choose_grid
 from penstock.train.trainer import Trainer
-from penstock.transport.base import FEEDER
 from penstock.transport.collectives import all_gather
+from penstock.wire import FEEDER
 
 _LOOK_S = 1.0  # between two checks for waiting newcomers
 

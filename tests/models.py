@@ -14,9 +14,9 @@ from penstock.deploy.state import load_state
 from penstock.graph.call import bind_inputs, build_output
 from penstock.graph.cuts import Cut, Cuts
 from penstock.graph.graph import Graph
-from penstock.graph.ops import Value
 from penstock.graph.work import count_work
 from penstock.transport.messages import DATA, Format, Message
+from penstock.values import Value
 from penstock.zoo.weights.weights import ModuleWeights
 
 # docs/limits.md says what PyTorch 2.10 cannot do, which is the last with a CPU build for boards on the usual index

@@ -9,9 +9,9 @@ from torch.utils import _pytree as pytree
 
 from penstock.deploy.split import SplitModel
 from penstock.graph.call import bind_inputs, build_output
-from penstock.graph.ops import Value
 from penstock.graph.program import read_program, write_program
 from penstock.transport.messages import DATA, Format, Message
+from penstock.values import Value
 
 
 def travels(split: SplitModel) -> None:

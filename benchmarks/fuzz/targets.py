@@ -31,8 +31,6 @@ from penstock.deploy.documents import (
 from penstock.engine.counters import read_counters
 from penstock.errors import ClusterError, ProgramError, RunError
 from penstock.graph.capture import capture
-from penstock.graph.expressions import Size
-from penstock.graph.ops import Value
 from penstock.graph.program import StageProgram, read_program, write_program
 from penstock.graph.stages import divide
 from penstock.group.join import Hello, check_hello
@@ -46,6 +44,7 @@ from penstock.spec.plan import CutSet, DeviceLoad, Pipeline, Plan, Prediction, S
 from penstock.spec.profile import Boundary, Profile, Unit
 from penstock.train.checkpoint_folder import INDEX, CheckpointIndex, DataPosition, OptimizerGroup, read_index
 from penstock.transport.messages import DATA, Format, Message
+from penstock.values import Size, Value
 
 _PLAN_NAME = "0123456789abcdef"
 

@@ -18,12 +18,11 @@ from penstock.engine.channels import Formats
 from penstock.errors import TransportError
 from penstock.graph.capture import capture
 from penstock.graph.cuts import Cuts
-from penstock.graph.expressions import Size
-from penstock.graph.ops import Value
 from penstock.graph.program import states_of
 from penstock.graph.stages import divide
 from penstock.plan.schedule.round_robin import RoundRobin
 from penstock.transport.messages import DATA, Format, Message
+from penstock.values import Size, Value
 from penstock.zoo.weights.weights import ModuleWeights
 from tests.models import deit, gpt2
 from tests.worlds import memory_world

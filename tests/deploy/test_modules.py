@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import penstock
 from penstock.deploy.modules import chain
 from penstock.errors import CaptureError, RunError, UsageError
-from penstock.graph.expressions import Size
+from penstock.values import Size
 
 
 class Odd(nn.Module):

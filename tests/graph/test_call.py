@@ -8,9 +8,8 @@ from torch import Tensor, nn
 from penstock.errors import UsageError
 from penstock.graph.call import bind_inputs, build_output, read_sizes
 from penstock.graph.capture import capture
-from penstock.graph.expressions import Size
 from penstock.graph.graph import Graph
-from penstock.graph.ops import Value
+from penstock.values import Size, Value
 
 
 class Model(nn.Module):

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ProgramError, RunError, UsageError
-from penstock.graph.ops import Value
 from penstock.pipeline import Pipeline
 from penstock.runtime.torch_settings import applied, change_settings, check_settings, differences, read_settings
 from penstock.transport.messages import DATA, Format, Message
+from penstock.values import Value
 
 CHANGES: dict[str, bool | str] = {
     "default_dtype": "float64", "deterministic_algorithms": True, "deterministic_algorithms_warn_only": True,

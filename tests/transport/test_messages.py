@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from penstock.errors import TransportError
-from penstock.graph.expressions import Size
-from penstock.graph.ops import Value
 from penstock.transport.messages import BODY_BYTES, CLOSE, DATA, END, Format, Message
+from penstock.values import Size, Value
 
 pytestmark = pytest.mark.board
 

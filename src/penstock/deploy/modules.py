@@ -18,9 +18,8 @@ from torch.utils import _pytree as pytree
 from penstock.deploy.jobs import MakeRuntime
 from penstock.deploy.worker import follow
 from penstock.errors import CaptureError, PenstockError, RunError, UsageError
-from penstock.graph.expressions import Expression, Size
 from penstock.graph.graph import Graph, Plain
-from penstock.graph.ops import Ref, Value
+from penstock.graph.ops import Ref
 from penstock.graph.program import StageProgram
 from penstock.group.entry import thread_worlds
 from penstock.group.launcher import WorkerExit
@@ -28,6 +27,7 @@ from penstock.group.world import World
 from penstock.plan.schedule.round_robin import RoundRobin
 from penstock.runtime.registry import StageRuntime
 from penstock.tensors import HOST, copy_exactly
+from penstock.values import Expression, Size, Value
 from penstock.wire import FEEDER
 
 

@@ -20,7 +20,7 @@ from penstock.plan.schedule.round_robin import RoundRobin, round_robin
 from penstock.runtime.registry import RuntimeChoice
 from penstock.spec.fields import fingerprint
 from penstock.spec.plan import Pipeline, Plan
-from penstock.transport.base import FEEDER
+from penstock.wire import FEEDER
 
 
 def place(

@@ -23,7 +23,6 @@ from penstock.engine.channels import (
 from penstock.engine.counters import ACTIVATIONS, GRADIENTS
 from penstock.engine.placement import Replica
 from penstock.engine.sharing import RoundRobinReceiver, RoundRobinSender, sources_of
-from penstock.graph.ops import Value
 from penstock.graph.program import StageProgram
 from penstock.graph.training_parts import TrainingPart
 from penstock.plan.schedule.round_robin import RoundRobin
@@ -32,6 +31,7 @@ from penstock.tracing.record import FEEDER_STAGE, Recorder, Track
 from penstock.transport.base import Transport
 from penstock.transport.messages import Format
 from penstock.transport.tags import link_tag, training_set
+from penstock.values import Value
 from penstock.wire import DEPTH
 
 _Remote = TypeVar("_Remote", RemoteReceiver, RemoteSender)

@@ -10,10 +10,10 @@ from torch.utils import _pytree as pytree
 
 from penstock import trees
 from penstock.errors import UsageError
-from penstock.graph.expressions import Size, write_expression
 from penstock.graph.graph import Graph
-from penstock.graph.ops import Ref, Value
+from penstock.graph.ops import Ref
 from penstock.graph.stages import output_values
+from penstock.values import Size, Value, write_expression
 
 
 def bind_inputs(graph: Graph, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Tensor], dict[str, int]]:

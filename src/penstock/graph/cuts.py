@@ -9,8 +9,9 @@ from itertools import pairwise
 
 from penstock.errors import CutError
 from penstock.graph.graph import Call, Graph
-from penstock.graph.ops import Value, references
+from penstock.graph.ops import references
 from penstock.graph.prepare import last_uses
+from penstock.values import Value
 
 BEFORE, AFTER = ":before", ":after"
 _INDEXED = re.compile(r"(?:.*\.)?\d+(?:@\d+)?|.*@\d+")

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from penstock.errors import ProgramError
-from penstock.graph.expressions import Size, check_expression
 from penstock.graph.ops import Argument, Ref
+from penstock.values import Size, check_expression
 
 DTYPES: Mapping[str, torch.dtype] = {
     str(dtype).removeprefix("torch."): dtype

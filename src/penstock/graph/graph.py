@@ -7,7 +7,8 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from penstock.graph.callbacks import Callback
-from penstock.graph.ops import Op, State, Value
+from penstock.graph.ops import Op, State
+from penstock.values import Value
 
 # Flat output of a model: a Ref to a tensor, a Size, or a plain constant
 Output: TypeAlias = Any

@@ -9,8 +9,8 @@ from typing import Any
 import sympy
 from torch import fx
 
-from penstock.graph.expressions import Expression
 from penstock.graph.graph import Call
+from penstock.values import Expression
 
 # torch's own sympy functions, by class name, since their module is private
 _FUNCTIONS = {

@@ -1,18 +1,16 @@
-"""Values and operations, the parts of a captured graph and a stage program."""
+"""States and operations, the parts of a captured graph and a stage program."""
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import torch
 
-from penstock.graph.expressions import Size
+from penstock.values import Value
 
 GETITEM = "operator.getitem"
 CALLBACK = "penstock.callback.default"  # of `callbacks.py`; only in training
 BATCH_NORM = "aten.batch_norm.default"
-Dimension: TypeAlias = int | Size
 # None, bool, int, float, str, Ref, Size, torch.dtype/device/layout/memory_format, or lists of these
 Argument: TypeAlias = Any
 
@@ -22,23 +20,6 @@ class Ref:
     """The use of a value by its name."""
 
     name: str
-
-
-@dataclass(frozen=True, slots=True)
-class Value:
-    """A tensor's name, dtype and shape; dimensions are integers or sizes."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[Dimension, ...]
-
-    def evaluate(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """Return the shape for the sizes of one microbatch."""
-        return tuple(int(d.evaluate(sizes)) if isinstance(d, Size) else d for d in self.shape)
-
-    def num_bytes(self, sizes: Mapping[str, int]) -> int:
-        """Return the bytes of the elements for the sizes of one microbatch."""
-        return math.prod(self.evaluate(sizes)) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,8 @@ from itertools import accumulate
 
 from penstock.graph.callbacks import Callback
 from penstock.graph.graph import Graph, Output, Visit
-from penstock.graph.ops import CALLBACK, GETITEM, Op, Value, effect, is_random, references
+from penstock.graph.ops import CALLBACK, GETITEM, Op, effect, is_random, references
+from penstock.values import Value
 
 
 def prepare(graph: Graph) -> Graph:

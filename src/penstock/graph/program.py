@@ -20,11 +20,11 @@ from typing import Any
 from penstock.errors import ProgramError
 from penstock.graph.callbacks import Callback
 from penstock.graph.encoding import DTYPES, decode, encode
-from penstock.graph.expressions import Size, check_expression
 from penstock.graph.operators import check_operator
-from penstock.graph.ops import GETITEM, Op, State, Value
+from penstock.graph.ops import GETITEM, Op, State
 from penstock.graph.schema import FORGED as _FORGED
 from penstock.graph.schema import check_call, check_product
+from penstock.values import Size, Value, check_expression
 
 FORMAT, VERSION = "penstock-program", 1
 

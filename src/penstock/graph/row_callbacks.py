@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from penstock.graph.callbacks import Callback
-from penstock.graph.ops import Value
 from penstock.graph.row_labels import PLACE, ROWS
+from penstock.values import Value
 
 
 def label_callback(

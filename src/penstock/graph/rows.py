@@ -16,9 +16,8 @@ from torch import Tensor
 
 from penstock.errors import ProgramError, UsageError
 from penstock.graph.encoding import StageDevice
-from penstock.graph.expressions import Size, write_expression
 from penstock.graph.graph import Graph
-from penstock.graph.ops import CALLBACK, GETITEM, Op, Ref, Value, is_random, resolve_operator
+from penstock.graph.ops import CALLBACK, GETITEM, Op, Ref, is_random, resolve_operator
 from penstock.graph.prepare import Storage
 from penstock.graph.row_callbacks import label_callback
 from penstock.graph.row_labels import (
@@ -35,6 +34,7 @@ from penstock.graph.row_labels import (
 )
 from penstock.graph.row_reading import Labelled, Reading
 from penstock.graph.row_rules import apply_rule
+from penstock.values import Size, Value, write_expression
 
 BATCH = Size("batch")
 # integer arguments of operators that define a shape, not a place in a dimension

@@ -8,9 +8,9 @@ import torch
 
 from penstock.errors import ProgramError
 from penstock.graph.encoding import StageDevice
-from penstock.graph.expressions import Number
 from penstock.graph.operators import listed_operators
 from penstock.graph.ops import GETITEM, Op, resolve_operator
+from penstock.values import Number
 
 FORGED = "the program file is damaged or forged; split the model again"
 _LARGEST_ELEMENTS = 2**36

@@ -7,8 +7,9 @@ from itertools import pairwise
 
 from penstock.graph.cuts import Cut, crossing_values
 from penstock.graph.graph import Graph
-from penstock.graph.ops import Op, Ref, Value
+from penstock.graph.ops import Op, Ref
 from penstock.graph.program import StageProgram, write_program
+from penstock.values import Value
 
 
 def divide(graph: Graph, cuts: Sequence[Cut]) -> list[StageProgram]:

@@ -6,9 +6,10 @@ from itertools import pairwise
 
 from penstock.graph.cuts import Cut, crossing_values
 from penstock.graph.graph import Graph
-from penstock.graph.ops import Op, Value, effect
+from penstock.graph.ops import Op, effect
 from penstock.graph.program import StageProgram
 from penstock.graph.stages import make_program, output_values
+from penstock.values import Value
 
 # operators that block gradients although their result is a float
 _STOPS = {"aten.detach.default", "aten.detach_.default", "aten.zeros_like.default", "aten.ones_like.default"}

@@ -15,11 +15,11 @@ from penstock.errors import CaptureError
 from penstock.graph.caches import is_cache
 from penstock.graph.callbacks import Callback
 from penstock.graph.encoding import STAGE_DEVICE
-from penstock.graph.expressions import Size
 from penstock.graph.graph import Call, Graph, Output, Plain, Visit
 from penstock.graph.nodes import from_sympy, is_idle, module_calls
-from penstock.graph.ops import CALLBACK, GETITEM, Op, Ref, State, Value, returned_argument
+from penstock.graph.ops import CALLBACK, GETITEM, Op, Ref, State, returned_argument
 from penstock.graph.prepare import prepare
+from penstock.values import Size, Value
 
 _KINDS = {InputKind.PARAMETER: "parameter", InputKind.BUFFER: "buffer", InputKind.CONSTANT_TENSOR: "constant"}
 # Checks inserted by torch.export; runs with other sizes are checked by Penstock instead.

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from penstock.graph.graph import Graph
-from penstock.graph.ops import State, Value, effect
+from penstock.graph.ops import State, effect
 from penstock.graph.program import states_of
 from penstock.graph.stages import divide
 from penstock.runtime.registry import EAGER, StageRuntime
+from penstock.values import Value
 
 
 def measure_work(

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from penstock.errors import OutOfMemory, PenstockError, ProgramError, RunError
 from penstock.graph.encoding import StageDevice
-from penstock.graph.expressions import Size
 from penstock.graph.ops import CALLBACK, GETITEM, Op, Ref, State, is_factory, references, resolve_operator
 from penstock.graph.program import StageProgram
 from penstock.graph.schema import check_amounts
@@ -19,6 +18,7 @@ from penstock.memory import allowed_bytes, is_out_of_memory
 from penstock.runtime.results import check_result
 from penstock.tensors import HOST, copy_exactly, moved
 from penstock.text import first_line
+from penstock.values import Size
 
 # Number of microbatch sizes for which bound programs are kept; a stream has two, as the last one is ragged.
 _KEPT_SIZES = 8

@@ -29,7 +29,7 @@ from penstock.plan.schedule.schedules import (
 )
 from penstock.plan.schedule.validate import check_schedule
 from penstock.spec.plan import Plan
-from penstock.wire import DEPTH
+from penstock.wire import NUM_BUFFERS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,9 +241,9 @@ def arrange(world: World, graph: Graph, cut: CutOptions, options: TrainOptions) 
     names = cut.cuts
     if cut.plan is not None:
         grid, names = place_training(world, graph, cut.plan)
-        choice = ScheduleChoice(cut.plan.schedule, 2 * DEPTH)
+        choice = ScheduleChoice(cut.plan.schedule, NUM_BUFFERS)
     else:
-        choice = ScheduleChoice(options.schedule, 2 * DEPTH)
+        choice = ScheduleChoice(options.schedule, NUM_BUFFERS)
         stages = cut.stages if names is None else len(names) + 1
         grid = make_grid(world.devices, stages, options.replicas, choice)
     first = grid.replicas[0]

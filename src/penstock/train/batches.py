@@ -11,10 +11,10 @@ from penstock.engine.placement import shares
 from penstock.engine.training_stage import Sizes
 from penstock.errors import RunError, UsageError
 from penstock.graph.call import as_call, bind_inputs, build_output
-from penstock.graph.expressions import Size
 from penstock.graph.graph import Graph
 from penstock.graph.stages import output_values
 from penstock.train.row_cut import RowCut
+from penstock.values import Size
 
 # advice for a model whose rows interact
 WHOLE = "create the pipeline with microbatches=1 and one replica"

@@ -8,11 +8,11 @@ from torch.utils import _pytree as pytree
 
 from penstock import trees
 from penstock.errors import RunError
-from penstock.graph.expressions import Size
 from penstock.graph.graph import Graph
 from penstock.graph.ops import GETITEM, Op, Ref, resolve_operator
 from penstock.train.loss_convention import Measured, combined, common
 from penstock.train.loss_watch import LossWatch
+from penstock.values import Size
 
 # operators that preserve a mean or a sum over rows
 _KEEPING = {

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from penstock.errors import TransportError
-from penstock.graph.ops import Value
 from penstock.memory import allowed_bytes
 from penstock.tensors import is_dense, num_payload_bytes, num_spread_bytes, stored_shape
 from penstock.units import format_bytes
+from penstock.values import Value
 
 
 class Layout(NamedTuple):

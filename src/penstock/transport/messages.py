@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from penstock.errors import RunError, TransportError
-from penstock.graph.ops import Value
 from penstock.tensors import ALIGNMENT, aligned, num_payload_bytes, place, sum_words, unpack
 from penstock.transport.claims import Layout, check_layouts
+from penstock.values import Value
 
 _MAGIC = 0x504E53544F434B31  # "PNSTOCK1"
 _HEADER = struct.Struct("<QIIqQQQqq")

@@ -22,7 +22,6 @@ from penstock.elastic.cache.shard import Shard
 from penstock.errors import CacheError
 from penstock.graph.call import as_call, bind_inputs
 from penstock.graph.cuts import Cut, Cuts
-from penstock.graph.expressions import Size
 from penstock.graph.program import write_program
 from penstock.graph.training_parts import TrainingPart, divide_for_training
 from penstock.runtime.registry import EAGER
@@ -37,6 +36,7 @@ from penstock.train.trainer import Trainer
 from penstock.transport.base import Transport
 from penstock.transport.collectives import all_gather
 from penstock.transport.tags import STATE
+from penstock.values import Size
 
 _BATCH = 32  # rows computed together
 _FLUSH_S = 10.0

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from penstock.errors import PlanError, RunError
-from penstock.graph.ops import GETITEM, Op, Ref, Value
+from penstock.graph.ops import GETITEM, Op, Ref
 from penstock.graph.program import StageProgram
+from penstock.values import Value
 
 INPUT_BOUND = 2**30
 _LIMIT = 2**31 - 1

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from penstock.errors import PlanError, ProgramError
 from penstock.graph.encoding import StageDevice
-from penstock.graph.expressions import Size
 from penstock.graph.ops import GETITEM, Op, Ref, effect, resolve_operator
 from penstock.graph.program import StageProgram
 from penstock.runtime.onnx.onnx_nodes import ELEMENTS, Made, Nodes
 from penstock.runtime.onnx.onnx_operators import OPERATORS, Call, slice_axis
+from penstock.values import Size
 
 # these return several tensors, each a part of one
 _PARTED = {"aten.unbind.int", "aten.split.Tensor", "aten.split_with_sizes.default", "aten.chunk.default"}

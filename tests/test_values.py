@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from penstock.errors import ProgramError
 from penstock.graph.encoding import decode, encode
-from penstock.graph.expressions import LARGEST_SIZE, Expression, Size, check_expression, write_expression
+from penstock.values import LARGEST_SIZE, Expression, Size, check_expression, write_expression
 
 SYMBOLS = frozenset({"batch", "sequence"})
 LEAVES = st.one_of(st.integers(-9, 400), st.sampled_from(sorted(SYMBOLS)))

@@ -1,4 +1,4 @@
-"""Sizes as small expressions over the symbols of a capture, such as `197*batch`.
+"""Tensors by name, dtype and shape, with sizes as small expressions over the symbols of a capture, such as `197*batch`.
 
 A size never crosses a cut: every stage has the symbols' values for its microbatch and computes the rest. The JSON form
 is an integer, a symbol's name, or a list `[operator, operand, ...]`.
@@ -9,6 +9,8 @@ import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
+
+import torch
 
 from penstock.errors import ProgramError
 
@@ -111,3 +113,20 @@ def _within_limit(number: Number) -> Number:
     if not abs(number) <= LARGEST_SIZE:  # negated so that nan fails
         raise ProgramError(f"a size is beyond the limit of {LARGEST_SIZE}; the program file is damaged or forged")
     return number
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A tensor's name, dtype and shape; dimensions are integers or sizes."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int | Size, ...]
+
+    def evaluate(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """Return the shape for the sizes of one microbatch."""
+        return tuple(int(d.evaluate(sizes)) if isinstance(d, Size) else d for d in self.shape)
+
+    def num_bytes(self, sizes: Mapping[str, int]) -> int:
+        """Return the bytes of the elements for the sizes of one microbatch."""
+        return math.prod(self.evaluate(sizes)) * self.dtype.itemsize

@@ -71,13 +71,11 @@ def first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__).rpartition("] ")[2]
 
 
-def nearest(name: str, candidates: Iterable[str], num_names: int = 3) -> str:
-    """Write the names most like a wrong one, as the end of an error message.
-
-    Nothing is raised; without a similar name the text is empty.
+def nearest(name: str, candidates: Iterable[str], num_names: int = 3, otherwise: str = "") -> str:
+    """Return the names most like a wrong one, as the end of an error message, or `otherwise` if none is like it.
 
     >>> nearest("vit_tiny_patch16", ["vit_tiny_patch16_224", "resnet18"])
     '; did you mean vit_tiny_patch16_224?'
     """
     found = difflib.get_close_matches(name, list(candidates), n=num_names, cutoff=0.5)
-    return f"; did you mean {', '.join(found)}?" if found else ""
+    return f"; did you mean {', '.join(found)}?" if found else otherwise

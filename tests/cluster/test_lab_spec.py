@@ -40,8 +40,8 @@ def test_a_lab_file_is_read() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (("cpu = 0.35", "cpus = 0.35"), "fields of host host0 must be among .*; got 'cpus'; did you mean 'cpu'"),
-        (('name = "edge"', 'nmae = "edge"'), "fields of a lab file must be among .*; got 'nmae'; did you mean 'name'"),
+        (("cpu = 0.35", "cpus = 0.35"), "fields of host host0 must be among .*; got 'cpus'; did you mean cpu"),
+        (('name = "edge"', 'nmae = "edge"'), "fields of a lab file must be among .*; got 'nmae'; did you mean name"),
         (
             ("cpu = 0.35", "cpu = 0.35\nlatency = 1"),
             "host host0 has latency, .* remove latency",
@@ -87,7 +87,7 @@ def test_a_missing_file_is_explained(tmp_path: object) -> None:
 
 
 def test_an_unknown_host_is_named_with_the_nearest() -> None:
-    with pytest.raises(ClusterError, match=r"'hots1' not found .*host0, host1; .*'host1'"):
+    with pytest.raises(ClusterError, match=r"'hots1' not found .*host0, host1; .*host1"):
         parse_lab(EXAMPLE).host("hots1")
 
 
@@ -117,7 +117,7 @@ def test_presets_leave_the_machine_room(board: str, num_hosts: int, num_cores: i
 
 
 def test_an_unknown_board_is_named_with_the_nearest() -> None:
-    with pytest.raises(ClusterError, match="did you mean 'raspberry-pi-4'"):
+    with pytest.raises(ClusterError, match="did you mean raspberry-pi-4"):
         preset("rasberry-pi-4", 4, 2)
 
 

@@ -17,7 +17,7 @@ from penstock.errors import PenstockError, PlanError, ProgramError
 from penstock.graph.capture import capture
 from penstock.graph.cuts import Cuts
 from penstock.graph.graph import Graph
-from penstock.graph.stages import fingerprint as graph_fingerprint
+from penstock.graph.stages import graph_fingerprint
 from penstock.spec.fields import fingerprint
 from penstock.spec.plan import CutSet, DeviceLoad, Pipeline, Plan, Prediction, Stage
 from penstock.zoo.weights.weights import ModuleWeights

@@ -19,7 +19,7 @@ from penstock.elastic.elastic_training import ElasticTraining, PlanChange
 from penstock.elastic.epochs import EpochRecord, FreezePolicy
 from penstock.elastic.options import ElasticOptions
 from penstock.graph.cuts import Cuts
-from penstock.graph.stages import fingerprint
+from penstock.graph.stages import graph_fingerprint
 from penstock.group.world import World
 from penstock.spec.cluster import Cluster, Device
 from penstock.spec.profile import Boundary, Profile, Unit
@@ -78,7 +78,7 @@ def profile_of(captured: Captured, *, row_s: float = 1e-3) -> Profile:
         for index in range(len(names) + 1)
     )
     return Profile(
-        model=captured.graph.model, graph=fingerprint(captured.graph), device="core", threads=1, rows=(1,),
+        model=captured.graph.model, graph=graph_fingerprint(captured.graph), device="core", threads=1, rows=(1,),
         boundaries=tuple(Boundary(name=name, bytes_per_row=1e3) for name in ("input", *names, "output")), units=units,
     )  # fmt: skip
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import UsageError
-from penstock.graph.stages import fingerprint
+from penstock.graph.stages import graph_fingerprint
 from penstock.measure.profiler import MessageCosts
 from penstock.plan.candidates import Request
 from penstock.plan.choose import make_plan
@@ -32,7 +32,7 @@ def test_a_profile_of_what_penstock_train_trains(tmp_path: Path) -> None:
     asked = FitSettings(model=VIT, data="digits", output=str(tmp_path))
     task = make_task(asked)
     profile = profile_task(asked, rows=(1, 2), repeats=3)
-    assert profile.graph == fingerprint(Captured(task.module, *task.example).graph)
+    assert profile.graph == graph_fingerprint(Captured(task.module, *task.example).graph)
     assert profile.model == VIT
     assert profile.loader_s_per_row > 0
     assert profile.update_s_per_byte > 0

@@ -10,7 +10,7 @@ from penstock.deploy.state import load_state
 from penstock.errors import PlanError
 from penstock.graph.capture import capture
 from penstock.graph.cuts import Cuts
-from penstock.graph.stages import divide, fingerprint
+from penstock.graph.stages import divide, graph_fingerprint
 from penstock.runtime.registry import RUNTIMES, RuntimeChoice
 from penstock.spec.plan import CutSet, DeviceLoad, Pipeline, Plan, Prediction, Stage
 from penstock.zoo.weights.weights import ModuleWeights
@@ -47,7 +47,7 @@ def test_a_plan_s_runtime_is_read(change: dict[str, str], message: str) -> None:
     cut = next(iter(Cuts(graph))).name
     stages = (Stage(devices=("a",)), Stage(devices=("b",), **change))  # type: ignore[arg-type]
     plan = Plan(
-        model="two", graph=fingerprint(graph), profile="", cluster="", microbatch_rows=1,
+        model="two", graph=graph_fingerprint(graph), profile="", cluster="", microbatch_rows=1,
         pipelines=(Pipeline(stages=stages, cut_sets=(CutSet(cuts=(cut,)),)),), loader="a", writer="a",
         prediction=Prediction(
             rows_per_s=1.0, bound_rows_per_s=1.0, latency_s=1.0, total_s=1.0, num_rows=1, limit="a",

@@ -88,7 +88,7 @@ def test_without_a_device() -> None:
         ("a =", "a cluster file must be TOML"),
         ("", "a cluster must have at least one device"),
         ("[[devices]]\nname = 'a'", "speed of device a not found; add it"),
-        ("[[devices]]\nname = 'a'\nspede = 1", "must be among .*; got 'spede'; did you mean 'speed'"),
+        ("[[devices]]\nname = 'a'\nspede = 1", "must be among .*; got 'spede'; did you mean speed"),
         ("[[devices]]\nname = 'a'\nspeed = 'x'\nmemory = '1 GiB'", "speed of device a must be a number; got 'x'"),
         ("[[devices]]\nname = 'a'\nspeed = 0\nmemory = '1 GiB'", "speed must be above 0; a has 0"),
         (

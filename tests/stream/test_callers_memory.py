@@ -13,7 +13,7 @@ from penstock.deploy.bundle import write_bundle
 from penstock.deploy.state import load_state
 from penstock.graph.capture import capture
 from penstock.graph.graph import Graph
-from penstock.graph.stages import fingerprint
+from penstock.graph.stages import graph_fingerprint
 from penstock.group.entry import start_local
 from penstock.group.world import World
 from penstock.pipeline import Pipeline
@@ -145,7 +145,7 @@ def planned(model: nn.Module, devices: int, pipelines: int, *, rotating: bool = 
     places = [tuple(f"d{index}" for index in range(p * devices, (p + 1) * devices)) for p in range(pipelines)]
     sets = [names[shift : shift + devices - 1] for shift in ((0, 1) if rotating else (0,))] if devices > 1 else [[]]
     plan = Plan(
-        model="Passing", graph=fingerprint(graph), profile="0" * 16, cluster="0" * 16, microbatch_rows=2,
+        model="Passing", graph=graph_fingerprint(graph), profile="0" * 16, cluster="0" * 16, microbatch_rows=2,
         pipelines=tuple(
             PlannedPipeline(
                 stages=tuple(Stage(devices=(name,)) for name in each),

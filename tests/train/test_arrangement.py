@@ -15,7 +15,7 @@ from penstock.engine.gradients import make_buckets as engine_buckets
 from penstock.engine.placement import Replica
 from penstock.errors import PlanError, UsageError
 from penstock.graph.cuts import Cuts
-from penstock.graph.stages import fingerprint
+from penstock.graph.stages import graph_fingerprint
 from penstock.group.world import World
 from penstock.measure.costs import held_by_units
 from penstock.plan.check import check_plan
@@ -56,7 +56,7 @@ def plan_for(given: Captured, parts: Parts, schedule: str = "1f1b") -> Plan:
     names_used = dict.fromkeys(stage.devices[0] for p in pipelines for stage in p.stages)
     loads = tuple(DeviceLoad(device=name, load_s=1.0, memory_bytes=1.0) for name in names_used)
     return Plan(
-        model=given.graph.model, graph=fingerprint(given.graph), profile="", cluster="", microbatch_rows=2,
+        model=given.graph.model, graph=graph_fingerprint(given.graph), profile="", cluster="", microbatch_rows=2,
         pipelines=pipelines, loader="d0", writer="d0", schedule=schedule, num_microbatches=total,
         prediction=Prediction(rows_per_s=1.0, bound_rows_per_s=1.0, latency_s=1.0, num_rows=1, total_s=1.0, limit="d0",
                               devices=loads),

@@ -11,7 +11,7 @@ from penstock.errors import PlanError, RunError
 from penstock.graph.cuts import Cut, Cuts
 from penstock.graph.graph import Graph
 from penstock.graph.program import StageProgram
-from penstock.graph.stages import divide, fingerprint
+from penstock.graph.stages import divide, graph_fingerprint
 from penstock.group.world import World
 from penstock.plan.check import check_cuts, check_plan, check_purpose
 from penstock.plan.schedule.round_robin import RoundRobin, round_robin
@@ -63,9 +63,9 @@ def divide_plan(graph: Graph, plan: Plan) -> list[list[RoundRobin[StageProgram]]
 def cuts_of_plan(graph: Graph, plan: Plan) -> Cuts:
     """Return the possible cuts of a graph, which include the plan's; raises `PlanError` as `divide_plan` does."""
     check_plan(plan)
-    if plan.graph != fingerprint(graph):
+    if plan.graph != graph_fingerprint(graph):
         raise PlanError(
-            f"the plan is for the graph {plan.graph} of {plan.model}, but this model's is {fingerprint(graph)}; "
+            f"the plan is for the graph {plan.graph} of {plan.model}, but this model's is {graph_fingerprint(graph)}; "
             "profile and plan this model"
         )
     cuts = Cuts(graph)

@@ -9,7 +9,7 @@ from penstock.elastic.costs import Costs
 from penstock.engine.placement import Grid
 from penstock.errors import CutError, PlanError
 from penstock.graph.cuts import Cuts
-from penstock.graph.stages import fingerprint as fingerprint_of
+from penstock.graph.stages import graph_fingerprint
 from penstock.spec.fields import fingerprint
 from penstock.spec.plan import CutSet, DeviceLoad, Pipeline, Plan, Prediction, Stage
 from penstock.train.arrangement import Arrangement
@@ -39,7 +39,7 @@ def plan_of(placed: Arrangement, costs: Costs, captured: Captured, *, rows: int,
     used = dict.fromkeys(name for p in pipelines for stage in p.stages for name in stage.devices)
     feeder = costs.cluster.feeding.name
     return Plan(
-        model=captured.graph.model, graph=fingerprint_of(captured.graph), profile=fingerprint(costs.profile),
+        model=captured.graph.model, graph=graph_fingerprint(captured.graph), profile=fingerprint(costs.profile),
         cluster=fingerprint(costs.cluster), microbatch_rows=rows, pipelines=tuple(pipelines), loader=feeder,
         writer=feeder, schedule=placed.schedule_name, num_microbatches=total,
         optimizer_state_factor=state_factor,

@@ -1,6 +1,5 @@
 """Divide a graph at cuts into stage programs."""
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -9,6 +8,7 @@ from penstock.graph.cuts import Cut, crossing_values
 from penstock.graph.graph import Graph
 from penstock.graph.ops import Op, Ref
 from penstock.graph.program import StageProgram, write_program
+from penstock.spec.fields import fingerprint
 from penstock.values import Value
 
 
@@ -55,13 +55,13 @@ def make_program(
     )  # fmt: skip
 
 
-def fingerprint(graph: Graph) -> str:
+def graph_fingerprint(graph: Graph) -> str:
     """Name a graph by its content, as plans refer to it: equal graphs have equal names.
 
     Example:
-        plan.graph == fingerprint(capture(model, (image,)))
+        plan.graph == graph_fingerprint(capture(model, (image,)))
     """
     (program,) = divide(graph, [])
     # a plan for a model is one for its frozen twin too
     states = tuple(replace(state, requires_grad=False) for state in program.states)
-    return hashlib.sha256(write_program(replace(program, states=states)).encode()).hexdigest()[:16]
+    return fingerprint(write_program(replace(program, states=states)))

@@ -4,7 +4,7 @@ from itertools import accumulate, pairwise
 
 from penstock.graph.cuts import Cuts
 from penstock.graph.graph import Graph
-from penstock.graph.stages import fingerprint
+from penstock.graph.stages import graph_fingerprint
 from penstock.graph.work import SECONDS_PER_CROSSING_BYTE, count_work
 from penstock.measure.costs import held_by_units
 from penstock.measure.profiler import boundaries_of
@@ -28,7 +28,7 @@ def counted_profile(graph: Graph, rows: int) -> Profile:
         for (start, stop), held in zip(pairwise(positions), held_by_units(graph, positions), strict=True)
     )
     return Profile(
-        model=graph.model, graph=fingerprint(graph), device="counted", threads=1, rows=(rows,),
+        model=graph.model, graph=graph_fingerprint(graph), device="counted", threads=1, rows=(rows,),
         boundaries=boundaries_of(graph, cuts), units=units,
         send_s_per_byte=SECONDS_PER_CROSSING_BYTE, receive_s_per_byte=SECONDS_PER_CROSSING_BYTE,
     )  # fmt: skip

@@ -15,7 +15,7 @@ from penstock.errors import DataError, RunError, UsageError
 from penstock.graph.cuts import Cut, Cuts
 from penstock.graph.graph import Graph
 from penstock.graph.ops import State
-from penstock.graph.stages import fingerprint
+from penstock.graph.stages import graph_fingerprint
 from penstock.group.launcher import code_command, module_path
 from penstock.measure.backward import (
     Loss,
@@ -78,7 +78,7 @@ def profile_graph(
         last = _with_bytes(units[-1], loss_bytes(graph, load, loss), rows[-1])
         units = (*units[:-1], _with_loss(last, measure_loss(graph, load, loss, timing)))
     return Profile(
-        model=graph.model, graph=fingerprint(graph), device=device_kind(), threads=threads, rows=rows,
+        model=graph.model, graph=graph_fingerprint(graph), device=device_kind(), threads=threads, rows=rows,
         boundaries=boundaries, units=units, **asdict(messages or MessageCosts()),
         update_s_per_byte=measure_update_s_per_byte(timing) if training else 0.0,
         sum_s_per_byte=measure_sum_s_per_byte(timing) if training else 0.0,

@@ -35,15 +35,16 @@ import msgspec
 
 from penstock.errors import ClusterError
 from penstock.spec.fields import (
+    RENAME,
     check_fields,
     check_name,
-    nearest,
     needed,
     read_number,
     read_quantity,
     read_tables,
     read_text,
 )
+from penstock.text import nearest
 from penstock.units import parse_bytes, parse_rate, parse_seconds, write_bytes
 
 _CLUSTER_FIELDS = ("name", "feeder", "bandwidth", "latency", "devices", "hosts", "links")
@@ -129,13 +130,13 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             raise ClusterError(f"names of devices must be unique; {twice!r} is given twice; rename one")
         if self.feeder and self.feeder not in known:
             raise ClusterError(
-                f"the feeder must be one of the devices; got {self.feeder!r}{nearest(self.feeder, names)}"
+                f"the feeder must be one of the devices; got {self.feeder!r}{nearest(self.feeder, names, 1, RENAME)}"
             )
         pairs: set[frozenset[str]] = set()
         for link in self.links:
             for name in link.between:
                 if name not in known:
-                    raise ClusterError(f"a link must be between devices; got {name!r}{nearest(name, names)}")
+                    raise ClusterError(f"a link must be between devices; got {name!r}{nearest(name, names, 1, RENAME)}")
             pair = frozenset(link.between)
             if len(pair) < 2 or pair in pairs:
                 raise ClusterError(
@@ -154,7 +155,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             if device.name == name:
                 return device
         names = [device.name for device in self.devices]
-        raise ClusterError(f"device {name!r} not found in {self.name}{nearest(name, names)}")
+        raise ClusterError(f"device {name!r} not found in {self.name}{nearest(name, names, 1, RENAME)}")
 
     def at_speeds(self, speeds: Mapping[str, float]) -> "Cluster":
         """Return the cluster with devices of these names at other speeds."""

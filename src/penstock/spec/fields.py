@@ -1,10 +1,9 @@
 """Reading and writing of specs: files, fields of hand-written ones, names, and fingerprints."""
 
-import difflib
 import hashlib
 import os
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -12,7 +11,10 @@ import msgspec
 
 from penstock.errors import ClusterError, PenstockError, UsageError
 from penstock.files import write_whole
+from penstock.text import nearest
 
+# advice for a name that is like no known one
+RENAME = "; remove or rename it"
 _Number = TypeVar("_Number", int, float)
 
 
@@ -21,16 +23,6 @@ def read_text(what: str, value: object) -> str:
     if not isinstance(value, str):
         raise ClusterError(f"{what} must be text; got {value!r}; put it in quotes")
     return value
-
-
-def nearest(name: str, known: Collection[str]) -> str:
-    """Return advice on an unknown name, as the end of an error.
-
-    >>> nearest("bandwith", ["bandwidth", "latency"])
-    "; did you mean 'bandwidth'?"
-    """
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {close[0]!r}?" if close else "; remove or rename it"
 
 
 def read_tables(table: Mapping[str, object], field: str) -> list[Mapping[str, object]]:
@@ -52,9 +44,8 @@ def check_fields(where: str, table: Mapping[str, object], known: tuple[str, ...]
     """Raise `ClusterError` for an unknown field."""
     for field in table:
         if field not in known:
-            raise ClusterError(
-                f"the fields of {where} must be among {', '.join(known)}; got {field!r}{nearest(field, known)}"
-            )
+            advice = nearest(field, known, 1, RENAME)
+            raise ClusterError(f"the fields of {where} must be among {', '.join(known)}; got {field!r}{advice}")
 
 
 def read_quantity(what: str, value: object, parse: Callable[[str], _Number]) -> _Number | None:
@@ -110,15 +101,16 @@ _Spec = TypeVar("_Spec", bound=msgspec.Struct)
 _FINGERPRINT_LENGTH = 16
 
 
-def fingerprint(value: msgspec.Struct) -> str:
-    """Name a spec by its content: equal specs have equal fingerprints, others differ.
+def fingerprint(value: msgspec.Struct | str) -> str:
+    """Name a spec or a text by its content: equal ones have equal fingerprints, others differ.
 
     Example:
         plan.profile == fingerprint(profile)
 
-    The first 16 hexadecimal digits of the SHA-256 of its JSON.
+    The first 16 hexadecimal digits of the SHA-256, of a spec that of its JSON.
     """
-    return hashlib.sha256(msgspec.json.encode(value)).hexdigest()[:_FINGERPRINT_LENGTH]
+    data = value.encode() if isinstance(value, str) else msgspec.json.encode(value)
+    return hashlib.sha256(data).hexdigest()[:_FINGERPRINT_LENGTH]
 
 
 def decode_json(data: bytes, kind: type[_Spec], what: str, error: type[PenstockError]) -> _Spec:

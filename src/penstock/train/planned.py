@@ -6,7 +6,7 @@ from penstock.engine.placement import Grid
 from penstock.errors import PlanError
 from penstock.graph.cuts import Cut, Cuts
 from penstock.graph.graph import Graph
-from penstock.graph.stages import fingerprint
+from penstock.graph.stages import graph_fingerprint
 from penstock.plan.candidates import Request
 from penstock.plan.choose import make_plan
 from penstock.spec.cluster import Cluster
@@ -18,10 +18,10 @@ from penstock.train.captured import Captured
 
 def check_profile(graph: Graph, profile: Profile) -> None:
     """Raise `PlanError` for a profile of another model, or one without backward times."""
-    if profile.graph != fingerprint(graph):
+    if profile.graph != graph_fingerprint(graph):
         raise PlanError(
             f"the profile is of the graph {profile.graph} of {profile.model}, but this model's is "
-            f"{fingerprint(graph)}; profile this model in training mode, with --data or --training"
+            f"{graph_fingerprint(graph)}; profile this model in training mode, with --data or --training"
         )
     if any(unit.backward_s is None for unit in profile.units):
         raise PlanError("the profile has no backward seconds; profile with --training or --data")

@@ -4,11 +4,11 @@ A lab emulates a board's memory and its network, not its processor: every host g
 of this machine's cores, small enough that the hosts do not disturb each other.
 """
 
-import difflib
 import math
 
 from penstock.cluster.lab.spec import QUIET_SHARE, HostSpec, LabSpec
 from penstock.errors import ClusterError
+from penstock.text import nearest
 
 _GIGABIT = 125_000_000.0
 # name: memory and bandwidth of the wired network, in bytes per second
@@ -36,8 +36,7 @@ def preset(
     0.35
     """
     if like not in PRESETS:
-        close = difflib.get_close_matches(like, PRESETS, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else "; pick one of these"
+        hint = nearest(like, PRESETS, 1, "; choose one of these")
         raise ClusterError(f"--like must be one of {', '.join(PRESETS)}; got {like!r}{hint}")
     if num_hosts < 1:
         raise ClusterError(f"a lab must have at least one host; got {num_hosts}; use --hosts 4")

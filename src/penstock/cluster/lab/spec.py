@@ -20,7 +20,8 @@ import msgspec
 
 from penstock.errors import ClusterError
 from penstock.spec.cluster import HOST_FIELDS
-from penstock.spec.fields import check_fields, nearest, needed, read_quantity, read_tables, read_text
+from penstock.spec.fields import RENAME, check_fields, needed, read_quantity, read_tables, read_text
+from penstock.text import nearest
 from penstock.units import format_bytes, parse_bytes, parse_rate
 
 MAX_HOSTS = 200
@@ -102,7 +103,7 @@ class LabSpec(msgspec.Struct, frozen=True, kw_only=True):
                 return host
         names = [host.name for host in self.hosts]
         raise ClusterError(
-            f"host {name!r} not found in lab {self.name}; it has {', '.join(names)}{nearest(name, names)}"
+            f"host {name!r} not found in lab {self.name}; it has {', '.join(names)}{nearest(name, names, 1, RENAME)}"
         )
 
 

@@ -31,7 +31,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
 
         monkeypatch.setenv("HOME", str(tmp_path))
         monkeypatch.setattr(platform, "machine", lambda: processor)
-        monkeypatch.setattr(install, "_has_gpu", lambda: gpu)
+        monkeypatch.setattr(install, "has_gpu", lambda: gpu)
         monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/uv" if name == "uv" and uv is not None else None)
         monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
         monkeypatch.setattr(subprocess, "run", run)

@@ -34,9 +34,9 @@ def main(environment: str, wanted: list[str]) -> str:
     _check_python()
     environment = os.path.join(os.path.expanduser("~"), environment)
     python = os.path.join(environment, "bin", "python")
-    gpu, uv = _has_gpu(), shutil.which("uv")
+    gpu, uv = has_gpu(), shutil.which("uv")
     if not _has_torch(python):
-        _check_room(environment, CPU_BYTES if not gpu and (uv or _is_arm()) else CUDA_BYTES)
+        _check_room(environment, CPU_BYTES if takes_cpu_build() else CUDA_BYTES)
     if not os.path.exists(python):
         subprocess.run([sys.executable, "-m", "venv", environment], check=True)
     pip = [python, "-m", "pip", "install", "--quiet"]
@@ -52,7 +52,7 @@ def main(environment: str, wanted: list[str]) -> str:
         if done.returncode == 0:
             return "PyTorch's CPU build, from its own index by uv: this machine has no NVIDIA GPU"
         why = f"uv could not take the CPU build ({(done.stderr.strip().splitlines() or ['no reason'])[-1][:200]})"
-    if not _is_arm():
+    if not is_arm():
         subprocess.run([*pip, *wanted], check=True)
         return f"PyTorch with its CUDA libraries, though this machine has no NVIDIA GPU: {why}"
     with tempfile.TemporaryDirectory() as folder:
@@ -114,11 +114,18 @@ def _has_torch(python: str) -> bool:
     return os.path.exists(python) and subprocess.run([python, "-c", ask], check=False).returncode == 0
 
 
-def _has_gpu() -> bool:
+def takes_cpu_build() -> bool:
+    """Return True if this machine gets PyTorch's CPU build, not the one with CUDA libraries."""
+    return not has_gpu() and (shutil.which("uv") is not None or is_arm())
+
+
+def has_gpu() -> bool:
+    """Return True if this machine has an NVIDIA GPU, or its driver."""
     return os.path.exists("/proc/driver/nvidia/version") or shutil.which("nvidia-smi") is not None
 
 
-def _is_arm() -> bool:
+def is_arm() -> bool:
+    """Return True on a 64-bit ARM processor."""
     return platform.machine().lower() in ("aarch64", "arm64")
 
 

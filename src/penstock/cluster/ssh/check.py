@@ -1,12 +1,13 @@
 """Properties of each machine of a cluster, and the command that fixes a missing requirement."""
 
+import inspect
 import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 
-from penstock.cluster.install import CPU_BYTES, CUDA_BYTES
+from penstock.cluster.install import CPU_BYTES, CUDA_BYTES, has_gpu, is_arm, takes_cpu_build
 from penstock.cluster.ssh.remote import Host, on_all, run_on
 from penstock.spec.cluster import Cluster
 from penstock.units import format_bytes
@@ -14,8 +15,9 @@ from penstock.version import LOWEST_TORCH, __version__
 
 _CLOCK_S = 2.0
 # run by the machine's Python, with its virtual environment's interpreter and folder as arguments; needs nothing
-_PROBE = r"""
-import json, os, platform, shutil, subprocess, sys, time
+_PROBE = "import json, os, platform, shutil, subprocess, sys, time\n"
+_PROBE += "".join(inspect.getsource(each) for each in (has_gpu, is_arm, takes_cpu_build))
+_PROBE += r"""
 venv, folder = (os.path.expanduser(os.path.join("~", path)) for path in sys.argv[1:3])
 found = {"python": platform.python_version(), "machine": platform.machine(), "cores": os.cpu_count()}
 found["at_s"] = time.time()
@@ -32,8 +34,7 @@ while not os.path.isdir(place):
     place = os.path.dirname(place)
 found["free_bytes"] = shutil.disk_usage(place).free
 found["bits"] = 64 if sys.maxsize > 2**32 else 32
-found["takes_cpu_build"] = not (os.path.exists("/proc/driver/nvidia/version") or shutil.which("nvidia-smi")) and (
-    shutil.which("uv") is not None or platform.machine().lower() in ("aarch64", "arm64"))
+found["takes_cpu_build"] = takes_cpu_build()
 began = time.perf_counter()
 total = 0
 for number in range(300000):

@@ -1,6 +1,7 @@
 """Copying of changed files to every machine: the source, the requirements, its part of a bundle."""
 
 import hashlib
+import inspect
 import io
 import json
 import tarfile
@@ -8,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from penstock.cluster import install as install_script
-from penstock.cluster.ssh.check import torch_version
+from penstock.cluster.ssh.check import is_older, torch_version
 from penstock.cluster.ssh.remote import Host, on_all, require, run_on
 from penstock.errors import ClusterError
 from penstock.version import LOWEST_TORCH
@@ -150,13 +151,12 @@ def fetch(host: Host, path: str) -> bytes:
 
 def _missing(host: Host, wanted: Sequence[str]) -> bool:
     """Return True if the machine's virtual environment lacks one of these packages or has too old a torch."""
-    ask = (
+    ask = inspect.getsource(is_older) + (
         "import importlib.metadata as m, sys\n"
         "lowest, *names = sys.argv[1:]\n"
         "found = {name: m.version(name.partition('==')[0]) for name in names}\n"
-        "numbers = lambda text: [int(part) for part in text.partition('+')[0].split('.')[:2]]\n"
         "torch = [have for name, have in found.items() if name.startswith('torch==')]\n"
-        "sys.exit(any(numbers(have) < numbers(lowest) for have in torch))\n"
+        "sys.exit(any(is_older(have, lowest) for have in torch))\n"
     )
     return run_on(host, [host.interpreter, "-c", ask, LOWEST_TORCH, *wanted]).status != 0
 

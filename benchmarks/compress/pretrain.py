@@ -7,11 +7,13 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.compress.subject import make, prepare
 from benchmarks.elastic.pretrain import augment
 from benchmarks.labs import ROOT
+from benchmarks.pretraining import run_epoch
 
 BATCH, LEARNING_RATE = 128, 2e-3
 
@@ -38,25 +40,23 @@ def train(data: Path, folder: Path, out: Path, epochs: int, threads: int, *, res
         optimizer.load_state_dict(found["optimizer"])
         schedule.load_state_dict(found["schedule"])
         begin_epoch = found["epoch"]
+
+    def loss_of(batch: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = model(augment(images[batch]))
+        return functional.cross_entropy(logits.float(), labels[batch], label_smoothing=0.1)
+
     for epoch in range(begin_epoch, epochs):
         torch.manual_seed(epoch)
-        begin, total = time.perf_counter(), 0.0
-        for batch in torch.randperm(len(images))[: steps * BATCH].split(BATCH):
-            with torch.autocast("cpu", torch.bfloat16):
-                logits = model(augment(images[batch]))
-            loss = functional.cross_entropy(logits.float(), labels[batch], label_smoothing=0.1)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            schedule.step()
-            total += float(loss.detach())
+        begin = time.perf_counter()
+        loss = run_epoch(torch.arange(len(images)), BATCH, loss_of, [optimizer], [schedule])
         with torch.no_grad():
             model.eval()
             right = torch.cat([model(part).argmax(1) for part in kept.split(500)]) == kept_labels
             model.train()
         taken = time.perf_counter() - begin
         print(
-            f"epoch {epoch}: loss {total / steps:.3f}, {right.double().mean():.2%} right, {taken:.0f} s",
+            f"epoch {epoch}: loss {loss:.3f}, {right.double().mean():.2%} right, {taken:.0f} s",
             file=sys.stderr, flush=True,
         )  # fmt: skip
         torch.save(

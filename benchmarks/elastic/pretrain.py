@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks.elastic.subjects import VIT, load_rows, make_vit
+from benchmarks.pretraining import run_epoch
 
 _BATCH, _ASIDE = 128, 1000
 _LEARNING_RATE, _MATRICES, _DECAY = 1.5e-3, 3e-3, 0.05  # of AdamW, and of Muon for the blocks' matrices
@@ -51,23 +52,20 @@ def pretrain(rows: Path, weights: Path, epochs: int) -> None:
         )
         for optimizer in optimizers
     ]
+
+    def loss_of(batch: Tensor) -> Tensor:
+        whole = augment(images[batch])
+        logits, pixels = model(whole * _holes(whole))
+        return functional.cross_entropy(logits, labels[batch]) + functional.mse_loss(pixels, _patches(whole))
+
     for epoch in range(epochs):
-        begin, total = time.perf_counter(), 0.0
-        for batch in order[torch.randperm(len(order))][: steps * _BATCH].split(_BATCH):
-            whole = augment(images[batch])
-            logits, pixels = model(whole * _holes(whole))
-            loss = functional.cross_entropy(logits, labels[batch])
-            (loss + functional.mse_loss(pixels, _patches(whole))).backward()
-            for optimizer, schedule in zip(optimizers, schedules, strict=True):
-                optimizer.step()
-                optimizer.zero_grad()
-                schedule.step()
-            total += float(loss.detach())
+        begin = time.perf_counter()
+        loss = run_epoch(order, _BATCH, loss_of, optimizers, schedules)
         with torch.no_grad():
             right = (model.vit.eval()(images[aside]).argmax(1) == labels[aside]).double().mean()
         model.train()
         print(
-            f"pretraining, epoch {epoch}: loss {total / steps:.3f}, {right:.1%} right, "
+            f"pretraining, epoch {epoch}: loss {loss:.3f}, {right:.1%} right, "
             f"{time.perf_counter() - begin:.0f} s", file=sys.stderr, flush=True,
         )  # fmt: skip
     torch.save(model.vit.state_dict(), weights)

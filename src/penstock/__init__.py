@@ -26,16 +26,16 @@ if TYPE_CHECKING:
     from penstock.errors import DeviceLost, PenstockError, RunError, UsageError
     from penstock.generate.generator import Generator
     from penstock.graph.capture import capture
+    from penstock.pipe import Pipe
     from penstock.pipeline import Pipeline
     from penstock.stream.bundled import BundledPipeline
-    from penstock.train.pipe import Pipe
 
 _HOMES = {
     "BundledPipeline": "penstock.stream.bundled",
     "DeviceLost": "penstock.errors",
     "Generator": "penstock.generate.generator",
     "PenstockError": "penstock.errors",
-    "Pipe": "penstock.train.pipe",
+    "Pipe": "penstock.pipe",
     "Pipeline": "penstock.pipeline",
     "RunError": "penstock.errors",
     "SplitModel": "penstock.deploy.split",

@@ -12,6 +12,7 @@ that covers its memory without gaps (any order of dimensions, those repeated by 
 unchanged; one with gaps is packed and unpacked again.
 """
 
+import hashlib
 import math
 import socket
 from collections.abc import Sequence
@@ -209,3 +210,10 @@ def sum_words(data: Tensor) -> int:
     whole = data.numel() // 8 * 8
     words = int(data[:whole].view(torch.int64).sum()) if whole else 0
     return words + int.from_bytes(bytes(data[whole:].tolist()), "little") if whole < data.numel() else words
+
+
+def digest(tensor: Tensor) -> str:
+    """Return a hash of a tensor's elements, shape and type."""
+    found = hashlib.blake2b(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), digest_size=16)
+    found.update(tensor.detach().to(HOST).contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()

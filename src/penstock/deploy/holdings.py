@@ -1,15 +1,14 @@
 """Tensors that a process retains from earlier stages, so that only the missing ones are sent again."""
 
-import hashlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 import msgspec
-import torch
 from torch import Tensor
 
 from penstock.errors import ProgramError
 from penstock.graph.ops import State
+from penstock.tensors import digest
 from penstock.transport.base import DOCUMENT_BYTES, Transport, receive_bytes, send_bytes
 from penstock.wire import FEEDER
 
@@ -60,13 +59,6 @@ def compare_holdings(
     }  # fmt: skip
     send_bytes(transport, msgspec.json.encode(list(right)), rank)
     return {state.value.name for state in states if _name(state) in right}
-
-
-def digest(tensor: Tensor) -> str:
-    """Return a hash of a tensor's elements, shape and type."""
-    found = hashlib.blake2b(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), digest_size=16)
-    found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
 
 
 def _name(state: State) -> str:

@@ -8,15 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from penstock.elastic.cache import layout
-from tests.elastic.cache.shards import SMALL_FILE
-
-
-@pytest.fixture(autouse=True)
-def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Divide the rows of tests among several files."""
-    monkeypatch.setattr(layout, "FILE_BYTES", SMALL_FILE)
-
 
 @pytest.fixture(autouse=True)
 def leaves_no_descriptors() -> Iterator[None]:

@@ -6,22 +6,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.elastic.cache.shard import Shard
+from penstock.elastic.cache.shard import Layout, Shard, Values, make_columns, writing
 
-VALUES = [((3, 2), torch.float32), ((), torch.int64)]
-SMALL_FILE = 100  # bytes: three rows of VALUES
+VALUES: Values = [((3, 2), torch.float32), ((), torch.int64)]
 
 
-def open_shard(folder: Path, num_rows: int = 8, **changed: Any) -> Shard:
-    """Open a shard of `VALUES`, with some of its arguments changed."""
-    arguments: dict[str, Any] = {
-        "key": "k",
-        "owner": 1,
-        "values": VALUES,
-        "stored": None,
-        "limit_bytes": None,
-    } | changed
-    return Shard.create_or_resume(folder, num_rows=num_rows, **arguments)
+def layout_of(
+    num_rows: int = 8, *, key: str = "k", owner: int = 1, values: Values = VALUES, stored: torch.dtype | None = None
+) -> Layout:
+    """Return the layout of a shard of `VALUES`, with some of its arguments changed."""
+    return Layout(key=key, owner=owner, num_rows=num_rows, columns=make_columns(values, stored))
+
+
+def fill_shard(folder: Path, num_rows: int = 8, *, limit_bytes: int | None = None, **changed: Any) -> Shard:
+    """Write a shard of `rows`, three at a time, and open it."""
+    layout = layout_of(num_rows, **changed)
+    with writing(folder, layout, limit_bytes) as append:
+        for first in range(0, num_rows, 3):
+            append(rows(first, min(3, num_rows - first)))
+    return Shard.open(folder, layout)
 
 
 def rows(first: int, count: int) -> list[Tensor]:
@@ -30,9 +33,9 @@ def rows(first: int, count: int) -> list[Tensor]:
     return [(numbers[:, None, None] * 6 + torch.arange(6).view(3, 2)).float(), numbers * 7 - 2**40]
 
 
-def check_rows(shard: Shard, count: int) -> None:
+def check_rows(shard: Shard, count: int = 8) -> None:
     """Check that a shard has these rows and no other ones."""
-    assert shard.num_done == count
+    assert shard.layout.num_rows == count
     for found, expected in zip(shard.read(range(count)), rows(0, count), strict=True):
         assert torch.equal(found, expected)
         assert found.dtype == expected.dtype

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from penstock.elastic.cache import exchange
 from penstock.elastic.cache.exchange import CachedFeatures, owner_of, place_of
-from penstock.elastic.cache.shard import Shard
+from penstock.elastic.cache.shard import Shard, writing
 from penstock.engine.placement import Grid, Replica
 from penstock.errors import ConnectionBroken, TransportError
 from penstock.transport.memory_network import MemoryNetwork
-from tests.elastic.cache.shards import open_shard, rows
+from tests.elastic.cache.shards import layout_of, rows
 from tests.trainers import on_each_rank
 
 SAMPLES = 14
@@ -30,9 +30,11 @@ def fill(folder: Path, size: int, num_rows: int, **changed: Any) -> list[Shard]:
     shards = []
     for owner in range(size):
         own = [row for row in range(num_rows) if owner_of(row, size) == owner]
-        shards.append(open_shard(folder, len(own), owner=owner, **changed))
-        for row in own:
-            shards[-1].append(rows(row, 1))
+        layout = layout_of(len(own), owner=owner, **changed)
+        with writing(folder, layout, None) as append:
+            for row in own:
+                append(rows(row, 1))
+        shards.append(Shard.open(folder, layout))
     return shards
 
 

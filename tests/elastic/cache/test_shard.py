@@ -1,22 +1,16 @@
-"""Rows come back as they were written, in any order, by whoever may read them."""
+"""Rows come back as they were written, in any order, by whoever may read them, and only from a file that is whole."""
 
 import os
-import re
-import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from penstock.elastic.cache import layout
-from penstock.elastic.cache.shard import Shard, room_needed
-from penstock.errors import CacheError
-from tests.elastic.cache.shards import VALUES, check_rows, open_shard, rows
-from tests.processes import Running, run_python
+from penstock.elastic.cache.shard import Shard, bytes_per_row, make_columns, remove, writing
+from penstock.errors import CacheError, UsageError
+from tests.elastic.cache.shards import VALUES, check_rows, fill_shard, layout_of, rows
+from tests.processes import run_python
 
 
 @pytest.mark.parametrize("stored", [None, torch.float32, torch.bfloat16])
@@ -27,9 +21,11 @@ def test_round_trips(tmp_path: Path, shape: tuple[int, ...], stored: torch.dtype
     values = [(shape, dtype) for dtype in dtypes]
     torch.manual_seed(0)
     batch = [(torch.randn(7, *shape) * 100).to(dtype) for dtype in dtypes]
-    with open_shard(tmp_path, 7, values=values, stored=stored) as shard:
-        shard.append([tensor[:2] for tensor in batch])
-        shard.append([tensor[2:] for tensor in batch])
+    layout = layout_of(7, values=values, stored=stored)
+    with writing(tmp_path, layout, None) as append:
+        append([tensor[:2] for tensor in batch])
+        append([tensor[2:] for tensor in batch])
+    with Shard.open(tmp_path, layout) as shard:
         order = torch.tensor([6, 0, 3, 3])
         for (_, dtype), found, given in zip(values, shard.read(order), batch, strict=True):
             expected = given[order]
@@ -41,73 +37,71 @@ def test_round_trips(tmp_path: Path, shape: tuple[int, ...], stored: torch.dtype
 
 def test_special_floats_keep_their_bits(tmp_path: Path) -> None:
     special = torch.tensor([float("nan"), float("inf"), -0.0, 1e-45]).view(1, 4)
-    with open_shard(tmp_path, 1, values=[((4,), torch.float32)]) as shard:
-        shard.append([special])
+    layout = layout_of(1, values=[((4,), torch.float32)])
+    with writing(tmp_path, layout, None) as append:
+        append([special])
+    with Shard.open(tmp_path, layout) as shard:
         assert torch.equal(shard.read([0])[0].view(torch.int32), special.view(torch.int32))
 
 
 def test_strided_and_learned_tensors_are_taken(tmp_path: Path) -> None:
     batch = torch.randn(3, 4, requires_grad=True)
-    with open_shard(tmp_path, 4, values=[((3,), torch.float32)]) as shard:
-        shard.append([batch.t()])
+    layout = layout_of(4, values=[((3,), torch.float32)])
+    with writing(tmp_path, layout, None) as append:
+        append([batch.t()])
+    with Shard.open(tmp_path, layout) as shard:
         (found,) = shard.read(torch.arange(4))
         assert torch.equal(found, batch.t())
         assert not found.requires_grad
 
 
 def test_what_is_read_is_a_copy(tmp_path: Path) -> None:
-    with open_shard(tmp_path) as shard:
-        shard.append(rows(0, 8))
+    with fill_shard(tmp_path) as shard:
         for tensor in shard.read([0, 1]):
             tensor.zero_()
-        check_rows(shard, 8)
+        check_rows(shard)
 
 
-def test_a_shard_goes_on_at_the_last_flush(tmp_path: Path) -> None:
-    with open_shard(tmp_path) as shard:
-        assert (shard.num_done, shard.num_rows, shard.complete, shard.num_bytes) == (0, 8, False, 152 * 2 + 80)
-        shard.append(rows(0, 4))
-        check_rows(shard, 4)
-        shard.flush()
-        shard.append(rows(100, 2))  # lost
-    assert sorted(path.name for path in (tmp_path / "shard-1").iterdir()) == [
-        *("0.rows", "1.rows", "2.rows", "manifest.json")
-    ]
-    with open_shard(tmp_path) as shard:
-        check_rows(shard, 4)
-        shard.append(rows(4, 0))
-        shard.append(rows(4, 4))
-        shard.flush()
-        assert shard.complete
-    with open_shard(tmp_path) as shard:
-        check_rows(shard, 8)
+@pytest.mark.parametrize(
+    ("dtype", "stored", "expected"),
+    [
+        (torch.float32, None, torch.float32),
+        (torch.float32, torch.bfloat16, torch.bfloat16),
+        (torch.float64, torch.float32, torch.float32),
+        (torch.bfloat16, torch.float32, torch.bfloat16),  # as exact in half the room
+        (torch.float16, torch.bfloat16, torch.float16),
+        (torch.int64, torch.bfloat16, torch.int64),
+        (torch.bool, torch.float32, torch.bool),
+    ],
+)
+def test_floats_are_stored_narrower_and_nothing_else(
+    dtype: torch.dtype, stored: torch.dtype | None, expected: torch.dtype
+) -> None:
+    (column,) = make_columns([((2,), dtype)], stored)
+    assert (column.dtype, column.stored) == (dtype, expected)
 
 
-def test_files_of_another_size_are_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with open_shard(tmp_path) as shard:
-        shard.append(rows(0, 4))
-        shard.flush()
-    monkeypatch.setattr(layout, "FILE_BYTES", 2**20)
-    with open_shard(tmp_path) as shard:
-        shard.append(rows(4, 4))
-        check_rows(shard, 8)
+def test_bytes_of_a_row_and_of_a_file() -> None:
+    values = [((197, 384), torch.float32), ((), torch.int64), ((0, 5), torch.float32), ((3,), torch.bool)]
+    assert bytes_per_row(values, None) == 197 * 384 * 4 + 8 + 3
+    assert bytes_per_row(values, torch.bfloat16) == 197 * 384 * 2 + 8 + 3
+    assert bytes_per_row([], None) == 0
+    layout = layout_of(8, values=[((5,), torch.float32), ((), torch.int64)])
+    assert layout.starts == [0, 192, 256]
+    assert layout.num_bytes == 256
+    for empty in ([], [((0,), torch.float32)]):
+        assert layout_of(3, values=empty).num_bytes == 1  # an empty file cannot be mapped
 
 
-def test_a_shard_of_no_rows_is_complete(tmp_path: Path) -> None:
-    with open_shard(tmp_path, 0) as shard:
-        assert shard.complete
-        shard.flush()
+def test_a_shard_of_no_rows(tmp_path: Path) -> None:
+    with fill_shard(tmp_path, 0) as shard:
         assert [len(tensor) for tensor in shard.read([])] == [0, 0]
-    with Shard.open_existing(tmp_path, "k", 1) as shard:
-        assert shard.complete
 
 
-@pytest.mark.parametrize("places", [[4], [-1], [0, 9]])
-def test_rows_that_are_not_there_yet(tmp_path: Path, places: list[int]) -> None:
-    with open_shard(tmp_path) as shard:
-        shard.append(rows(0, 4))
-        with pytest.raises(CacheError, match=r"row (4|-1|9) .* below 4"):
-            shard.read(places)
+@pytest.mark.parametrize("places", [[8], [-1], [0, 9]])
+def test_rows_that_are_not_there(tmp_path: Path, places: list[int]) -> None:
+    with fill_shard(tmp_path) as shard, pytest.raises(CacheError, match=r"below 8; got (8|-1|9);"):
+        shard.read(places)
 
 
 @pytest.mark.parametrize(
@@ -121,161 +115,143 @@ def test_rows_that_are_not_there_yet(tmp_path: Path, places: list[int]) -> None:
     ],
 )
 def test_rows_of_another_kind_are_refused(tmp_path: Path, batch: list[torch.Tensor]) -> None:
-    with open_shard(tmp_path) as shard:
-        with pytest.raises(CacheError, match=r"tensors of .*; got "):
-            shard.append(batch)
-        check_rows(shard, 0)
+    with (
+        pytest.raises(CacheError, match=r"rows of this cache must be tensors of .*; got .*; give one of each"),
+        writing(tmp_path, layout_of(), None) as append,
+    ):
+        append(batch)
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_more_rows_than_are_missing_are_refused(tmp_path: Path) -> None:
-    with open_shard(tmp_path) as shard:
-        shard.append(rows(0, 7))
-        with pytest.raises(CacheError, match=r"\b1 rows .* got 2;"):
-            shard.append(rows(7, 2))
-        check_rows(shard, 7)
+@pytest.mark.parametrize(("last", "message"), [(2, r"\b1 rows .* got 2;"), (0, r"7 of 8 rows")])
+def test_more_or_fewer_rows_than_are_missing_are_refused(tmp_path: Path, last: int, message: str) -> None:
+    def fill() -> None:
+        with writing(tmp_path, layout_of(), None) as append:
+            append(rows(0, 7))
+            append(rows(7, last))
+
+    with pytest.raises(CacheError, match=message):
+        fill()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_limit_is_kept(tmp_path: Path) -> None:
-    with pytest.raises(CacheError, match=r"384 B, .* 383 B"):
-        open_shard(tmp_path, limit_bytes=383)
+    num_bytes = layout_of().num_bytes
+    with pytest.raises(CacheError, match=rf"needs {num_bytes} B, .* {num_bytes - 1} B; give a larger limit, or s"):
+        fill_shard(tmp_path, limit_bytes=num_bytes - 1)
     assert list(tmp_path.iterdir()) == []
-    open_shard(tmp_path, limit_bytes=384).close()
+    fill_shard(tmp_path, limit_bytes=num_bytes).close()
     with pytest.raises(CacheError, match=r"give a larger limit$"):
-        open_shard(tmp_path / "b", values=[((4,), torch.int64)], limit_bytes=1)
-
-
-def test_one_shard_is_filled_from_another(tmp_path: Path) -> None:
-    deeper = [((4,), torch.float32)]
-    with open_shard(tmp_path / "2") as old:
-        old.append(rows(0, 8))
-        room = room_needed(old, deeper, torch.bfloat16, 8)
-        assert room == old.num_bytes + room_needed(None, deeper, torch.bfloat16, 8)
-        with open_shard(
-            tmp_path / "3", key="q", values=deeper, stored=torch.bfloat16, limit_bytes=room - old.num_bytes
-        ) as new:
-            while not new.complete:
-                (value, _) = old.read(range(new.num_done, min(8, new.num_done + 3)))
-                new.append([value.flatten(1)[:, :4]])
-            new.flush()
-        old.delete()
-    assert list((tmp_path / "2").iterdir()) == []
+        fill_shard(tmp_path / "b", values=[((4,), torch.int64)], limit_bytes=1)
 
 
 def test_a_closed_shard_says_so(tmp_path: Path) -> None:
-    shard = open_shard(tmp_path)
+    shard = fill_shard(tmp_path)
     shard.close()
     shard.close()
-    acts: list[Callable[[], object]] = [lambda: shard.read([]), lambda: shard.append([]), shard.flush, shard.delete]
-    for act in acts:
-        with pytest.raises(CacheError, match="is closed; open it again"):
-            act()
+    with pytest.raises(CacheError, match="is closed; open it again"):
+        shard.read([])
 
 
 _READ = """
 import sys
 from pathlib import Path
 from penstock.elastic.cache.shard import Shard
-from tests.elastic.cache.shards import check_rows
+from tests.elastic.cache.shards import check_rows, layout_of
 
-with Shard.open_existing(Path(sys.argv[1]), "k", 1) as shard:
-    check_rows(shard, 8)
+with Shard.open(Path(sys.argv[1]), layout_of()) as shard:
+    check_rows(shard)
     print("first", flush=True)
     input()
-    check_rows(shard, 8)
+    check_rows(shard)
 """
 
 
 def test_another_process_reads_while_it_is_open_and_after_it_is_deleted(tmp_path: Path) -> None:
-    with open_shard(tmp_path) as shard:
-        shard.append(rows(0, 8))
-        shard.flush()
+    with fill_shard(tmp_path) as shard:
         found = run_python("-c", _READ, str(tmp_path), deadline_s=60, stdin="\n")
         assert found.stdout == "first\n", found.stderr
         assert found.status == 0
-        with Shard.open_existing(tmp_path, "k", 1) as reader:
+        with Shard.open(tmp_path, layout_of()) as reader:
             shard.delete()
-            check_rows(reader, 8)
+            check_rows(reader)
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_a_reader_neither_writes_nor_deletes(tmp_path: Path) -> None:
-    with open_shard(tmp_path) as shard:
-        shard.append(rows(0, 8))
-        shard.flush()
-    with Shard.open_existing(tmp_path, "k", 1) as reader:
-        check_rows(reader, 8)
-        acts: list[Callable[[], object]] = [lambda: reader.append(rows(0, 1)), reader.flush, reader.delete]
-        for act in acts:
-            with pytest.raises(CacheError, match="opened to be read"):
-                act()
+def test_a_reader_goes_on_while_the_file_is_written_anew(tmp_path: Path) -> None:
+    with fill_shard(tmp_path) as reader, fill_shard(tmp_path) as other:
+        check_rows(reader)
+        check_rows(other)
 
 
-def test_what_a_reader_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CacheError, match=r"holds no cache: .*manifest\.json"):
-        Shard.open_existing(tmp_path, "k", 1)
-    with open_shard(tmp_path) as shard:
-        shard.append(rows(0, 4))
-        shard.flush()
-        with pytest.raises(CacheError, match="4 of 8 rows"):
-            Shard.open_existing(tmp_path, "k", 1)
-        with pytest.raises(CacheError, match=r"owner 1 .*key k, .*owner 1 .*key other"):
-            Shard.open_existing(tmp_path, "other", 1)
+def _flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 16
+    path.write_bytes(data)
 
 
-_OPEN = """
-import sys
-from pathlib import Path
-from tests.elastic.cache.shards import open_shard
-
-with open_shard(Path(sys.argv[1])):
-    print("open", flush=True)
-    input()
-"""
-
-
-def test_two_processes_do_not_fill_one_shard(tmp_path: Path) -> None:
-    with Running([sys.executable, "-c", _OPEN, str(tmp_path)], deadline_s=60, stdin="\n") as other:
-        assert other.line() == "open"
-        with pytest.raises(CacheError, match=re.escape(str(tmp_path))):
-            open_shard(tmp_path, replace=True)
-        open_shard(tmp_path, owner=2).close()
-        assert other.wait().status == 0
-    open_shard(tmp_path).close()
-
-
-def test_a_forked_process_keeps_nothing_locked(tmp_path: Path) -> None:
-    shard = open_shard(tmp_path)
-    assert shard._lock is not None
-    inherited = os.dup(shard._lock)
-    shard.close()
-    open_shard(tmp_path).close()
-    os.close(inherited)
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda rows, _: _flip(rows), "is damaged"),
+        (lambda rows, _: os.truncate(rows, 100), "expected 256 bytes, got 100"),
+        (lambda rows, _: rows.unlink(), "holds no cache"),
+        (lambda _, mark: mark.unlink(), "is not finished"),
+        (lambda _, mark: mark.write_bytes(b""), "is damaged"),
+        (lambda _, mark: mark.write_bytes(mark.read_bytes().replace(b'"k"', b'"other"')), "of other rows"),
+    ],
+)
+def test_a_file_that_is_damaged_or_unfinished_is_not_used(
+    tmp_path: Path, damage: Callable[[Path, Path], object], message: str
+) -> None:
+    fill_shard(tmp_path).close()
+    damage(tmp_path / "shard-1.rows", tmp_path / "shard-1.done")
+    with pytest.raises(CacheError, match=message) as refused:
+        Shard.open(tmp_path, layout_of())
+    assert "\n" not in str(refused.value)
+    with fill_shard(tmp_path) as shard:  # and is written anew
+        check_rows(shard)
 
 
-_STEP = st.one_of(st.integers(0, 5), st.sampled_from(["flush", "reopen"]))
+@pytest.mark.parametrize(
+    "changed",
+    [{"key": "other"}, {"num_rows": 7}, {"stored": torch.bfloat16}, {"values": VALUES[::-1]}, {"owner": 2}],
+)
+def test_a_file_of_other_rows_is_not_used(tmp_path: Path, changed: dict[str, object]) -> None:
+    fill_shard(tmp_path).close()
+    with pytest.raises(UsageError):
+        Shard.open(tmp_path, layout_of(**changed))  # type: ignore[arg-type]
 
 
-@settings(deadline=None, max_examples=40)
-@given(st.lists(_STEP, max_size=12), st.integers(0, 12), st.sampled_from([1, 30, 100, 1000]))
-def test_any_order_of_appends_flushes_and_reopening(steps: list[int | str], num_rows: int, file_bytes: int) -> None:
-    num_done = num_flushed = 0
-    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layout, "FILE_BYTES", file_bytes)
-        shard = open_shard(Path(folder), num_rows)
-        for step in steps:
-            if step == "flush":
-                shard.flush()
-                num_flushed = num_done
-            elif step == "reopen":
-                shard.close()
-                shard = open_shard(Path(folder), num_rows)
-                num_done = num_flushed
-            elif isinstance(step, int) and num_done + step <= num_rows:
-                shard.append(rows(num_done, step))
-                num_done += step
-            check_rows(shard, num_done)
-        assert shard.complete == (num_done == num_rows)
-        shard.close()
+def test_owners_do_not_meet(tmp_path: Path) -> None:
+    with fill_shard(tmp_path) as shard:
+        fill_shard(tmp_path, owner=0).delete()
+        check_rows(shard)
+        Shard.open(tmp_path, layout_of()).close()
 
 
-def test_values_are_those_of_the_helper() -> None:
-    assert [tensor.shape[1:] for tensor in rows(0, 2)] == [shape for shape, _ in VALUES]
+def test_deletion_leaves_what_it_did_not_make(tmp_path: Path) -> None:
+    shard = fill_shard(tmp_path)
+    kept = [tmp_path / "notes.txt", tmp_path / "shard-99.rows"]
+    for path in kept:
+        path.write_text("mine")
+    shard.delete()
+    remove(tmp_path, shard.layout)
+    assert sorted(tmp_path.iterdir()) == kept
+
+
+def test_a_file_in_place_of_the_folder(tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("mine")
+    with pytest.raises(CacheError, match=r"shard-1.rows must be writable, but .* is not \(File exists\).*give anoth"):
+        fill_shard(tmp_path / "cache")
+    with pytest.raises(CacheError, match="holds no cache"):
+        Shard.open(tmp_path / "cache", layout_of())
+    assert (tmp_path / "cache").read_text() == "mine"
+
+
+def test_links_are_not_written_through(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / "shard-1.rows").symlink_to(tmp_path / "mine")
+    with fill_shard(tmp_path) as shard:
+        check_rows(shard)
+    assert (tmp_path / "mine").read_text() == "mine"

@@ -3,29 +3,26 @@
 import contextlib
 import hashlib
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
 from penstock import trees
 from penstock.deploy.state import Held, Wanted, redistribute, room_for
-from penstock.elastic.cache.exchange import CachedFeatures, owner_of
-from penstock.elastic.cache.key import cache_key
-from penstock.elastic.cache.layout import Values, bytes_per_row
-from penstock.elastic.cache.shard import Shard
+from penstock.elastic.cache.exchange import CachedFeatures
+from penstock.elastic.cache.shard import Layout, Shard, Values, bytes_per_row, make_columns, remove, writing
 from penstock.errors import CacheError
 from penstock.graph.call import as_call, bind_inputs
 from penstock.graph.cuts import Cut, Cuts
 from penstock.graph.program import write_program
 from penstock.graph.training_parts import TrainingPart, divide_for_training
 from penstock.runtime.registry import EAGER
-from penstock.tensors import moved
+from penstock.tensors import digest, moved
 from penstock.terminal.notes import note
 from penstock.train.arrangement import Arrangement
 from penstock.train.captured import Captured
@@ -37,9 +34,9 @@ from penstock.transport.base import Transport
 from penstock.transport.collectives import all_gather
 from penstock.transport.tags import STATE
 from penstock.values import Size
+from penstock.wire import FEEDER
 
 _BATCH = 32  # rows computed together
-_FLUSH_S = 10.0
 _LOOKED_AT = 64  # samples that identify a data set
 _DIGEST_BYTES = 16
 _DIGEST = ((_DIGEST_BYTES,), torch.uint8)  # of the model's inputs for a sample: the last value of its row
@@ -62,7 +59,7 @@ class FrozenCache:
     layers: int
     shard: Shard
     place: CachePlace
-    key: str
+    folder: Path
     others: dict[int, Shard]  # shards of the same machine
 
     def features(self, trainer: Trainer, placed: Arrangement, epoch: int) -> CachedFeatures:
@@ -85,23 +82,12 @@ class FrozenCache:
         if keep:
             self.shard.close()
             return
-        _delete(self.shard)
-        _remove_empty(_folder(self.place, self.key))
-
-
-def _delete(shard: Shard) -> None:
-    """Delete this process's shard; if this fails, print the reason and close it."""
-    try:
-        shard.delete()
-    except CacheError as error:
-        note(str(error))
-        shard.close()
-
-
-def _remove_empty(folder: Path) -> None:
-    """Remove a cache's folder once no process's shard is in it; the folder of all caches is the user's."""
-    with contextlib.suppress(OSError):
-        folder.rmdir()
+        try:
+            self.shard.delete()
+        except CacheError as error:
+            note(str(error))
+        with contextlib.suppress(OSError):  # the shards of other processes are in it
+            self.folder.rmdir()
 
 
 def default_folder() -> Path:
@@ -139,39 +125,46 @@ def changes(loader: Loader, transport: Transport) -> bool:
     """Return True if a sample changes between two reads on any process, as with random augmentation."""
     count = loader.num_samples
     found = any(
-        _digest(loader.load([sample])) != _digest(loader.load([sample]))
+        _digests_in(loader.load([sample])) != _digests_in(loader.load([sample]))
         for sample in range(0, count, max(1, count // 8))
     )
     return any(document["changes"] for document in all_gather(transport, {"changes": found}))
 
 
-def _digest(loaded: Any) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    for leaf in trees.leaves(loaded):
-        if isinstance(leaf, Tensor):
-            digest.update(f"{leaf.dtype} {list(leaf.shape)}".encode())
-            digest.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+def _digests_in(loaded: Any) -> list[str]:
+    return [digest(leaf) for leaf in trees.leaves(loaded) if isinstance(leaf, Tensor)]
 
 
 def _digests(tensors: Sequence[Tensor], num_rows: int) -> Tensor:
     """Return the digest of each row of the model's inputs, as rows of bytes."""
     found = torch.empty((num_rows, _DIGEST_BYTES), dtype=torch.uint8)
     for row in range(num_rows):
-        digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
-        for tensor in tensors:
-            part = tensor[row] if tensor.ndim and tensor.shape[0] == num_rows else tensor
-            digest.update(f"{part.dtype} {list(part.shape)}".encode())
-            digest.update(_bytes(part))
-        found[row] = torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)
+        parts = [tensor[row] if tensor.ndim and tensor.shape[0] == num_rows else tensor for tensor in tensors]
+        found[row] = torch.frombuffer(bytearray.fromhex(_hash([digest(part) for part in parts])), dtype=torch.uint8)
     return found
+
+
+def _hash(value: Any) -> str:
+    """Return a hash of what can be written as JSON."""
+    return hashlib.blake2b(msgspec.json.encode(value), digest_size=_DIGEST_BYTES).hexdigest()
+
+
+def cache_key(
+    *, program: str, weights: Mapping[str, str], data: Sequence[Sequence[str]], num_processes: int, num_samples: int,
+    num_views: int, stored: torch.dtype,
+) -> str:  # fmt: skip
+    """Name a cache by everything that its values depend on; digests stand for `weights` by name and for `data`.
+
+    Samples are divided among the processes, so their number counts too.
+    """
+    return _hash([program, weights, data, num_processes, num_samples, num_views, str(stored)])
 
 
 class Filling:
     """Filling of a cache for a model with frozen layers: every process fills its own shard, in parallel.
 
-    Rows of an earlier run are reused if their samples are unchanged: each row has a digest of the inputs that it was
-    computed from.
+    Rows of an earlier run are reused if they are whole and their samples unchanged: each row has a digest of the inputs
+    that it was computed from.
 
     `before` is the cache of fewer layers, from which it continues. Every process makes one and calls `run`.
 
@@ -192,24 +185,38 @@ class Filling:
         self._part: TrainingPart = parts[len(start)]
         self._prefix = divide_for_training(captured.graph, [self._end], captured.trainable)[0]
         rank, size = trainer.world.rank, trainer.world.transport.size
-        rows = range(loader.num_samples * place.num_views)
-        self._rows = [row for row in rows if owner_of(row, size) == rank]
+        self._num_all = loader.num_samples * place.num_views
+        self._rows = range(rank, self._num_all, size)
 
     def run(self) -> FrozenCache:
         """Fill the cache; if one process fails, removes it and raises `CacheError` on every process."""
         key, weights = self._key(), dict(self._weights())
-        folder = _folder(self._place, key)
+        folder, layouts = self._place.folder / key, self._layouts(key)
+        own = layouts[self._trainer.world.rank]
         made: list[Shard] = []  # at most one
         try:
-            self._agree(lambda: made.append(self._fill(folder, key, weights)))
+            self._agree(lambda: made.append(self._fill(folder, own, weights)))
             others: dict[int, Shard] = {}
-            self._agree(lambda: others.update(self._open_neighbours(folder, key)))
+            self._agree(lambda: others.update(self._open_neighbours(folder, layouts)))
         except CacheError:
-            for shard in made:
-                _delete(shard)
-            _remove_empty(folder)
+            with contextlib.suppress(CacheError, OSError):  # a full disk needs the room
+                remove(folder, own)
+                folder.rmdir()
             raise
-        return FrozenCache(layers=self._layers, shard=made[0], place=self._place, key=key, others=others)
+        return FrozenCache(layers=self._layers, shard=made[0], place=self._place, folder=folder, others=others)
+
+    def _layouts(self, key: str) -> list[Layout]:
+        """Return the layouts of all processes' shards."""
+        values = values_after(self._captured, self._end)
+        if values is None:
+            raise CacheError(
+                f"the values that cross {self._end.name} are not of single samples; train without the cache"
+            )
+        columns, size = make_columns([*values, _DIGEST], self._place.stored), self._trainer.world.transport.size
+        return [
+            Layout(key=key, owner=rank, num_rows=len(range(rank, self._num_all, size)), columns=columns)
+            for rank in range(size)
+        ]
 
     def _agree(self, work: Callable[[], None]) -> None:
         """Run one part of the work; raises `CacheError` on every process if it fails on one."""
@@ -224,54 +231,38 @@ class Filling:
             rank, reason = failed[0]
             raise CacheError(f"{world.names[rank]}: {reason}")
 
-    def _open_neighbours(self, folder: Path, key: str) -> dict[int, Shard]:
+    def _open_neighbours(self, folder: Path, layouts: Sequence[Layout]) -> dict[int, Shard]:
         """Open the shards of the other processes of this machine to be read."""
         world = self._trainer.world
         alike = [rank for rank, host in enumerate(world.hosts) if host == world.hosts[world.rank]]
-        return {rank: Shard.open_existing(folder, key, rank) for rank in alike if rank != world.rank}
+        return {rank: Shard.open(folder, layouts[rank]) for rank in alike if rank != world.rank}
 
-    def _fill(self, folder: Path, key: str, weights: Mapping[str, Tensor]) -> Shard:
+    def _fill(self, folder: Path, layout: Layout, weights: Mapping[str, Tensor]) -> Shard:
+        """Open this process's shard if it can be used again, and compute it otherwise."""
+        shard = self._reusable(folder, layout)
+        if shard is not None:
+            return shard
         limit = self._place.limit_bytes
-        if (
-            limit is not None
-        ):  # this process's part of its machine's limit, less the old shard that exists during filling
-            limit = limit // self._neighbours() - (self._before.shard.num_bytes if self._before is not None else 0)
-        values = values_after(self._captured, self._end)
-        if values is None:
-            raise CacheError(
-                f"the values that cross {self._end.name} are not of single samples; train without the cache"
-            )
-        opened = partial(
-            Shard.create_or_resume, folder, key=key, owner=self._trainer.world.rank, num_rows=len(self._rows),
-            values=[*values, _DIGEST], stored=self._place.stored, limit_bytes=limit,
-        )  # fmt: skip
-        shard = opened()
+        if limit is not None:
+            # this process's part of its machine's limit, less the old shard that exists during filling
+            limit = limit // self._neighbours() - (self._before.shard.layout.num_bytes if self._before else 0)
+        with writing(folder, layout, limit) as append:
+            for outputs in self._computed(weights):
+                append(outputs)
+        return Shard.open(folder, layout)
+
+    def _reusable(self, folder: Path, layout: Layout) -> Shard | None:
+        """Open the shard of an earlier run; None if it is missing, unfinished, damaged, or samples have changed."""
         try:
-            changed = self._count_changed(shard)
-        except BaseException:
-            shard.close()
-            raise
-        if changed:
-            note(
-                f"{changed} of {shard.num_done} samples have changed since {folder} was filled; all are computed again"
-            )
-            _delete(shard)
-            shard = opened()
-        try:
-            flushed = time.monotonic()
-            for outputs in self._computed(shard.num_done, weights):
-                shard.append(outputs)
-                if time.monotonic() > flushed + _FLUSH_S:
-                    shard.flush()
-                    flushed = time.monotonic()
-            shard.flush()
+            shard = Shard.open(folder, layout)
         except CacheError:
-            _delete(shard)  # a full disk needs the room
-            raise
-        except BaseException:
-            shard.close()
-            raise
-        return shard
+            return None
+        changed = self._count_changed(shard)
+        if not changed:
+            return shard
+        shard.close()
+        note(f"{changed} of {layout.num_rows} samples have changed since {folder} was filled; all are computed again")
+        return None
 
     def _count_changed(self, shard: Shard) -> int:
         """Count the samples whose inputs differ from those that their rows were computed from.
@@ -279,12 +270,12 @@ class Filling:
         With several views of a sample its inputs are drawn again each time, and the key distinguishes the drawings.
         """
         changed = 0
-        for places in _batches(0, shard.num_done if self._place.num_views == 1 else 0):
+        for places in _batches(len(self._rows) if self._place.num_views == 1 else 0):
             if self._before is not None:
-                now = self._before.shard.read(list(places))[-1]
+                now = self._before.shard.read(places)[-1]
             else:
                 now = _digests(list(self._inputs(self._samples(places)).values()), len(places))
-            changed += int((shard.read(list(places))[-1] != now).any(dim=1).sum())
+            changed += int((shard.read(places)[-1] != now).any(dim=1).sum())
         return changed
 
     def _samples(self, places: range) -> list[int]:
@@ -296,13 +287,13 @@ class Filling:
         return max(1, list(world.hosts).count(world.hosts[world.rank])) if world.hosts else 1
 
     @torch.no_grad()
-    def _computed(self, first: int, weights: Mapping[str, Tensor]) -> Iterator[list[Tensor]]:
-        """Compute the outputs of this process's samples from the first one on, in batches of rows."""
+    def _computed(self, weights: Mapping[str, Tensor]) -> Iterator[list[Tensor]]:
+        """Compute the outputs of this process's samples, in batches of rows."""
         how = self._trainer.now.how
         runtime = EAGER.load_training(self._part, weights, how.device)
         own = {value.name for value in self._part.own}
-        for places in _batches(first, len(self._rows)):
-            crossing = self._before.shard.read(list(places)) if self._before is not None else []
+        for places in _batches(len(self._rows)):
+            crossing = self._before.shard.read(places) if self._before is not None else []
             given = self._inputs(self._samples(places)) if own or self._before is None else {}
             digests = crossing.pop() if crossing else _digests(list(given.values()), len(places))
             sizes = {"batch": len(places)}
@@ -337,28 +328,19 @@ class Filling:
         tensors = trainer.tensors
         names = [state.source for state in self._prefix.program.states if state.kind != "constant"]
         mine = {
-            name: hashlib.blake2b(_bytes(tensors.find(name)), digest_size=16).hexdigest()
-            for name in names if tensors.holders(name)[0] == trainer.world.rank
+            name: digest(tensors.find(name)) for name in names if tensors.holders(name)[0] == trainer.world.rank
         }  # fmt: skip
         looked_at = range(0, count, max(1, count // _LOOKED_AT))
-        data = _digest([self._loader.load([sample]) for sample in looked_at]) if trainer.world.rank == 0 else ""
+        first = trainer.world.rank == FEEDER
+        data = [_digests_in(self._loader.load([sample])) for sample in looked_at] if first else []
         gathered = all_gather(trainer.world.transport, {"weights": mine, "data": data})
-        found = {name: digest for document in gathered for name, digest in document["weights"].items()}
+        found = {name: each for document in gathered for name, each in document["weights"].items()}
         return cache_key(
-            program=write_program(self._prefix.program),
-            weights=[(name, torch.frombuffer(bytearray.fromhex(found[name]), dtype=torch.uint8)) for name in names],
-            data=f"{gathered[0]['data']} of {trainer.world.transport.size}", preprocessing="a digest in each row",
-            num_samples=count, num_views=self._place.num_views, stored=self._place.stored,
+            program=write_program(self._prefix.program), weights={name: found[name] for name in names},
+            data=gathered[FEEDER]["data"], num_processes=trainer.world.transport.size, num_samples=count,
+            num_views=self._place.num_views, stored=self._place.stored,
         )  # fmt: skip
 
 
-def _batches(first: int, end: int) -> Iterator[range]:
-    return (range(begin, min(begin + _BATCH, end)) for begin in range(first, end, _BATCH))
-
-
-def _bytes(tensor: Tensor) -> bytes:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
-def _folder(place: CachePlace, key: str) -> Path:
-    return place.folder / key
+def _batches(end: int) -> Iterator[range]:
+    return (range(begin, min(begin + _BATCH, end)) for begin in range(0, end, _BATCH))

@@ -1,256 +1,191 @@
-"""On-disk rows of the samples that one process owns.
+"""Rows of the samples that one process owns, in one file that is mapped into memory.
 
     folder/
-        shard-0/                    the shard of owner 0, which only this process writes
-            manifest.json           its owner, and the number of valid rows
-            0.rows  1.rows          their values
-        shard-1/                    another process's, which can be read
+        shard-0.rows    | value 0 of all rows | value 1 of all rows | ...    each begins at a multiple of 64 bytes
+        shard-0.done    the mark: what the rows are, and the checksum of their file
+        shard-1.rows    another process's, which can be read
 
-The manifest is replaced atomically, after the rows that it counts are on the disk. So after a process fails at any
-moment its shard continues from the last flush, and later rows are written again.
+A file takes its name once all rows are on the disk, and the mark is written after it. Without its mark, or with another
+one than it must have, a file is computed again.
+
+Rows are read from mapped memory, but written with `pwrite` into reserved space: on a full disk a store into mapped
+memory kills the process.
 """
 
-from collections.abc import Sequence
+import contextlib
+import errno
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import IO
 
 import msgspec
 import torch
 from torch import Tensor
 
-from penstock.elastic.cache.disk import check_files, explained, lock, map_file, unlock, write_rows
-from penstock.elastic.cache.folder import other_cache, place_of, prepare, remove_shard
-from penstock.elastic.cache.layout import Values, bfloat16_helps, make_layout
-from penstock.elastic.cache.manifest import MANIFEST, Manifest, make_manifest, read_manifest, rows_path, write_manifest
 from penstock.errors import CacheError
-from penstock.files import flush
-from penstock.tensors import HOST
+from penstock.files import write_whole, written_whole
+from penstock.tensors import HOST, aligned, sum_words
 from penstock.units import format_bytes
+
+# for each value of a row its shape, without the batch, and its dtype
+Values = Sequence[tuple[tuple[int, ...], torch.dtype]]
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One value of every row: its shape, its dtype when read, and the one on disk."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    stored: torch.dtype
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row."""
+        return math.prod(self.shape) * self.stored.itemsize
+
+
+def make_columns(values: Values, stored: torch.dtype | None) -> tuple[Column, ...]:
+    """Choose the stored dtype of each value: floats as `stored` if that is smaller, everything else as it is.
+
+    Example:
+        make_columns([((197, 384), torch.float32), ((), torch.int64)], torch.bfloat16)
+    """
+
+    def narrower(dtype: torch.dtype) -> torch.dtype:
+        narrows = stored is not None and dtype.is_floating_point and stored.itemsize < dtype.itemsize
+        return stored if stored is not None and narrows else dtype
+
+    return tuple(Column(tuple(shape), dtype, narrower(dtype)) for shape, dtype in values)
+
+
+def bytes_per_row(values: Values, stored: torch.dtype | None) -> int:
+    """Return the bytes that one row takes on disk.
+
+    >>> bytes_per_row([((3, 4), torch.float32), ((), torch.int64)], torch.bfloat16)
+    32
+    """
+    return sum(column.row_bytes for column in make_columns(values, stored))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """The rows of an owner and their places in its file; `key` names the cache by its content."""
+
+    key: str
+    owner: int
+    num_rows: int
+    columns: tuple[Column, ...]
+
+    @cached_property
+    def starts(self) -> list[int]:
+        """The byte at which each value begins, and the end of the last one."""
+        starts, end = [], 0
+        for column in self.columns:
+            starts.append(aligned(end))
+            end = starts[-1] + self.num_rows * column.row_bytes
+        return [*starts, end]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the file; an empty one cannot be mapped."""
+        return max(1, self.starts[-1])
+
+    def rows_path(self, folder: Path) -> Path:
+        """Return the path of the file."""
+        return folder / f"shard-{self.owner}.rows"
+
+    def mark_path(self, folder: Path) -> Path:
+        """Return the path of its mark."""
+        return folder / f"shard-{self.owner}.done"
+
+    def mark(self, checksum: int) -> bytes:
+        """Return the contents of the mark."""
+        values = [[list(column.shape), str(column.dtype), str(column.stored)] for column in self.columns]
+        return msgspec.json.encode([self.key, self.owner, self.num_rows, values, str(checksum)])
 
 
 class Shard:
-    """The values of some samples, one row for each, in files that are mapped into memory.
+    """The values of some samples, one row for each, in a file that is whole.
 
     Example:
-        with Shard.create_or_resume(Path("cache/depth-2"), key=key, owner=0, num_rows=len(samples),
-                                    values=[((197, 384), torch.float32)], stored=torch.bfloat16,
-                                    limit_bytes=None) as shard:
-            while not shard.complete:
-                shard.append(frozen(batch_from(shard.num_done)))
-                shard.flush()
+        with writing(folder, layout, limit_bytes=None) as append:
+            append(frozen(batch))
+        with Shard.open(folder, layout) as shard:
             (values,) = shard.read([7, 3])
 
     Every error of a cache is a `CacheError` in one line, so that a caller can continue without one.
     """
 
-    def __init__(self, place: Path, manifest: Manifest, descriptor: int | None) -> None:
-        self._place, self._manifest, self._layout = place, manifest, manifest.layout()
-        self._lock = descriptor
-        self._writable = descriptor is not None
-        self._open = True
-        self._num_done = manifest.done
-        self._mapped: dict[int, list[Tensor]] = {}
-
-    @classmethod
-    def create_or_resume(
-        cls,
-        folder: Path,
-        *,
-        key: str,
-        owner: int,
-        num_rows: int,
-        values: Values,
-        stored: torch.dtype | None,
-        limit_bytes: int | None,
-        replace: bool = False,
-    ) -> "Shard":
-        """Open the shard of an owner for filling, continuing from its last flush; its space is reserved.
-
-        `values` are the shape, without the batch, and the dtype of each tensor that a row has. Floats are stored as
-        `stored` (float32 or bfloat16) if that is smaller, everything else exactly. `key` is from `cache_key`.
-
-        Raises `CacheError` if the folder cannot be written or has no space, for more than `limit_bytes`, if another
-        process has the shard open, and for one that is damaged or holds other rows; `replace` removes those.
-        """
-        layout = make_layout(values, stored, num_rows)
-        if limit_bytes is not None and layout.num_bytes > limit_bytes:
-            raise CacheError(
-                f"the cache needs {format_bytes(layout.num_bytes)}, more than its limit of "
-                f"{format_bytes(limit_bytes)}; give a larger limit{bfloat16_helps(layout)}"
-            )
-        place, wanted = place_of(folder, owner), make_manifest(key, owner, layout)
-        with explained(place):
-            descriptor = lock(place)
-            try:
-                return cls(place, prepare(place, wanted, replace), descriptor)
-            except BaseException:
-                unlock(descriptor)
-                raise
-
-    @classmethod
-    def open_existing(cls, folder: Path, key: str, owner: int) -> "Shard":
-        """Open a complete shard for reading, also one of another process of this machine.
-
-        It stays readable when its owner deletes it. Raises `CacheError` if it is missing, incomplete, damaged or of
-        another key.
-        """
-        place = place_of(folder, owner)
-        found = read_manifest(place)
-        if found is None:
-            raise CacheError(f"{place} holds no cache: {MANIFEST} not found; check the folder, or fill it first")
-        if (found.key, found.owner) != (key, owner):
-            raise other_cache(place, found, f"not of owner {owner} with the key {key[:40]}; check the folder")
-        if found.done < found.num_rows:
-            raise CacheError(f"{place} has {found.done} of {found.num_rows} rows; wait until its owner has filled it")
-        check_files(place, found.layout(), found.done)
-        shard = cls(place, found, None)
-        for file in range(shard._layout.num_files):
-            shard._map(file)
-        return shard
-
-    @property
-    def num_rows(self) -> int:
-        """Number of rows when complete."""
-        return self._layout.num_rows
-
-    @property
-    def num_done(self) -> int:
-        """Number of rows that can be read; those since the last flush are lost with the process."""
-        return self._num_done
-
-    @property
-    def complete(self) -> bool:
-        """True if all rows can be read."""
-        return self._num_done == self.num_rows
-
-    @property
-    def num_bytes(self) -> int:
-        """Return the bytes of its files, which are reserved from the beginning."""
-        return self._layout.num_bytes
-
-    def append(self, tensors: Sequence[Tensor]) -> None:
-        """Write the next rows, one tensor for each value with rows as its first dimension, from any device.
-
-        Raises `CacheError` for tensors that do not match `values`, for more rows than are missing, and if the disk
-        fails; no row then counts as written.
-        """
-        self._check_open(to_write=True)
-        count = self._check_rows(tensors)
-        columns = [
-            tensor.detach().to(device=HOST, dtype=column.stored).contiguous()
-            for column, tensor in zip(self._layout.columns, tensors, strict=True)
+    def __init__(self, folder: Path, layout: Layout, memory: Tensor) -> None:
+        self.layout, self._folder, num_rows = layout, folder, layout.num_rows
+        self._columns: list[Tensor] | None = [
+            memory.narrow(0, start, num_rows * column.row_bytes).view(column.stored).view(num_rows, *column.shape)
+            for column, start in zip(layout.columns, layout.starts, strict=False)
         ]
-        taken = 0
-        with explained(self._place):
-            for file, row, here in self._layout.spans(self._num_done, count):
-                part = [column[taken : taken + here] for column in columns]
-                write_rows(rows_path(self._place, file), self._layout, file, row, part)
-                taken += here
-        self._num_done += count
 
-    def _check_rows(self, tensors: Sequence[Tensor]) -> int:
-        """Return the number of rows of a batch; raises `CacheError` if they cannot be the next ones."""
-        expected = [(column.shape, column.dtype) for column in self._layout.columns]
-        found = [(tuple(tensor.shape[1:]), tensor.dtype) for tensor in tensors]
-        counts = {tensor.shape[0] if tensor.ndim else -1 for tensor in tensors}
-        if found != expected or len(counts) != 1 or -1 in counts:
-            shown = [(list(tensor.shape), tensor.dtype) for tensor in tensors]
-            raise CacheError(
-                f"rows of this cache must be tensors of {expected}; got {shown}; give one of each, rows first"
-            )
-        (count,) = counts
-        if count > self.num_rows - self._num_done:
-            missing = self.num_rows - self._num_done
-            raise CacheError(f"{self._place} has {missing} rows left to fill; got {count}; give only its own samples")
-        return count
+    @classmethod
+    def open(cls, folder: Path, layout: Layout) -> "Shard":
+        """Open a shard that is whole, also one of another process of this machine.
 
-    def flush(self) -> None:
-        """Flush the rows written so far to the disk and count them as done; raises `CacheError` if this fails."""
-        self._check_open(to_write=True)
-        if self._num_done == self._manifest.done:
-            return
-        manifest = msgspec.structs.replace(self._manifest, done=self._num_done)
-        with explained(self._place):
-            for file, _, _ in self._layout.spans(self._manifest.done, self._num_done - self._manifest.done):
-                flush(rows_path(self._place, file))
-            write_manifest(self._place, manifest)
-        self._manifest = manifest
+        It stays readable when its owner deletes it. Raises `CacheError` if it is missing, unfinished, damaged, or of
+        other rows.
+        """
+        path = layout.rows_path(folder)
+        memory = _map(path, layout)
+        try:
+            mark = layout.mark_path(folder).read_bytes()
+        except OSError as error:
+            raise CacheError(f"{path} is not finished ({error.strerror}); fill it first") from None
+        if mark != layout.mark(sum_words(memory)):
+            raise CacheError(f"{path} is damaged, or of other rows than its folder is for; fill it again")
+        return cls(folder, layout, memory)
 
     @property
     def values(self) -> Values:
         """Shape and dtype of each value of a row, as `read` returns it."""
-        return [(column.shape, column.dtype) for column in self._layout.columns]
+        return [(column.shape, column.dtype) for column in self.layout.columns]
 
     @property
     def stored_values(self) -> Values:
-        """Return the shape and dtype of each value of a row, as it is stored."""
-        return [(column.shape, column.stored) for column in self._layout.columns]
+        """Shape and dtype of each value of a row, as it is stored."""
+        return [(column.shape, column.stored) for column in self.layout.columns]
 
     @property
     def row_bytes(self) -> int:
-        """Return the bytes of one row as it is stored."""
-        return sum(column.row_bytes for column in self._layout.columns)
+        """Bytes of one row as it is stored."""
+        return sum(column.row_bytes for column in self.layout.columns)
 
     def read(self, rows: Tensor | Sequence[int]) -> list[Tensor]:
-        """Return copies of rows, given by their indices in the shard in any order, one tensor for each value.
-
-        Raises `CacheError` for rows that are not written yet.
-        """
+        """Return copies of rows, by their indices in any order, one tensor for each value."""
         read = self.read_stored(rows)
-        return [tensor.to(column.dtype) for column, tensor in zip(self._layout.columns, read, strict=True)]
+        return [tensor.to(column.dtype) for column, tensor in zip(self.layout.columns, read, strict=True)]
 
     def read_stored(self, rows: Tensor | Sequence[int]) -> list[Tensor]:
-        """Return copies of rows with the dtypes that are on disk; raises what `read` raises."""
-        self._check_open()
+        """Return copies of rows with the dtypes that are on disk; raises `CacheError` for rows that it has not."""
+        if self._columns is None:
+            raise CacheError(f"the cache {self.layout.rows_path(self._folder)} is closed; open it again")
         places = torch.as_tensor(rows, dtype=torch.int64, device=HOST)
-        wrong = places[(places < 0) | (places >= self._num_done)]
+        wrong = places[(places < 0) | (places >= self.layout.num_rows)]
         if len(wrong):
-            raise CacheError(
-                f"row {int(wrong[0])} is not in {self._place}, which has the rows below {self._num_done}; fill it first"
-            )
-        read = [torch.empty((len(places), *c.shape), dtype=c.stored) for c in self._layout.columns]
-        files = places // self._layout.rows_per_file
-        for file in files.unique().tolist():
-            (here,) = torch.where(files == file)
-            local = places[here] - file * self._layout.rows_per_file
-            for target, source in zip(read, self._map(file), strict=True):
-                target[here] = source[local]
-        return read
-
-    def _map(self, file: int) -> list[Tensor]:
-        if file not in self._mapped:
-            path = rows_path(self._place, file)
-            self._mapped[file] = map_file(path, self._layout, file, shared=self._writable)
-        return self._mapped[file]
+            raise CacheError(f"a row must be below {self.layout.num_rows}; got {int(wrong[0])}; give its own samples")
+        return [column[places] for column in self._columns]
 
     def close(self) -> None:
-        """Release the files; rows since the last flush are lost."""
-        self._open = False
-        self._mapped.clear()
-        if self._lock is not None:
-            unlock(self._lock)
-            self._lock = None
+        """Release the file."""
+        self._columns = None
 
     def delete(self) -> None:
-        """Remove the shard's files, and its own folder if that is then empty, and close it.
-
-        Raises `CacheError`, and removes nothing, if the folder no longer belongs to this shard.
-        """
-        self._check_open(to_write=True)
-        found = read_manifest(self._place)
-        if found is None or not found.holds_same(self._manifest):
-            raise CacheError(
-                f"{self._place} now belongs to another cache, and nothing in it was removed; remove it by hand"
-            )
-        self._mapped.clear()
-        with explained(self._place):
-            remove_shard(self._place, found)
+        """Remove the file and close it; raises `CacheError` if it cannot be removed."""
         self.close()
-
-    def _check_open(self, *, to_write: bool = False) -> None:
-        if not self._open:
-            raise CacheError(f"the cache {self._place} is closed; open it again")
-        if to_write and not self._writable:
-            raise CacheError(f"{self._place} was opened to be read; its owner alone fills and deletes it")
+        remove(self._folder, self.layout)
 
     def __enter__(self) -> "Shard":
         return self
@@ -259,13 +194,128 @@ class Shard:
         self.close()
 
 
-def room_needed(old: Shard | None, values: Values, stored: torch.dtype | None, num_rows: int) -> int:
-    """Return the bytes on disk while a new shard is filled from an old one, which is deleted only afterwards.
+@contextlib.contextmanager
+def writing(
+    folder: Path, layout: Layout, limit_bytes: int | None
+) -> Iterator[Callable[[Sequence[Tensor]], None]]:  # fmt: skip
+    """Write a shard anew: the block appends rows, and the shard is whole when it has ended with all of them.
 
-    Example:
-        if room_needed(old, values, stored, old.num_rows) <= limit_bytes:
-            new = Shard.create_or_resume(deeper, ..., limit_bytes=limit_bytes - old.num_bytes)
+    `append` takes one tensor for each value, with rows as its first dimension, from any device. The owner's old file is
+    removed first. A block that fails leaves nothing; what a killed process leaves is removed by the next writer.
 
-    The new one needs another folder: a folder holds one shard for each owner.
+    Raises `CacheError` if the folder cannot be written or has no space, for more than `limit_bytes`, and for rows that
+    do not match the layout.
     """
-    return make_layout(values, stored, num_rows).num_bytes + (0 if old is None else old.num_bytes)
+    if limit_bytes is not None and layout.num_bytes > limit_bytes:
+        raise CacheError(
+            f"the cache needs {format_bytes(layout.num_bytes)}, more than its limit of {format_bytes(limit_bytes)}; "
+            f"give a larger limit{_bfloat16_helps(layout)}"
+        )
+    path, num_done = layout.rows_path(folder), 0
+    with contextlib.ExitStack() as stack:
+        with _explained(path):
+            folder.mkdir(parents=True, exist_ok=True)
+            remove(folder, layout)
+            file = stack.enter_context(written_whole(path))
+            _reserve(file, path, layout)
+
+        def append(tensors: Sequence[Tensor]) -> None:
+            nonlocal num_done
+            count = _check_rows(tensors, layout, layout.num_rows - num_done)
+            with _explained(path):
+                _write_rows(file, layout, num_done, tensors)
+            num_done += count
+
+        yield append
+        if num_done < layout.num_rows:
+            raise CacheError(f"{path} has {num_done} of {layout.num_rows} rows; fill it again")
+        with _explained(path):
+            stack.close()
+    checksum = sum_words(_map(path, layout))
+    with _explained(path):
+        write_whole(layout.mark_path(folder), layout.mark(checksum))
+
+
+def remove(folder: Path, layout: Layout) -> None:
+    """Remove an owner's file, the mark first; raises `CacheError` if this fails."""
+    with _explained(layout.rows_path(folder)):
+        layout.mark_path(folder).unlink(missing_ok=True)
+        layout.rows_path(folder).unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """Raise `CacheError` in one line for an `OSError` of the block."""
+    try:
+        yield
+    except OSError as error:
+        raise CacheError(
+            f"the cache {path} must be writable, but {error.filename or 'a file in it'} is not "
+            f"({error.strerror or error}); free space or give another folder, or train without a cache"
+        ) from error
+
+
+def _map(path: Path, layout: Layout) -> Tensor:
+    """Map a file into memory; raises `CacheError` if it is not there or has another length."""
+    try:
+        found = path.stat().st_size  # torch would extend a short file with zeros
+        if found != layout.num_bytes:
+            raise CacheError(f"{path} is damaged: expected {layout.num_bytes} bytes, got {found}; fill it again")
+        # keeps no descriptor open
+        return torch.from_file(str(path), shared=False, size=layout.num_bytes, dtype=torch.uint8, device=HOST)
+    except OSError as error:
+        raise CacheError(f"{path} holds no cache ({error.strerror}); fill it first") from None
+    except RuntimeError as error:
+        raise CacheError(f"{path} cannot be read ({str(error).splitlines()[0]}); fill it again") from None
+
+
+def _reserve(file: IO[bytes], path: Path, layout: Layout) -> None:
+    """Reserve a file's space; raises `CacheError` if the disk has not enough, before using any."""
+    disk = shutil.disk_usage(path.parent)
+    try:
+        if layout.num_bytes > disk.free and disk.total:  # some file systems report zero
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        try:
+            os.posix_fallocate(file.fileno(), 0, layout.num_bytes)
+        except (OSError, AttributeError) as error:  # missing on macOS, refused by some file systems
+            if isinstance(error, OSError) and error.errno not in _CANNOT_RESERVE:
+                raise
+            os.ftruncate(file.fileno(), layout.num_bytes)
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        raise CacheError(
+            f"the cache needs {format_bytes(layout.num_bytes)}, but the disk of {path} has {format_bytes(disk.free)} "
+            f"left ({error.strerror}); free space, or give another folder{_bfloat16_helps(layout)}"
+        ) from error
+
+
+def _bfloat16_helps(layout: Layout) -> str:
+    """Return the end of an error that suggests bfloat16, empty if that would not be smaller."""
+    wide = any(c.stored.is_floating_point and c.stored.itemsize > torch.bfloat16.itemsize for c in layout.columns)
+    return ", or store floats as bfloat16" if wide else ""
+
+
+def _check_rows(tensors: Sequence[Tensor], layout: Layout, missing: int) -> int:
+    """Return the number of rows of a batch; raises `CacheError` if they cannot be the next ones."""
+    expected = [(column.shape, column.dtype) for column in layout.columns]
+    found = [(tuple(tensor.shape[1:]), tensor.dtype) for tensor in tensors]
+    counts = {tensor.shape[0] if tensor.ndim else -1 for tensor in tensors}
+    if found != expected or len(counts) != 1 or -1 in counts:
+        shown = [(list(tensor.shape), tensor.dtype) for tensor in tensors]
+        raise CacheError(f"rows of this cache must be tensors of {expected}; got {shown}; give one of each, rows first")
+    (count,) = counts
+    if count > missing:
+        raise CacheError(f"a cache has {missing} rows left to fill; got {count}; give only its own samples")
+    return count
+
+
+def _write_rows(file: IO[bytes], layout: Layout, first: int, tensors: Sequence[Tensor]) -> None:
+    """Write consecutive rows of each value; raises `OSError` if this fails."""
+    for column, start, tensor in zip(layout.columns, layout.starts, tensors, strict=False):
+        stored = tensor.detach().to(device=HOST, dtype=column.stored).contiguous()
+        rest = stored.reshape(-1).view(torch.uint8).numpy().data
+        at = start + first * column.row_bytes
+        while rest:
+            written = os.pwrite(file.fileno(), rest, at)
+            rest, at = rest[written:], at + written

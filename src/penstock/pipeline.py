@@ -1,6 +1,7 @@
 """The public `Pipeline`: streams a model in evaluation mode, trains a model in training mode."""
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -11,8 +12,7 @@ from torch import nn
 
 from penstock.deploy.run_options import CutOptions, ModelCall, RunOptions, SurvivalOptions
 from penstock.elastic.elastic_training import ElasticTraining
-from penstock.elastic.epochs import FreezePolicy
-from penstock.elastic.options import ElasticOptions, Stored
+from penstock.elastic.options import ElasticOptions
 from penstock.engine.observer import StreamReport
 from penstock.engine.stall import STALL_S
 from penstock.errors import UsageError
@@ -39,6 +39,7 @@ from penstock.zoo.weights.weights import Weights
 
 _Given = ParamSpec("_Given")
 _Result = TypeVar("_Result")
+_Options = TypeVar("_Options")
 
 
 def _of_training(
@@ -51,6 +52,28 @@ def _of_training(
         return method(self._training, *args, **kwargs)
 
     return cast("Callable[Concatenate[Pipeline, _Given], _Result]", call)
+
+
+def _takes(
+    make: Callable[_Given, _Options],
+) -> """Callable[
+    [Callable[[Pipeline, Loader, _Options], _Result]], Callable[Concatenate[Pipeline, Loader, _Given], _Result]
+]""":
+    """Give a method keyword arguments, those of its options, in place of the options."""
+
+    def decorate(
+        method: "Callable[[Pipeline, Loader, _Options], _Result]",
+    ) -> "Callable[Concatenate[Pipeline, Loader, _Given], _Result]":
+        @functools.wraps(method)
+        def call(self: "Pipeline", loader: Loader, *args: _Given.args, **kwargs: _Given.kwargs) -> _Result:
+            return method(self, loader, make(*args, **kwargs))
+
+        own = inspect.signature(method)
+        shown = [*list(own.parameters.values())[:-1], *inspect.signature(make).parameters.values()]
+        call.__signature__ = own.replace(parameters=shown)  # type: ignore[attr-defined]
+        return cast("Callable[Concatenate[Pipeline, Loader, _Given], _Result]", call)
+
+    return decorate
 
 
 class Pipeline:
@@ -282,13 +305,8 @@ class Pipeline:
     load_checkpoint = _of_training(TrainingPipeline.load_checkpoint)
     scheduler = _of_training(TrainingPipeline.scheduler)
 
-    def elastic(
-        self, loader: Loader, *, freeze: FreezePolicy | str | Sequence[int] = "gradient-norms",
-        epochs: int | None = None, pack: bool = True, replicate: bool = True, cache: bool = True,
-        cache_dir: str | Path | None = None, cache_limit: str | int | None = None, cache_dtype: Stored = "float32",
-        cache_views: int = 1, keep_cache: bool = False, profile: Profile | str | Path | None = None,
-        cluster: Cluster | str | Path | None = None,
-    ) -> ElasticTraining:  # fmt: skip
+    @_takes(ElasticOptions)
+    def elastic(self, loader: Loader, options: ElasticOptions) -> ElasticTraining:
         """Freeze converged layers, and replan with the freed resources, at the beginning of each epoch.
 
         Call this once, after `optimizer` and `loader`; the loop is unchanged. Layers are the model's blocks, frozen
@@ -305,26 +323,13 @@ class Pipeline:
                     optimizer.step(); optimizer.zero_grad()
                 elastic.validated(accuracy=measure(pipe))      # if a policy uses it
 
-        Args:
-            freeze: a policy of `penstock.elastic.freezing`, its name, or the frozen layers of each epoch.
-            epochs: their total number, within which a migration or filling a cache must pay off.
-            pack, replicate: allow changes of stages, and of the number of replicas.
-            cache, cache_dir, cache_limit, cache_dtype: use of a cache, its folder on each machine, its size limit
-                there, and the dtype of floats, float32 or bfloat16.
-            cache_views: number of variants to keep of a sample that is drawn again each time.
-            keep_cache: keep the cache after the run.
-            profile, cluster: of `penstock profile --training` and a cluster file; measured if not given.
+        The keyword arguments are the fields of `penstock.elastic.options.ElasticOptions`.
 
         Raises `UsageError` for a training with a trace or a custom schedule, for optimizers whose groups differ between
         processes, and if a frozen layer shares a weight with a trained one. If a cache cannot be written, a note is
         printed and training continues without it. After He et al. 2021, PipeTransformer
         (https://arxiv.org/abs/2102.03161).
         """
-        options = ElasticOptions(
-            freeze=freeze, epochs=epochs, pack=pack, replicate=replicate, cache=cache, cache_dir=cache_dir,
-            cache_limit=cache_limit, cache_dtype=cache_dtype, cache_views=cache_views, keep_cache=keep_cache,
-            profile=_read(read_profile, profile), cluster=_read(read_cluster, cluster),
-        )  # fmt: skip
         return ElasticTraining(self._training.trainer, loader, options)
 
     @property

@@ -11,12 +11,13 @@ import pytest
 from PIL import Image
 
 from penstock.cli import main as main_module
+from penstock.elastic.options import ElasticChoices
 from penstock.measure import hosts, profiler
 from penstock.measure.profiler import MessageCosts
 from penstock.recipes import launch, several
 from penstock.recipes.launch import fit
 from penstock.recipes.metrics import FitResult
-from penstock.recipes.settings import DEFAULT_FREEZE, FitSettings
+from penstock.recipes.settings import FitSettings
 from penstock.recipes.several import Place, Row
 from penstock.spec.cluster import Cluster, Device, write_cluster
 from tests.cli.conftest import SMALL
@@ -132,7 +133,8 @@ def test_commands_run(guide: Path, penstock: Run, tmp_path: Path, monkeypatch: p
         return [Row(name=name, settings=asked, failed="", out_of_memory=True) for name, asked in runs]
 
     def run_in_two_processes(asked: FitSettings, cluster: Path | None) -> FitResult:
-        if asked.replicas is None and asked.freeze in {DEFAULT_FREEZE, "schedule:1/3"}:  # of elastic ones the first
+        first = asked.freeze in {ElasticChoices().freeze, "schedule:1/3"}  # of elastic ones
+        if asked.replicas is None and first:
             return fit(asked, cluster)
         both.append(asked)
         return FitResult(settings=asked, num_processes=asked.num_processes, epochs=[], new_tensors=[])

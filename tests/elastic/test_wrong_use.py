@@ -1,6 +1,5 @@
 """What an elastic training cannot do is one line, on every process, that says what to do instead."""
 
-import dataclasses
 import re
 from collections.abc import Callable
 from functools import cache
@@ -101,7 +100,7 @@ def test_layers_that_share_a_weight_with_the_head() -> None:
     assert "share transformer.wte.weight" in said
     assert "use freeze='none'" in said
     for nothing in ("none", "none+after:1", "none+guard"):
-        _with(gpt2, dataclasses.replace(options, freeze=nothing))
+        _with(gpt2, msgspec.structs.replace(options, freeze=nothing))
 
 
 def test_a_cluster_of_other_processes() -> None:

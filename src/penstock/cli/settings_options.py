@@ -84,7 +84,9 @@ def _option(name: str, base: Any, default: Any, extra: Mapping[str, Any]) -> Any
 
 def _fields(struct: type[msgspec.Struct]) -> Iterator[tuple[str, Any, dict[str, Any]]]:
     """Yield each field's name, its type without None and metas, and the values of the metas."""
-    for name, base in get_type_hints(struct, include_extras=True).items():
+    hints = get_type_hints(struct, include_extras=True)
+    for name in sorted(hints, key=lambda name: name not in struct.__annotations__):  # its own fields come first
+        base = hints[name]
         extra: dict[str, Any] = {}
         while get_origin(base) is Annotated or NoneType in get_args(base):
             if get_origin(base) is Annotated:

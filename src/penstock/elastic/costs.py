@@ -48,7 +48,7 @@ def find_costs(trainer: Trainer, captured: Captured, options: ElasticOptions, ro
     backwards, and a cluster that is not this run's.
     """
     world = trainer.world
-    given, cluster = options.profile, options.cluster
+    given, cluster = options.read_profile(), options.read_cluster()
     if given is not None:
         check_profile(captured.graph, given)
     ranks = {f"rank{rank}": rank for rank in world.devices}

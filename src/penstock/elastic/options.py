@@ -1,53 +1,71 @@
-"""Options of an elastic training."""
+"""Options of an elastic training: declared here alone, for scripts, the command line and the settings of a run."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, get_args
 
-from penstock.elastic.epochs import FreezePolicy
-from penstock.elastic.freezing import ByHand, read_policy
+import msgspec
+from msgspec import Meta
+
+from penstock.elastic.freezing import ByHand, policy_help, read_policy
 from penstock.errors import UsageError
-from penstock.spec.cluster import Cluster
-from penstock.spec.profile import Profile
+from penstock.spec.cluster import Cluster, read_cluster
+from penstock.spec.profile import Profile, read_profile
 from penstock.units import parse_bytes
 
+Stored = Literal["float32", "bfloat16"]
+_BOTH: dict[str, Any] = {"flags": []}  # --name and --no-name
 if TYPE_CHECKING:
     import torch
 
-Stored = Literal["float32", "bfloat16"]
+    from penstock.elastic.epochs import FreezePolicy
+
+    Freeze: TypeAlias = FreezePolicy | str | Sequence[int]
+    Folder: TypeAlias = str | Path
+    Size: TypeAlias = str | int
+else:  # a script may give more than a file of settings
+    Freeze = Folder = Size = str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ElasticOptions:
-    """Options of freezing layers, replanning and caching.
+class ElasticChoices(msgspec.Struct, frozen=True, kw_only=True):
+    """The options of freezing and caching, with their defaults and help; see `takes_settings` for `extra`."""
 
-    - `freeze`: a policy, its name for `read_policy`, or the frozen layers of each epoch;
-    - `epochs`: the total number of epochs, within which a migration must pay off; default: the coming epoch alone;
-    - `pack`: replan, for as few devices as are fastest; `replicate`: also with other numbers of replicas;
-    - `cache`: keep outputs of frozen layers on disk; `cache_dir` is the folder on each machine, `cache_limit` its size
-      limit there, `cache_dtype` the dtype of stored floats, `cache_views` the number of variants of a sample that is
-      drawn again each time; `keep_cache` keeps it after the run;
-    - `profile`, `cluster`: written by `penstock profile --training` and `hosts measure`; measured if not given.
+    freeze: Annotated[
+        Freeze,
+        Meta(
+            description=f"Policy: {policy_help()}; +after[:EPOCHS] begins later, +guard[:DROP] stops if accuracy drops."
+        ),
+    ] = "gradient-norms"
+    pack: Annotated[bool, Meta(description="Elastic: change stages.", extra=_BOTH)] = True
+    replicate: Annotated[bool, Meta(description="Elastic: change the number of replicas.", extra=_BOTH)] = True
+    cache: Annotated[bool, Meta(description="Elastic: keep outputs of frozen layers on disk.", extra=_BOTH)] = True
+    cache_dir: Annotated[
+        Folder | None, Meta(description="Folder of the cache on each machine.", extra={"path": "as given"})
+    ] = None
+    cache_limit: Annotated[Size | None, Meta(description="Size limit of the cache on each machine, as in 4GiB.")] = None
+    cache_dtype: Annotated[Stored, Meta(description="Dtype of cached floats: float32 or bfloat16.")] = "float32"
+    cache_views: Annotated[
+        int, Meta(ge=1, description="Cached variants of a sample that is drawn again each time.")
+    ] = 1
+    keep_cache: Annotated[bool, Meta(description="Keep the cache after the run.")] = False
+
+
+class ElasticOptions(ElasticChoices, frozen=True, kw_only=True):
+    """All options of an elastic training.
+
+    `freeze` may also be a policy, or the frozen layers of each epoch. `epochs` is their total number, within which a
+    migration must pay off; by default it is the coming epoch alone. `profile` and `cluster` are those, or the files,
+    of `penstock profile --training` and `hosts measure`; they are measured if not given.
 
     Example:
         ElasticOptions(freeze="schedule:1/3", epochs=10, cache_limit="2 GiB")
 
-    Raises `UsageError` for invalid values.
+    Raises `UsageError` for invalid values, `ProfileError` and `ClusterError` for files that cannot be read.
     """
 
-    freeze: FreezePolicy | str | Sequence[int] = "gradient-norms"
     epochs: int | None = None
-    pack: bool = True
-    replicate: bool = True
-    cache: bool = True
-    cache_dir: str | Path | None = None
-    cache_limit: str | int | None = None
-    cache_dtype: Stored = "float32"
-    cache_views: int = 1
-    keep_cache: bool = False
-    profile: Profile | None = None
-    cluster: Cluster | None = None
+    profile: Profile | str | Path | None = None
+    cluster: Cluster | str | Path | None = None
 
     def __post_init__(self) -> None:
         if self.cache_dtype not in get_args(Stored):
@@ -58,8 +76,10 @@ class ElasticOptions:
             raise UsageError(f"epochs must be at least 1; got {self.epochs}")
         self.policy()
         self.limit_bytes()
+        for name, given in (("profile", self.read_profile()), ("cluster", self.read_cluster())):
+            msgspec.structs.force_setattr(self, name, given)
 
-    def policy(self) -> FreezePolicy:
+    def policy(self) -> "FreezePolicy":
         """Return the freezing policy."""
         freeze = self.freeze
         if isinstance(freeze, str):
@@ -75,3 +95,11 @@ class ElasticOptions:
         import torch  # imported late: reading options needs no torch
 
         return {"float32": torch.float32, "bfloat16": torch.bfloat16}[self.cache_dtype]
+
+    def read_profile(self) -> Profile | None:
+        """Return the profile, read if it is a file."""
+        return read_profile(self.profile) if isinstance(self.profile, (str, Path)) else self.profile
+
+    def read_cluster(self) -> Cluster | None:
+        """Return the cluster, read if it is a file."""
+        return read_cluster(self.cluster) if isinstance(self.cluster, (str, Path)) else self.cluster

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from penstock.elastic.freezing import policy_help
-from penstock.elastic.options import Stored
+from penstock.elastic.options import ElasticChoices, ElasticOptions
 from penstock.errors import UsageError
 from penstock.files import write_whole
 from penstock.plan.check import check_purpose, read_plan
@@ -20,14 +19,12 @@ from penstock.spec.profile import read_profile
 
 if TYPE_CHECKING:
     from penstock.deploy.run_options import SurvivalOptions
-    from penstock.elastic.options import ElasticOptions
 
 Positive = Annotated[int, Meta(ge=1)]
 Rate = Annotated[float, Meta(ge=0.0)]
 # paths, which are text in a file: one kind as it was given, and one that is the same in every folder
 PathText = Annotated[str, Meta(extra={"path": "as given"})]
 WholePath = Annotated[str, Meta(extra={"path": "whole"})]
-DEFAULT_FREEZE = "gradient-norms"
 # settings that a resumed run must keep: others would change its place in the data or what its state means
 _KEPT = (
     "model", "data", "validation", "batch_size", "length", "num_rows", "hold_out", "seed", "optimizer", "lr_schedule",
@@ -35,13 +32,9 @@ _KEPT = (
 )  # fmt: skip
 # settings that may change on resuming; changes are printed
 _CHANGEABLE = ("lr", "weight_decay", "clip", "autocast", "epochs", "steps", "freeze")
-# settings of an elastic training only
-_ELASTIC = (
-    "freeze", "pack", "replicate", "cache", "cache_dir", "cache_limit", "cache_dtype", "cache_views", "keep_cache",
-)  # fmt: skip
 
 
-class FitSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class FitSettings(ElasticChoices, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A model, data, how processes work together, and how to learn.
 
     Example:
@@ -50,7 +43,8 @@ class FitSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     `data` is images (see `open_images`), a text file, or a folder or file of sentiment trees. `batch_size`
     counts the rows of all replicas together. Without `validation` every tenth row is kept for it, or of a
     text the last tenth. `output` is the folder of the run. `plan` is a plan file, in place of stages, replicas,
-    devices, schedule, microbatches and cuts. A field with a description is an option of `penstock train`.
+    devices, schedule, microbatches and cuts. A field with a description, also of `ElasticChoices`, is an option of
+    `penstock train`.
     """
 
     model: str
@@ -115,19 +109,6 @@ class FitSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         list[Literal["tensorboard", "wandb"]], Meta(description="tensorboard or wandb; may be repeated.")
     ] = msgspec.field(default_factory=list)
     elastic: Annotated[bool, Meta(description="Freeze converged layers, and use the freed devices.")] = False
-    freeze: Annotated[
-        str,
-        Meta(description=f"{policy_help()}; "
-            "+after[:EPOCHS] begins later, +guard[:DROP] stops if accuracy drops."),
-    ] = DEFAULT_FREEZE  # fmt: skip
-    pack: Annotated[bool, Meta(description="Change stages.", extra={"flags": []})] = True
-    replicate: Annotated[bool, Meta(description="Change the number of replicas.", extra={"flags": []})] = True
-    cache: Annotated[bool, Meta(description="Keep outputs of frozen layers on disk.", extra={"flags": []})] = True
-    cache_dir: Annotated[PathText | None, Meta(description="Folder of the cache on each machine.")] = None
-    cache_limit: Annotated[str | None, Meta(description="Size limit of the cache on a machine, as in 4GiB.")] = None
-    cache_dtype: Annotated[Stored, Meta(description="Cached floats: float32 or bfloat16.")] = "float32"
-    cache_views: Annotated[Positive, Meta(description="Cached variants of an augmented sample.")] = 1
-    keep_cache: Annotated[bool, Meta(description="Keep the cache after the run.")] = False
     costs: Annotated[
         WholePath | None,
         Meta(
@@ -187,7 +168,7 @@ def make_settings(fields: dict[str, Any]) -> FitSettings:
         raise UsageError(f"settings of a training run are not valid: {error}") from None
     settings = msgspec.structs.replace(settings, schedule=find_schedule(settings.schedule))
     defaults = {field.name: field.default for field in msgspec.structs.fields(FitSettings)}
-    given = [name for name in _ELASTIC if getattr(settings, name) != defaults[name]]
+    given = [name for name in ElasticChoices.__struct_fields__ if getattr(settings, name) != defaults[name]]
     if given and not settings.elastic:
         raise UsageError(f"{given[0]} is for an elastic training; add elastic=True (--elastic), or leave it out")
     survives = settings.on_loss != "stop"
@@ -211,20 +192,14 @@ def make_settings(fields: dict[str, Any]) -> FitSettings:
     return settings
 
 
-def elastic_options(settings: FitSettings) -> "ElasticOptions":
+def elastic_options(settings: FitSettings) -> ElasticOptions:
     """Return how a run is elastic; raises `UsageError` for what cannot be.
 
     Raises `ProfileError` and `ClusterError` for files that cannot be read.
     """
-    from penstock.elastic.options import ElasticOptions
 
-    return ElasticOptions(
-        freeze=settings.freeze, epochs=settings.epochs, pack=settings.pack, replicate=settings.replicate,
-        cache=settings.cache, cache_dir=settings.cache_dir, cache_limit=settings.cache_limit,
-        cache_dtype=settings.cache_dtype, cache_views=settings.cache_views, keep_cache=settings.keep_cache,
-        profile=read_profile(settings.costs) if settings.costs is not None else None,
-        cluster=read_cluster(settings.from_cluster) if settings.from_cluster is not None else None,
-    )  # fmt: skip
+    choices: dict[str, Any] = {name: getattr(settings, name) for name in ElasticChoices.__struct_fields__}
+    return ElasticOptions(**choices, epochs=settings.epochs, profile=settings.costs, cluster=settings.from_cluster)
 
 
 def survival_options(settings: FitSettings, *, first: bool) -> "SurvivalOptions":

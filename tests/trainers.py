@@ -1,7 +1,7 @@
 """Training in threads that play processes, and the same training by hand in one process."""
 
 import copy
-import dataclasses
+import inspect
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -110,7 +110,7 @@ def make_trainer(captured: Captured, world: World, *, device: torch.device = HOS
     """Make one process's trainer; `settings` are options of `penstock.Pipeline` by name."""
 
     def take(kind: type[Any]) -> Any:
-        names = {field.name for field in dataclasses.fields(kind)}
+        names = set(inspect.signature(kind).parameters)
         return kind(**{name: settings.pop(name) for name in names & settings.keys()})
 
     cut, run, options = take(CutOptions), take(RunOptions), take(TrainOptions)

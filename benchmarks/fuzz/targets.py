@@ -22,13 +22,12 @@ from penstock.deploy.bundle import read_bundle, read_part
 from penstock.deploy.documents import (
     Document,
     DoMore,
-    Rotation,
     RunBaseline,
-    ServeStages,
     read_document,
     write_document,
 )
 from penstock.engine.counters import read_counters
+from penstock.engine.job import Rotation, StageOptions, StagesJob
 from penstock.errors import ClusterError, ProgramError, RunError
 from penstock.graph.capture import capture
 from penstock.graph.program import StageProgram, read_program, write_program
@@ -232,20 +231,20 @@ def _index() -> CheckpointIndex:
 
 
 def _jobs(programs: list[Any]) -> list[Document]:
-    serving = ServeStages(
+    serving = StagesJob(
         source="weights", number=3, ranks=(Rotation((1,), (0,)), Rotation((1, 2), (0, 1, 1))), sizes={"batch": 2},
-        depth=2, threads=1, device_names=("a", "b", "c"), programs={0: [json.dumps(programs[0])]}, order=(0,),
+        options=StageOptions(threads=1), device_names=("a", "b", "c"), programs={0: [json.dumps(programs[0])]},
     )  # fmt: skip
     alone = RunBaseline(
         program=json.dumps(programs[0]), sizes={"batch": 2}, threads=1, num_inputs=2, num_microbatches=9
     )
-    bundled = msgspec.structs.replace(serving, source="bundle", plan=_PLAN_NAME, device="name:1")
+    bundled = msgspec.structs.replace(serving, source="bundle", plan=_PLAN_NAME, part="name:1")
     return [serving, bundled, alone, Leave(message="done"), DoMore(name="peer", settings={"modules": ["blocks.1"]})]
 
 
 def _read_job(data: bytes) -> None:
     document = read_document(data, 3)
-    if isinstance(document, ServeStages):
+    if isinstance(document, StagesJob):
         for text in (text for texts in document.programs.values() for text in texts):
             read_program(text)
 

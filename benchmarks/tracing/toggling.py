@@ -21,7 +21,7 @@ from torch.nn import functional
 import penstock
 from benchmarks.tracing.cases import HOSTS, TINY
 from penstock.deploy.worker import work
-from penstock.engine.placement import StagesJob
+from penstock.engine.job import StagesJob
 from penstock.engine.profile_window import ProfileWindow
 from penstock.engine.tracers import StageTracer
 from penstock.group.entry import join_torchrun

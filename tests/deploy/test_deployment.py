@@ -13,11 +13,10 @@ from penstock.deploy.jobs import FromWeights, send_stages
 from penstock.deploy.state import load_state
 from penstock.engine.channels import LocalChannel
 from penstock.engine.driver import Microbatch
-from penstock.engine.placement import StagesJob
+from penstock.engine.job import Rotation, StagesJob
 from penstock.errors import ConnectionBroken, PenstockError, RunError, UsageError
 from penstock.graph.ops import State
 from penstock.group.world import check_world
-from penstock.plan.schedule.round_robin import RoundRobin
 from penstock.transport.faulty import Fault
 from penstock.transport.messages import DATA, Message
 from penstock.zoo.weights.weights import ModuleWeights
@@ -343,10 +342,8 @@ def test_weights_are_loaded_one_at_a_time(thirds: Divided) -> None:
     with memory_world(3) as world:
         job = StagesJob(
             number=0,
-            ranks=(RoundRobin([1]), RoundRobin([2]), RoundRobin([3])),
+            ranks=(Rotation((1,)), Rotation((2,)), Rotation((3,))),
             sizes={"batch": 2},
-            depth=2,
-            threads=1,
             device_names=tuple(world.feeder.names),
         )
         send_stages(world.feeder.transport, job, thirds.programs, FromWeights(load))

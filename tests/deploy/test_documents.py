@@ -10,8 +10,9 @@ from penstock.errors import ProgramError
 from penstock.group.world import Leave
 
 STAGES: dict[str, Any] = {
-    "kind": "stages", "source": "bundle", "number": 1, "ranks": [[[1], [0]]], "sizes": {"batch": 1}, "depth": 2,
-    "threads": 1, "device_names": ["a", "b"], "programs": {"0": []}, "order": [0], "plan": "p", "device": "b",
+    "kind": "stages", "source": "bundle", "number": 1, "ranks": [[[1], [0]]], "sizes": {"batch": 1},
+    "options": {"depth": 2, "threads": 1}, "device_names": ["a", "b"], "programs": {"0": []},
+    "order": [0], "plan": "p", "part": "b",
 }  # fmt: skip
 
 
@@ -25,8 +26,8 @@ def test_documents_come_back_as_they_were() -> None:
 
 @pytest.mark.parametrize("device", ["../../x", "..", "/", "", 7, None])
 def test_a_job_reads_no_folder_outside_of_the_bundle(device: object) -> None:
-    with pytest.raises(ProgramError, match=r"the device of a job is 1 to 128 letters|`\$\.device`"):
-        read_document(json.dumps({**STAGES, "device": device}).encode(), 2)
+    with pytest.raises(ProgramError, match=r"the device of a job is 1 to 128 letters|`\$\.part`"):
+        read_document(json.dumps({**STAGES, "part": device}).encode(), 2)
 
 
 @pytest.mark.parametrize(
@@ -40,8 +41,9 @@ def test_a_job_reads_no_folder_outside_of_the_bundle(device: object) -> None:
         ({"source": "weights", "programs": {"0": []}}, r"the programs of stage 0 .* 0, .*"),
         ({"device_names": ["a"]}, r"2 names.* got 1"),
         ({"sizes": {"batch": 2**40}}, r"`\$\.sizes\[\.\.\.\]`"),
-        ({"depth": 0}, r"`\$\.depth`"),
-        ({"threads": 10**6}, r"`\$\.threads`"),
+        ({"options": {"depth": 0}}, r"`\$\.options.depth`"),
+        ({"options": {"threads": 10**6}}, r"`\$\.options.threads`"),
+        ({"options": {"import": "os"}}, "`import`"),
         ({"import": "os"}, "`import`"),
     ],
 )

@@ -11,8 +11,8 @@ from penstock.deploy.jobs import load_programs
 from penstock.deploy.state import load_state
 from penstock.engine.counters import ACTIVATIONS, GRADIENTS, Counters
 from penstock.engine.executor import ForwardStage, OwnStages, serve_stream
+from penstock.engine.job import Rotation, StagesJob
 from penstock.engine.observer import Observer, StageReport
-from penstock.engine.placement import StagesJob
 from penstock.engine.wiring import Channels, Opening, feeder_links, open_channels
 from penstock.errors import ConnectionBroken, PenstockError, RunError, TransportError
 from penstock.plan.schedule.actions import forward_only
@@ -36,10 +36,8 @@ class Stages:
         self.network = MemoryNetwork(2)
         job = StagesJob(
             number=0,
-            ranks=(RoundRobin([1]), RoundRobin([1])),
+            ranks=(Rotation((1,)), Rotation((1,))),
             sizes={"batch": 2},
-            depth=2,
-            threads=1,
             device_names=("feeder", "host1"),
         )
         weights = ModuleWeights(divided.model)
@@ -48,7 +46,7 @@ class Stages:
             for index, turns in enumerate(divided.programs)
         }
         self.own = OwnStages(made_world(self.network, 1), job, runtimes)
-        ranks = {FEEDER_STAGE: RoundRobin([0])} | dict(enumerate(job.ranks))
+        ranks = {FEEDER_STAGE: RoundRobin([0]), 0: RoundRobin([1]), 1: RoundRobin([1])}
         opening = Opening(ranks=ranks, own=[FEEDER_STAGE], sizes=job.sizes, number=0)
         channels = open_channels(self.network.transports[0], feeder_links(divided.programs), opening)
         self.outlet = channels.senders[FEEDER_STAGE, ACTIVATIONS]

@@ -3,7 +3,6 @@
 import queue
 import threading
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from dataclasses import replace
 
 from torch import Tensor
 
@@ -13,9 +12,9 @@ from penstock.deploy.run_options import RunOptions
 from penstock.engine.counters import ACTIVATIONS, Counters
 from penstock.engine.driver import JOIN_S, Driver, Microbatch, finish_stream, stream_through
 from penstock.engine.executor import OwnStages
+from penstock.engine.job import Rotation, StagesJob
 from penstock.engine.observer import StreamReport
 from penstock.engine.place import Place
-from penstock.engine.placement import StagesJob
 from penstock.engine.stall import StallWatch
 from penstock.engine.tracers import FeederTracer
 from penstock.engine.wiring import feeder_links, stream_links
@@ -59,15 +58,14 @@ class Deployment:
         ]
         self.stage_bytes = [sum(program.state_bytes() for program in each.items) for each in programs]
         places = [
-            each if isinstance(each, RoundRobin) else RoundRobin([each])
+            Rotation(each.items, each.order) if isinstance(each, RoundRobin) else Rotation((each,))
             for each in ranks or check_world(world, len(programs))
         ]
         runtimes = tuple(runtimes) or (run.runtime,) * len(programs)
         self.job = StagesJob(
-            number=number, ranks=tuple(places), sizes=dict(sizes), depth=run.depth, threads=run.threads or 1,
-            device_names=tuple(world.names), computes_on=run.device, runtimes=runtimes,
-            trace=tracer is not None, trace_units=tracer is not None and tracer.units,
-            trace_profile=tracer is not None and tracer.profile, torch_settings=read_settings(),
+            number=number, ranks=tuple(places), sizes=dict(sizes), device_names=tuple(world.names),
+            options=run.of_stages(), runtimes=runtimes, trace=tracer.tracing if tracer is not None else None,
+            torch_settings=dict(read_settings()),
         )  # fmt: skip
         _check_shared(self.job)
         check_operators(world, [ranks.items for ranks in places], [each.items for each in programs])
@@ -76,23 +74,23 @@ class Deployment:
         try:
             send_stages(world.transport, self.job, programs, source, compare=world.membership is not None)
             own = find_device(run.device, world.position) if FEEDER in self.job.holders else HOST
-            if run.device != HOST.type and not isinstance(source, FromModules):
-                self.job = replace(self.job, direct=go_direct(world, self.job.holders, own))
+            direct = run.device != HOST.type and not isinstance(source, FromModules)
+            direct = direct and go_direct(world, self.job.holders, own)
             runtimes_here = {
                 index: source.make(index, programs[index], self.job.runtime_of(index), own)
                 for index in self.job.stages_of(FEEDER)
             }
-            self.place = self._connect(programs, runtimes_here, run.stall_s)
+            self.place = self._connect(programs, runtimes_here, run.stall_s, direct=direct)
         except TransportError as error:
             raise world.explain(error) from error
 
     def _connect(
         self, programs: Sequence[RoundRobin[StageProgram]], runtimes: Mapping[int, RoundRobin[StageRuntime]],
-        stall_s: float,
+        stall_s: float, *, direct: bool,
     ) -> Place:  # fmt: skip
         """Open the driver's channels and those of its own stages, and start serving these."""
         world, job = self.world, self.job
-        own = OwnStages(world, job, runtimes, feeder_links(programs))
+        own = OwnStages(world, job, runtimes, direct, feeder_links(programs))
         counters = Counters()
         holders = {index: {rank: world.names[rank] for rank in ranks.items} for index, ranks in enumerate(job.ranks)}
         watch = StallWatch(
@@ -100,7 +98,8 @@ class Deployment:
             [holders | {FEEDER_STAGE: {FEEDER: world.names[FEEDER]}}], world.health.statuses,
             max(stall_s, _SHORTEST_STALL_BEATS * world.health.beat_s), own=counters,
         )  # fmt: skip
-        window = (job.depth + 1) * sum(len(ranks.items) for ranks in job.ranks) + job.depth
+        depth = job.options.depth
+        window = (depth + 1) * sum(len(ranks.items) for ranks in job.ranks) + depth
         if self.tracer is not None:
             self.tracer.follow(own, self._pipeline)
         errors: queue.Queue[BaseException] = queue.Queue()
@@ -147,7 +146,7 @@ class Deployment:
 
     def stage_states(self) -> list[StageState]:
         """Return the progress of each stage at the last heartbeat, one per second; for `LiveView`."""
-        return self.place.watch.states(self.job.depth)
+        return self.place.watch.states(self.job.options.depth)
 
     @property
     def last_report(self) -> StreamReport:

@@ -4,58 +4,15 @@ Every field is checked: names are names, counts have bounds, ranks are those of 
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import msgspec
-from msgspec import Meta
 
+from penstock.engine.job import Count, Few, Short, StagesJob
 from penstock.errors import ProgramError
 from penstock.group.world import Leave
-from penstock.runtime.registry import RuntimeChoice
 from penstock.runtime.torch_settings import check_settings as check_torch_settings
 from penstock.spec.fields import check_name
-
-Count = Annotated[int, Meta(ge=1, le=2**31)]
-Few = Annotated[int, Meta(ge=1, le=4096)]
-Number = Annotated[int, Meta(ge=0, le=2**31)]
-Rank = Annotated[int, Meta(ge=0, le=2**20)]
-Short = Annotated[str, Meta(max_length=256)]
-
-
-class Rotation(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Ranks that share a stage, and the order in which microbatches visit them."""
-
-    ranks: tuple[Rank, ...]
-    order: tuple[Number, ...]
-
-
-class ServeStages(
-    msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="stages", forbid_unknown_fields=True
-):
-    """A job that serves stages until they are closed; see `StagesJob`.
-
-    `source` is the origin of the programs' tensors: messages that follow, `device`'s part of the bundle of `plan`, or
-    modules of the process. `programs` are texts by stage, one for each cut set; `order` is their round-robin order.
-    """
-
-    source: Literal["weights", "bundle", "modules"]
-    number: Number
-    ranks: tuple[Rotation, ...]
-    sizes: dict[Short, Count]
-    depth: Few
-    threads: Few
-    device_names: tuple[str, ...]
-    programs: dict[int, list[str]]
-    order: tuple[Number, ...]
-    plan: Short = ""
-    device: Short = ""
-    computes_on: Short = "cpu"
-    runtimes: tuple[RuntimeChoice, ...] = ()
-    trace: bool = False
-    trace_units: bool = False
-    trace_profile: bool = False
-    torch_settings: dict[Short, bool | Short] = {}
-    compare: bool = False  # first report which tensors this worker still holds
 
 
 class RunBaseline(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="alone", forbid_unknown_fields=True):
@@ -77,7 +34,7 @@ class DoMore(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="m
     settings: dict[str, Any]
 
 
-Document = Leave | ServeStages | RunBaseline | DoMore
+Document = Leave | StagesJob | RunBaseline | DoMore
 
 
 def write_document(document: Document) -> bytes:
@@ -98,19 +55,19 @@ def read_document(data: bytes, num_ranks: int) -> Document:
             f"a worker serves stages and runs programs; got another request ({error}); start every process with the "
             "same command"
         ) from None
-    if isinstance(document, ServeStages | RunBaseline):
+    if isinstance(document, StagesJob | RunBaseline):
         check_torch_settings(document.torch_settings)
-    if isinstance(document, ServeStages):
+    if isinstance(document, StagesJob):
         _check_stages(document, num_ranks)
     return document
 
 
-def _check_stages(document: ServeStages, num_ranks: int) -> None:
+def _check_stages(document: StagesJob, num_ranks: int) -> None:
     for rotation in document.ranks:
-        _check_order("the ranks of a stage", rotation.order, len(rotation.ranks))
-        if max(rotation.ranks) >= num_ranks:
+        _check_order("the ranks of a stage", rotation.order, len(rotation.items))
+        if max(rotation.items) >= num_ranks:
             raise ProgramError(
-                f"a stage's rank must be below {num_ranks}, the number of processes; got {max(rotation.ranks)}; "
+                f"a stage's rank must be below {num_ranks}, the number of processes; got {max(rotation.items)}; "
                 "start again"
             )
     for index, programs in document.programs.items():
@@ -127,7 +84,7 @@ def _check_stages(document: ServeStages, num_ranks: int) -> None:
             f"expected {num_ranks} names, one for each of {num_ranks} processes; got {len(document.device_names)}"
         )
     if document.source == "bundle":
-        check_name("the device of a job", document.device, ProgramError)
+        check_name("the device of a job", document.part, ProgramError)
 
 
 def _check_order(what: str, order: tuple[int, ...], count: int) -> None:

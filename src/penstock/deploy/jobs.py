@@ -5,18 +5,19 @@ programs list their state. Workers have no model: they receive nothing else.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
+import msgspec
 import torch
 from torch import Tensor
 
 from penstock.deploy.bundle import LoadState, read_part
-from penstock.deploy.documents import Document, Rotation, ServeStages, read_document, write_document
+from penstock.deploy.documents import Document, read_document, write_document
 from penstock.deploy.holdings import Holdings, compare_holdings
 from penstock.deploy.state import receive_state, send_state
-from penstock.engine.placement import StagesJob
+from penstock.engine.job import StagesJob
 from penstock.errors import ProgramError, UsageError
 from penstock.graph.program import StageProgram, read_interface, read_program, states_of, write_program
 from penstock.group.direct import go_direct
@@ -113,14 +114,10 @@ def send_stages(
         indices = job.stages_of(rank)
         texts = {index: [write_program(program) for program in programs[index].items] for index in indices}
         part = source if isinstance(source, FromBundle) else None
-        document = ServeStages(
-            source=source.kind, number=job.number,
-            ranks=tuple(Rotation(ranks.items, ranks.order) for ranks in job.ranks), sizes=dict(job.sizes),
-            depth=job.depth, threads=job.threads, device_names=job.device_names, programs=texts,
-            order=tuple(part.order if part else programs[0].order), plan=part.plan if part else "",
-            device=part.devices[rank] if part else "", computes_on=job.computes_on,
-            runtimes=job.runtimes, trace=job.trace, trace_units=job.trace_units, trace_profile=job.trace_profile,
-            torch_settings=dict(job.torch_settings), compare=compare and isinstance(source, FromWeights),
+        document = msgspec.structs.replace(
+            job, source=source.kind, programs=texts, order=tuple(part.order if part else programs[0].order),
+            plan=part.plan if part else "", part=part.devices[rank] if part else "",
+            compare=compare and isinstance(source, FromWeights),
         )  # fmt: skip
         send_bytes(transport, write_document(document), rank)
     if not isinstance(source, FromWeights):
@@ -139,10 +136,10 @@ def receive_job(transport: Transport) -> Document:
     return read_document(receive_bytes(transport, FEEDER, limit=JOB_BYTES), transport.size)
 
 
-def receive_stages(transport: Transport) -> ServeStages:
+def receive_stages(transport: Transport) -> StagesJob:
     """Wait for the document of a job that serves stages; raises `ProgramError` for another one."""
     document = receive_job(transport)
-    if not isinstance(document, ServeStages):
+    if not isinstance(document, StagesJob):
         raise ProgramError(
             "a Pipeline's process expects a job that serves stages; got another one; run the same script in all "
             "processes"
@@ -151,54 +148,46 @@ def receive_stages(transport: Transport) -> ServeStages:
 
 
 def read_stages(
-    world: World, document: ServeStages, make: MakeRuntime | None = None, bundle: Path | None = None,
+    world: World, job: StagesJob, make: MakeRuntime | None = None, bundle: Path | None = None,
     holdings: Holdings | None = None,
-) -> tuple[StagesJob, dict[int, RoundRobin[StageRuntime]]]:  # fmt: skip
+) -> tuple[dict[int, RoundRobin[StageRuntime]], bool]:  # fmt: skip
     """Receive the weights of a job's stages, make its stages if they are modules, or read them from a bundle.
 
-    Tensors among `holdings` need not be sent; received tensors are added to them.
+    Returns the stages' runtimes, and whether tensors between stages are sent from device to device. Tensors among
+    `holdings` need not be sent; received tensors are added to them.
 
     Raises `UsageError` for a job of modules or parts in a process without them, and as `find_device` does.
     """
-    job = StagesJob(
-        number=document.number, ranks=tuple(RoundRobin(each.ranks, each.order) for each in document.ranks),
-        sizes=document.sizes, depth=document.depth, threads=document.threads, device_names=document.device_names,
-        computes_on=document.computes_on, runtimes=document.runtimes, trace=document.trace,
-        trace_units=document.trace_units, trace_profile=document.trace_profile, torch_settings=document.torch_settings,
-    )  # fmt: skip
-    if set(document.programs) != set(job.stages_of(world.rank)):
-        raise ProgramError(
-            f"a job must have a program for each stage of a process; got stages {sorted(document.programs)}"
-        )
-    device = find_device(job.computes_on, world.position)
+    if set(job.programs) != set(job.stages_of(world.rank)):
+        raise ProgramError(f"a job must have a program for each stage of a process; got stages {sorted(job.programs)}")
+    device = find_device(job.options.device, world.position)
     runtimes: dict[int, RoundRobin[StageRuntime]] = {}
     holdings = holdings or Holdings()
     read: dict[int, list[StageProgram]] = {}
     there: dict[str, Tensor] = {}
-    if document.source == "weights":
-        read = {index: [read_program(text) for text in texts] for index, texts in document.programs.items()}
-        if document.compare:
+    if job.source == "weights":
+        read = {index: [read_program(text) for text in texts] for index, texts in job.programs.items()}
+        if job.compare:
             there = holdings.claim(world.transport, [s for programs in read.values() for s in states_of(programs)])
-    for index, texts in document.programs.items():
-        if document.source == "bundle":
+    for index, texts in job.programs.items():
+        if job.source == "bundle":
             if bundle is None:
                 raise UsageError(
                     "the stages are in a bundle, and this process has no bundle folder; give it the folder"
                 )
-            folder, runtime = bundle / document.device, job.runtime_of(index)
-            runtimes[index] = load_part(folder, document.plan, document.order, device, runtime)
-        elif document.source == "weights":
+            folder, runtime = bundle / job.part, job.runtime_of(index)
+            runtimes[index] = load_part(folder, job.plan, job.order, device, runtime)
+        elif job.source == "weights":
             programs, states = read[index], states_of(read[index])
             missing = [state for state in states if state.value.name not in there]
             tensors = {state.value.name: there[state.value.name] for state in states if state.value.name in there}
             tensors |= receive_state(world.transport, missing, device)
             holdings.keep(states, tensors)
             made = [job.runtime_of(index).load(program, tensors, device) for program in programs]
-            runtimes[index] = RoundRobin(made, document.order)
+            runtimes[index] = RoundRobin(made, job.order)
         elif make is None:
             raise UsageError("the stages are modules, and this process has none; pass the same list to its Pipeline")
         else:
-            runtimes[index] = RoundRobin([make(index, read_interface(text)) for text in texts], document.order)
-    if device != HOST and document.source != "modules":
-        job = replace(job, direct=go_direct(world, job.holders, device))
-    return job, runtimes
+            runtimes[index] = RoundRobin([make(index, read_interface(text)) for text in texts], job.order)
+    direct = device != HOST and job.source != "modules" and go_direct(world, job.holders, device)
+    return runtimes, direct

@@ -2,8 +2,9 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
+
+import msgspec
 
 from penstock.deploy.bundle import LoadState, interfaces, read_bundle
 from penstock.deploy.deployment import Deployment, Replicas
@@ -50,7 +51,7 @@ def place(
     ranks = ranks if ranks is not None else ranks_of(world, plan.devices)
     further = {symbol: size for symbol, size in (largest or {}).items() if symbol != "batch"}
     sizes = graph.sizes(plan.microbatch_rows, **further)
-    run = replace(run, depth=plan.depth)
+    run = msgspec.structs.replace(run, depth=plan.depth)
     deployments = [
         Deployment(
             world, programs, FromWeights(load), run, sizes=sizes, ranks=_places(pipeline, ranks),
@@ -84,7 +85,7 @@ def place_bundle(world: World, folder: Path, run: RunOptions, *, number: int = 0
     plan, interface = read_bundle(folder)
     ranks = ranks_of(world, plan.devices)
     sizes = {symbol: plan.microbatch_rows if symbol == "batch" else 1 for symbol in interface.symbols}
-    run = replace(run, depth=plan.depth)
+    run = msgspec.structs.replace(run, depth=plan.depth)
     deployments = []
     for index, pipeline in enumerate(plan.pipelines):
         names = {ranks[name]: name for stage in pipeline.stages for name in stage.devices}

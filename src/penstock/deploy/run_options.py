@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from penstock.engine.job import StageOptions
 from penstock.engine.stall import STALL_S
 from penstock.errors import UsageError
 from penstock.group.direct import check_way
@@ -16,7 +17,6 @@ from penstock.spec.cluster import Cluster
 from penstock.spec.on_loss import ON_LOSS
 from penstock.spec.plan import Plan
 from penstock.spec.profile import Profile
-from penstock.wire import DEPTH
 from penstock.zoo.weights.weights import Weights
 
 
@@ -73,16 +73,12 @@ class SurvivalOptions:
         return self.on_loss != "stop"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunOptions:
-    """Options of computing and tracing a pipeline's stages.
+class RunOptions(StageOptions, frozen=True, kw_only=True):
+    """Options of computing and tracing a pipeline's stages, as the driver has them.
 
     Raises `UsageError` for options that exclude each other.
     """
 
-    threads: int | None = None
-    depth: int = DEPTH
-    device: str = "cpu"
     between_gpus: str = "gloo"
     stall_s: float = STALL_S
     trace: Path | None = None
@@ -97,3 +93,7 @@ class RunOptions:
         if self.trace is not None and self.survival.survives:
             raise UsageError("a stream whose devices may change cannot be traced; leave trace or on_loss out")
         check_way(self.between_gpus, self.device)
+
+    def of_stages(self) -> StageOptions:
+        """Return the options that all processes have."""
+        return StageOptions(**{name: getattr(self, name) for name in StageOptions.__struct_fields__})

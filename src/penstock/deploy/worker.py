@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from penstock.deploy.baseline import serve_baseline
-from penstock.deploy.documents import DoMore, RunBaseline, ServeStages
+from penstock.deploy.documents import DoMore, RunBaseline
 from penstock.deploy.holdings import Holdings
 from penstock.deploy.jobs import MakeRuntime, read_stages, receive_job
 from penstock.engine.executor import OwnStages
+from penstock.engine.job import StagesJob
 from penstock.engine.tracers import follow_stages
 from penstock.errors import PenstockError, ProgramError, TransportError
 from penstock.group.entry import join_local
@@ -83,7 +84,7 @@ def _find_job(more: Mapping[str, Job], name: str) -> Job:
 
 
 def do_job(
-    world: World, document: ServeStages | RunBaseline, make: MakeRuntime | None = None, bundle: Path | None = None,
+    world: World, document: StagesJob | RunBaseline, make: MakeRuntime | None = None, bundle: Path | None = None,
     holdings: Holdings | None = None,
 ) -> None:  # fmt: skip
     """Run one job: a model alone, or stages until they are closed."""
@@ -91,8 +92,7 @@ def do_job(
         serve_baseline(world, document)
         return
     with applied(document.torch_settings):
-        job, runtimes = read_stages(world, document, make, bundle, holdings)
-        own = OwnStages(world, job, runtimes)
+        own = OwnStages(world, document, *read_stages(world, document, make, bundle, holdings))
         own.serve(follow_stages(own))
 
 

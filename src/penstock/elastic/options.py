@@ -32,21 +32,17 @@ class ElasticChoices(msgspec.Struct, frozen=True, kw_only=True):
 
     freeze: Annotated[
         Freeze,
-        Meta(
-            description=f"Policy: {policy_help()}; +after[:EPOCHS] begins later, +guard[:DROP] stops if accuracy drops."
-        ),
+        Meta(description=f"{policy_help()}; +after[:EPOCHS] begins later, +guard[:DROP] stops if accuracy drops."),
     ] = "gradient-norms"
-    pack: Annotated[bool, Meta(description="Elastic: change stages.", extra=_BOTH)] = True
-    replicate: Annotated[bool, Meta(description="Elastic: change the number of replicas.", extra=_BOTH)] = True
-    cache: Annotated[bool, Meta(description="Elastic: keep outputs of frozen layers on disk.", extra=_BOTH)] = True
+    pack: Annotated[bool, Meta(description="Change stages.", extra=_BOTH)] = True
+    replicate: Annotated[bool, Meta(description="Change the number of replicas.", extra=_BOTH)] = True
+    cache: Annotated[bool, Meta(description="Keep outputs of frozen layers on disk.", extra=_BOTH)] = True
     cache_dir: Annotated[
         Folder | None, Meta(description="Folder of the cache on each machine.", extra={"path": "as given"})
     ] = None
-    cache_limit: Annotated[Size | None, Meta(description="Size limit of the cache on each machine, as in 4GiB.")] = None
-    cache_dtype: Annotated[Stored, Meta(description="Dtype of cached floats: float32 or bfloat16.")] = "float32"
-    cache_views: Annotated[
-        int, Meta(ge=1, description="Cached variants of a sample that is drawn again each time.")
-    ] = 1
+    cache_limit: Annotated[Size | None, Meta(description="Size limit of the cache on a machine, as in 4GiB.")] = None
+    cache_dtype: Annotated[Stored, Meta(description="Cached floats: float32 or bfloat16.")] = "float32"
+    cache_views: Annotated[int, Meta(ge=1, description="Cached variants of an augmented sample.")] = 1
     keep_cache: Annotated[bool, Meta(description="Keep the cache after the run.")] = False
 
 

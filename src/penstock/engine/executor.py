@@ -9,8 +9,8 @@ import torch
 
 from penstock.engine.channels import Receiver
 from penstock.engine.counters import ACTIVATIONS, GRADIENTS, write_counters
+from penstock.engine.job import StagesJob
 from penstock.engine.observer import Observer, StreamObserver
-from penstock.engine.placement import StagesJob
 from penstock.engine.wiring import Channels, Link, Opening, open_channels, stream_links
 from penstock.errors import ConnectionBroken, OutOfMemory, RunError, TransportError
 from penstock.group.world import World
@@ -192,11 +192,12 @@ def _pass_on(action: Action, message: Message, channels: Channels, observer: Obs
 class OwnStages:
     """The stages of one process in a job, with their channels and counters.
 
-    `feeds` are the driver's links, on the driver only. From here on heartbeats report the stages' progress.
+    With `direct` tensors between stages are sent from device to device. `feeds` are the driver's links, on the driver
+    only. From here on heartbeats report the stages' progress.
     """
 
     def __init__(
-        self, world: World, job: StagesJob, runtimes: Mapping[int, RoundRobin[StageRuntime]],
+        self, world: World, job: StagesJob, runtimes: Mapping[int, RoundRobin[StageRuntime]], direct: bool = False,
         feeds: Iterable[Link] = (),
     ) -> None:  # fmt: skip
         self.world, self.job = world, job
@@ -206,10 +207,11 @@ class OwnStages:
         programs = {index: each.map(lambda runtime: runtime.program) for index, each in runtimes.items()}
         links.update({link.number: link for link in stream_links(programs, len(job.ranks))})
         devices = [stage.device for stage in self.stages.values()]
+        ranks = {index: RoundRobin(each.items, each.order) for index, each in enumerate(job.ranks)}
         opening = Opening(
-            ranks={FEEDER_STAGE: RoundRobin([FEEDER])} | dict(enumerate(job.ranks)),
+            ranks={FEEDER_STAGE: RoundRobin([FEEDER])} | ranks,
             own=[*self.stages, *([FEEDER_STAGE] if feeds else [])], sizes=job.sizes, number=job.number,
-            depth=job.depth, device=devices[0] if devices else HOST, direct=job.direct,
+            depth=job.options.depth, device=devices[0] if devices else HOST, direct=direct,
         )  # fmt: skip
         self.channels = open_channels(world.transport, list(links.values()), opening)
         name = job.device_names[world.rank]

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from penstock.engine.counters import Counters
+from penstock.engine.job import StagesJob
 from penstock.engine.observer import StageReport, StreamReport
-from penstock.engine.placement import StagesJob
 from penstock.engine.stall import StallWatch
 from penstock.engine.tracers import FeederTracer
 from penstock.engine.wiring import Channels

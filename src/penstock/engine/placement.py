@@ -1,13 +1,8 @@
 """Placements as data: the rank of each stage."""
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-
-from penstock.plan.schedule.actions import Action, forward_only
-from penstock.plan.schedule.round_robin import RoundRobin
-from penstock.runtime.registry import EAGER, RuntimeChoice
-from penstock.runtime.torch_settings import Settings
 
 LOST = -1  # replaces the rank of a process that has left the group
 
@@ -101,45 +96,3 @@ def shares(num_rows: int, num_parts: int) -> list[range]:
     each, more = divmod(num_rows, num_parts)
     starts = [part * each + min(part, more) for part in range(num_parts + 1)]
     return [range(start, stop) for start, stop in pairwise(starts)]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StagesJob:
-    """A job to serve some stages of a pipeline until CLOSE.
-
-    `ranks` has for every stage the ranks that alternate on it, mostly one; `computes_on` is the device name that
-    each of them resolves on its machine (see `find_device`).
-    """
-
-    number: int
-    ranks: tuple[RoundRobin[int], ...]
-    sizes: Mapping[str, int]
-    depth: int
-    threads: int
-    device_names: tuple[str, ...]
-    computes_on: str = "cpu"
-    runtimes: tuple[RuntimeChoice, ...] = ()  # of every stage; empty: eager
-    direct: bool = False  # tensors between stages are sent from device to device
-    trace: bool = False
-    trace_units: bool = False
-    trace_profile: bool = False
-    torch_settings: Settings = field(default_factory=dict)  # of the driver
-
-    @property
-    def holders(self) -> frozenset[int]:
-        """Ranks that hold a stage."""
-        return frozenset(rank for ranks in self.ranks for rank in ranks.items)
-
-    def stages_of(self, rank: int) -> list[int]:
-        """Return the stages that a rank holds, in order."""
-        return [index for index, ranks in enumerate(self.ranks) if rank in ranks.items]
-
-    def runtime_of(self, stage: int) -> RuntimeChoice:
-        """Return the runtime of a stage."""
-        return self.runtimes[stage] if self.runtimes else EAGER
-
-    def schedule(self, rank: int) -> Iterator[Action]:
-        """Yield endless forwards of this rank's stages, on each microbatch that is assigned to it."""
-        for action in forward_only(self.stages_of(rank)):
-            if self.ranks[action.stage][action.microbatch] == rank:
-                yield action

@@ -20,6 +20,7 @@ import msgspec
 import torch
 
 from penstock.engine.executor import OwnStages
+from penstock.engine.job import Tracing
 from penstock.engine.profile_window import ProfileWindow
 from penstock.engine.reference import measure_machine
 from penstock.errors import TransportError
@@ -41,9 +42,10 @@ class StageTracer:
 
     def __init__(self, own: OwnStages) -> None:
         self.own = own
-        self.recorder = Recorder(own.world.clock, units=own.job.trace_units)
+        tracing = own.job.trace or Tracing()
+        self.recorder = Recorder(own.world.clock, units=tracing.units)
         own.observer.clock = own.world.clock
-        own.observer.profile = ProfileWindow(self.recorder) if own.job.trace_profile else None
+        own.observer.profile = ProfileWindow(self.recorder) if tracing.profile else None
         self.record(True)
         self._machine = measure_machine()
 
@@ -73,8 +75,7 @@ class FeederTracer:
 
     def __init__(self, world: World, *, units: bool = False, profile: bool = False) -> None:
         self._world = world
-        self.units = units
-        self.profile = profile
+        self.tracing = Tracing(units=units, profile=profile)
         self.recorder = Recorder(world.clock)
         self._clocks = ClockReadings(world)
         self._own: StageTracer | None = None
@@ -116,7 +117,7 @@ class FeederTracer:
 
 def follow_stages(own: OwnStages) -> Callable[[], None]:
     """Record the stages of a worker if the job enables it; returns the function to call after each stream."""
-    if not own.job.trace:
+    if own.job.trace is None:
         return lambda: None
     tracer = StageTracer(own)  # measures the machine, before any stream
     answer_clock(own.world.transport, own.world.clock)

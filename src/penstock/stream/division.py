@@ -1,10 +1,11 @@
 """A model divided for streaming: cut, or given as modules; deployed by the driver, or served by a worker."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import cast
 
+import msgspec
 import torch
 from torch import nn
 
@@ -98,7 +99,9 @@ def _planned(
     """Return a function that deploys the stages of a plan."""
 
     def deploy(world: World, threads: int, tracer: FeederTracer | None) -> Replicas:
-        return place(world, graph, plan, load, replace(run, threads=threads), tracer=tracer, largest=sizes)
+        return place(
+            world, graph, plan, load, msgspec.structs.replace(run, threads=threads), tracer=tracer, largest=sizes
+        )
 
     return deploy
 
@@ -126,7 +129,7 @@ def _surviving(
             _describe(replanner, run, cuts, places_in_line(world, graph, len(cuts) + 1), ranks, rows)
 
         def put(world: World, plan: Plan, ranks: Mapping[str, int], number: int) -> Replicas:
-            asked = replace(run, threads=threads)
+            asked = msgspec.structs.replace(run, threads=threads)
             return place(world, graph, plan, load, asked, number=number, ranks=ranks, largest=sizes)
 
         asked_for = cut.plan is not None or cut.cuts is not None or cut.policy != "balanced"
@@ -178,7 +181,7 @@ def _line(
     """Return a function that deploys successive stages, for microbatches up to the example's size."""
 
     def deploy(world: World, threads: int, tracer: FeederTracer | None) -> Deployment:
-        asked = replace(run, threads=threads)
+        asked = msgspec.structs.replace(run, threads=threads)
         return Deployment(world, programs, source, asked, sizes=sizes, ranks=places(world), tracer=tracer)
 
     return deploy
@@ -200,10 +203,10 @@ class ServedStages:
         while True:
             try:
                 with self._world.explained():
-                    document = receive_stages(self._world.transport)
-                    job, runtimes = read_stages(self._world, document, self._make, holdings=self._holdings)
+                    job = receive_stages(self._world.transport)
+                    found = read_stages(self._world, job, self._make, holdings=self._holdings)
                     torch.set_num_threads(job.threads)
-                    self._own = OwnStages(self._world, job, runtimes)
+                    self._own = OwnStages(self._world, job, *found)
                     self._stream_ended = follow_stages(self._own)
                 return
             except PenstockError:

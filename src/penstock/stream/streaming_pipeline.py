@@ -301,7 +301,7 @@ def stream_facts(
     parts = deployment.deployments
     world = deployment.world
     return RunFacts(
-        kind="stream", model=model, cuts=tuple(cuts), threads=threads, depth=parts[0].job.depth,
+        kind="stream", model=model, cuts=tuple(cuts), threads=threads, depth=parts[0].job.options.depth,
         ranks=tuple(ranks.items[0] for part in parts for ranks in part.job.ranks),
         pipelines=tuple(len(part.job.ranks) for part in parts), turns=deployment.order,
         devices=tuple(world.names), hosts=tuple(world.hosts), bandwidths=tuple(world.bandwidths),

@@ -1,0 +1,92 @@
+"""The job of serving stages: a document that the driver writes, and that deployment, executor and tracer read."""
+
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from penstock.plan.schedule.actions import Action, forward_only
+from penstock.runtime.registry import EAGER, RuntimeChoice
+from penstock.wire import DEPTH
+
+Count = Annotated[int, Meta(ge=1, le=2**31)]
+Few = Annotated[int, Meta(ge=1, le=4096)]
+Number = Annotated[int, Meta(ge=0, le=2**31)]
+Rank = Annotated[int, Meta(ge=0, le=2**20)]
+Short = Annotated[str, Meta(max_length=256)]
+
+
+class Rotation(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Ranks that share a stage, mostly one, and the order in which microbatches visit them."""
+
+    items: tuple[Rank, ...]
+    order: tuple[Number, ...] = (0,)
+
+    def __getitem__(self, microbatch: int) -> int:
+        return self.items[self.order[microbatch % len(self.order)]]
+
+
+class StageOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Options of computing stages that all processes of a job have; `RunOptions` adds those of the driver.
+
+    `device` is the name that each process resolves on its machine (see `find_device`).
+    """
+
+    threads: Few | None = None
+    depth: Few = DEPTH
+    device: Short = "cpu"
+
+
+class Tracing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Spans that a trace has beside those of messages and actions: of each operation, or of torch's profiler."""
+
+    units: bool = False
+    profile: bool = False
+
+
+class StagesJob(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="stages", forbid_unknown_fields=True):
+    """A job to serve some stages of a pipeline until CLOSE.
+
+    `source` is the origin of the programs' tensors: messages that follow, the part of a device in the bundle of `plan`,
+    or modules of the process. `programs` are texts by stage, one for each cut set; `order` is their round-robin order.
+    """
+
+    number: Number
+    ranks: tuple[Rotation, ...]
+    sizes: dict[Short, Count]
+    device_names: tuple[str, ...]
+    options: StageOptions = StageOptions()
+    runtimes: tuple[RuntimeChoice, ...] = ()  # of every stage; empty: eager
+    trace: Tracing | None = None
+    torch_settings: dict[Short, bool | Short] = {}  # of the driver
+    source: Literal["weights", "bundle", "modules"] = "weights"
+    programs: dict[int, list[str]] = {}
+    order: tuple[Number, ...] = (0,)
+    plan: Short = ""
+    part: Short = ""
+    compare: bool = False  # first report which tensors this worker still holds
+
+    @property
+    def threads(self) -> int:
+        """Threads of a process."""
+        return self.options.threads or 1
+
+    @property
+    def holders(self) -> frozenset[int]:
+        """Ranks that hold a stage."""
+        return frozenset(rank for ranks in self.ranks for rank in ranks.items)
+
+    def stages_of(self, rank: int) -> list[int]:
+        """Return the stages that a rank holds, in order."""
+        return [index for index, ranks in enumerate(self.ranks) if rank in ranks.items]
+
+    def runtime_of(self, stage: int) -> RuntimeChoice:
+        """Return the runtime of a stage."""
+        return self.runtimes[stage] if self.runtimes else EAGER
+
+    def schedule(self, rank: int) -> Iterator[Action]:
+        """Yield endless forwards of this rank's stages, on each microbatch that is assigned to it."""
+        for action in forward_only(self.stages_of(rank)):
+            if self.ranks[action.stage][action.microbatch] == rank:
+                yield action

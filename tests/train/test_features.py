@@ -154,7 +154,7 @@ def learn(
                 for batch in BATCHES:
                     rows = grid.rows(len(batch))[trainer.placed.replica_index]
                     mine = batch[rows.start : rows.stop]
-                    trainer.short_batch = len(mine)
+                    trainer.data.short = len(mine)
                     step(data.images[mine], data.labels[mine])
                 continue
             for x, y in loader:

@@ -48,10 +48,10 @@ def load(num_rows: int, batch_size: int, changes: dict[int, int], workers: int =
             for x, numbers in loader:
                 rows = numbers.tolist() if numbers.device.type == "cpu" else None
                 assert x.shape == (len(numbers), 4)
-                loaded = trainer.loaded
+                loaded = trainer.data.loaded
                 assert loaded is not None
                 found.append((trainer.grid, len(numbers), rows, x.device.type, loaded.samples, loaded.following,
-                              trainer.short_batch))  # fmt: skip
+                              trainer.data.short))  # fmt: skip
                 change = changes.get(len(found))
                 if change is not None:
                     migrate(trainer, trainer.placed.moved(GRIDS[change], [cuts[0], cuts[1]]))

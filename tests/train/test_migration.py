@@ -72,7 +72,7 @@ def train_so(
                 alone = Way(way.frozen, ALONE) if size == 1 else way
                 rearrange(trainer, whole, alone, orders[step] if orders and size > 1 else range(size))
             rows = trainer.grid.rows(len(labels))[trainer.placed.replica_index]
-            trainer.short_batch = len(rows)
+            trainer.data.short = len(rows)
             losses.append(float(trainer.train_step(take_rows(inputs, rows), take_rows(labels, rows), loss_fn)))
             optimizer.step()
             optimizer.zero_grad()

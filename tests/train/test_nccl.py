@@ -10,7 +10,7 @@ import torch.nn.functional as F  # noqa: N812
 
 from penstock.errors import RunError
 from penstock.group.world import World
-from penstock.train.evaluation import evaluate, predict
+from penstock.train.evaluate import evaluate, predict
 from penstock.train.trainer import Trainer
 from tests.communicators import Communicators
 from tests.learners import LOSSES, batches, captured, sgd

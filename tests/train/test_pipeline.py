@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import penstock
 from penstock.errors import DataError, ModelError, RunError, UsageError
 from penstock.group.world import World
-from penstock.train.evaluation import predict
+from penstock.train.evaluate import predict
 from tests.processes import run_groups, run_python
 from tests.trainers import in_threads, make_trainer
 

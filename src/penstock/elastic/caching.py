@@ -64,7 +64,7 @@ class Caching:
         """Return the costs of caching; None if it is impossible, or before the first step, which shows the model's
         inputs.
         """
-        if not self._possible or self._trainer.input_places is None:
+        if not self._possible or self._trainer.data.input_places is None:
             return None
         size = self._trainer.world.transport.size
         remote = (size - 1) / size * (profile.send_s_per_byte + profile.receive_s_per_byte)

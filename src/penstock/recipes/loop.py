@@ -37,7 +37,7 @@ from penstock.terminal.live import FitProgress
 from penstock.terminal.notes import note
 from penstock.terminal.progress import working
 from penstock.train.arrangement import TrainOptions
-from penstock.train.evaluation import evaluate_all
+from penstock.train.evaluate import evaluate_all
 from penstock.train.loader import Loader
 from penstock.train.outcome import StepReport
 from penstock.train.training_pipeline import TrainingPipeline

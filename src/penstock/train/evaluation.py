@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +12,6 @@ from penstock.engine.observer import Observer
 from penstock.engine.placement import Replica
 from penstock.engine.training_stage import Sizes, StepInput, TrainingStage
 from penstock.engine.wiring import GrowingChannels, training_links
-from penstock.errors import DeviceLost, UsageError
 from penstock.graph.call import build_output
 from penstock.graph.cuts import Cut
 from penstock.graph.graph import Graph
@@ -25,16 +24,11 @@ from penstock.train.batches import WHOLE, Microbatch, bind, cut_rows, largest
 from penstock.train.captured import Captured
 from penstock.train.held_tensors import HeldTensors
 from penstock.train.loss_convention import LossFunction, Measured
-from penstock.train.losses import Losses, check_agreed, described, total_count, total_loss
-from penstock.train.outcome import everywhere
+from penstock.train.losses import Losses, described
 from penstock.train.own_loss import OwnLoss
 from penstock.train.row_cut import RowCut
-from penstock.train.step_rows import StepRows
 from penstock.transport.base import receive_tensor, send_tensor
 from penstock.transport.tags import OUTPUTS
-
-if TYPE_CHECKING:
-    from penstock.train.trainer import Trainer
 
 # callback of the last stage for a microbatch's outputs
 Use = Callable[[Microbatch, Sequence[Tensor]], None]
@@ -176,59 +170,3 @@ class Evaluation:
         actions = forward_only(sorted(stages), len(microbatches))
         run_schedule(actions, stages, channels.channels, Observer(stages))
         return microbatches
-
-
-def evaluate(trainer: "Trainer", inputs: Any, labels: Any, loss_fn: LossFunction | None) -> float:
-    """Return the mean of `loss_fn` over all rows of all replicas (a collective call).
-
-    Raises `UsageError` if no row counts.
-    """
-    ((total, count),) = evaluate_all(trainer, inputs, labels, [loss_fn])
-    if not count:
-        raise UsageError("evaluate needs at least one row that counts; got none")
-    return total / count
-
-
-def evaluate_all(
-    trainer: "Trainer", inputs: Any, labels: Any, functions: Sequence[LossFunction | None]
-) -> list[tuple[float, float]]:
-    """Return the sum and the count of each function over all rows of all replicas, from one forward."""
-    rows = StepRows(trainer, inputs, labels)
-
-    def work() -> dict[str, Any]:
-        only_replica = len(trainer.grid.replicas) == 1
-        return {
-            "measures": trainer.evaluation.measures(
-                *rows.now(), functions, trainer.losses, trainer.row_cut, only_replica=only_replica
-            )
-        }
-
-    gathered = trainer.together(work)
-    found = []
-    for index in range(len(functions)):
-        documents = [document["measures"][index] for document in gathered]
-        check_agreed(documents, everywhere)
-        found.append((total_loss(documents), total_count(documents)))
-    return found
-
-
-def predict(trainer: "Trainer", inputs: Any) -> Any:
-    """Return the model's output for this replica's rows, on every process of the replica.
-
-    Raises `DeviceLost` if a process is lost during the call: its rows are then redistributed.
-    """
-    placed = trainer.placed
-    found: list[Any] = []
-
-    def work() -> dict[str, Any]:
-        if trainer.placed is not placed:
-            raise DeviceLost("a device was lost, and these rows were redistributed; request predictions again")
-        found[:] = [trainer.evaluation.outputs(inputs)]
-        return {}
-
-    if trainer.survivors is not None:
-        trainer.together(work)
-    else:
-        with trainer.world.explained():
-            work()
-    return found[0]

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -10,53 +10,39 @@ from penstock.engine.executor import run_schedule
 from penstock.engine.training_stage import Sizes, StepInput
 from penstock.graph.rows import check_rows
 from penstock.graph.training_parts import TrainingPart
+from penstock.group.world import World
 from penstock.train.batches import WHOLE, Microbatch, cut_rows
-from penstock.train.features import LoadedBatch
-from penstock.train.loss_convention import LossFunction, Measured
-from penstock.train.losses import is_undivided, total_count
+from penstock.train.loss_convention import Measured
+from penstock.train.losses import Losses, is_undivided, total_count
 from penstock.train.outcome import step_document
-from penstock.train.step_rows import StepRows
-
-if TYPE_CHECKING:
-    from penstock.train.trainer import Trainer
+from penstock.train.placed_stages import PlacedStages
+from penstock.train.row_cut import RowCut
+from penstock.train.step_rows import StepContext
+from penstock.transport.metered import MeteredTransport
 
 
 class ForwardBackward:
-    """The computation of a trainer's step on the current stages; repeated if a process is lost during it.
+    """The computation of a step on the current stages; repeated if a process is lost during it.
 
     Example:
-        work.begin(loss_fn, cached=None)
-        told = trainer.together(lambda: work.run(rows), work.undo)
-        gradients = work.gradients(divisor)
+        told = trainer.together(lambda: work.run(step, trainer.now), work.undo)
+        gradients = work.gradients(work.divisor(told))
     """
 
-    def __init__(self, trainer: "Trainer") -> None:
-        self._trainer = trainer
+    def __init__(self, world: World, transport: MeteredTransport, losses: Losses, row_cut: RowCut) -> None:
+        self._world, self._transport, self._all_losses, self._row_cut = world, transport, losses, row_cut
+        self._step: StepContext  # of the last `run`, with the stages that it ran on
+        self._now: PlacedStages
         self._sums: dict[str, Tensor] = {}  # of gradients, if they must be complete before the exchange of documents
         self.computed_s = 0.0
         self._losses: dict[int, Measured] = {}
         self._microbatches: list[Microbatch] = []
-        self._loss_fn: LossFunction | None = None
-        self._cached: LoadedBatch | None = None
         self._before: list[tuple[Tensor, Tensor]] = []  # buffers that a forward writes to, with their previous values
-        self._scale = 1.0
-
-    def begin(self, loss_fn: LossFunction | None, cached: LoadedBatch | None) -> None:
-        """Begin a step with its loss function, and the batch whose features may be cached."""
-        self._loss_fn, self._cached = loss_fn, cached
-
-    def scale_by(self, num_rows: int) -> None:
-        """Divide losses by the rows of the whole batch before the backward, instead of sums by their count after it.
-
-        So hooks and custom functions of the model see the gradient of a mean over the batch. Otherwise sums are added
-        up and divided once, whose bits do not depend on the number of replicas.
-        """
-        self._scale = 1.0 / max(1, num_rows)
 
     def divisor(self, gathered: Sequence[Mapping[str, Any]]) -> float:
         """Return the divisor of the gradient sums, from the documents of all processes."""
         undivided = any(is_undivided(document["kinds"]) for document in gathered)
-        return (total_count(gathered) or 1.0) * (1.0 if undivided else self._scale)
+        return (total_count(gathered) or 1.0) * (1.0 if undivided else self._step.scale)
 
     @property
     def ran(self) -> bool:
@@ -65,23 +51,23 @@ class ForwardBackward:
 
     def head(self, microbatch: int, outputs: Sequence[Tensor], sizes: Sizes) -> Tensor:
         """Return a microbatch's loss as a sum, from the last stage's outputs; record it with its count."""
-        now, labels = self._trainer.now, self._microbatches[microbatch].labels
+        now, step, labels = self._now, self._step, self._microbatches[microbatch].labels
         alone = len(self._microbatches) == 1 and len(now.placed.grid.replicas) == 1
-        measured = self._trainer.losses.measure(
-            self._loss_fn, now.captured.graph, outputs, sizes, labels, own=now.own_loss, alone=alone
+        measured = self._all_losses.measure(
+            step.loss_fn, now.captured.graph, outputs, sizes, labels, own=now.own_loss, alone=alone
         )
         self._losses[microbatch] = dataclasses.replace(measured, total=measured.total.detach())
-        return measured.total if self._scale == 1.0 or is_undivided([measured.kind]) else measured.total * self._scale
+        return measured.total if step.scale == 1.0 or is_undivided([measured.kind]) else measured.total * step.scale
 
-    def run(self, rows: StepRows) -> dict[str, Any]:
+    def run(self, step: StepContext, now: PlacedStages) -> dict[str, Any]:
         """Run forward and backward of this process's rows; returns the document for the other ranks."""
-        trainer = self._trainer
-        if trainer.survivors is None:
-            return self._forward_backward(rows)
-        self._before = [(tensor, tensor.clone()) for tensor in trainer.tensors.written().values()]
-        document = self._forward_backward(rows)
+        self._step, self._now = step, now
+        if not step.may_repeat:
+            return self._forward_backward()
+        self._before = [(tensor, tensor.clone()) for tensor in now.tensors.written().values()]
+        document = self._forward_backward()
         self._sums = self._finish_sums()
-        trainer.tensors.share_buffers(trainer.transport)
+        now.tensors.share_buffers(self._transport)
         return document
 
     def undo(self) -> None:
@@ -92,59 +78,56 @@ class ForwardBackward:
 
     def gradients(self, divisor: float) -> dict[str, Tensor]:
         """Return the gradient sums over all replicas, divided, after sharing buffers; releases the sums kept here."""
-        trainer = self._trainer
-        if trainer.survivors is not None:
+        if self._step.may_repeat:
             sums, self._sums, self._before = self._sums, {}, []
             return {name: gradient.div_(divisor) for name, gradient in sums.items()}
         sums = self._finish_sums(divisor)
-        trainer.tensors.share_buffers(trainer.transport)
+        self._now.tensors.share_buffers(self._transport)
         return sums
 
     def _finish_sums(self, divisor: float = 1.0) -> dict[str, Tensor]:
         """Wait for the gradient sums over all replicas, divided."""
-        with self._trainer.transport.waiting():
-            return self._trainer.now.synchronizer.finish(divisor)
+        with self._transport.waiting():
+            return self._now.synchronizer.finish(divisor)
 
-    def _forward_backward(self, rows: StepRows) -> dict[str, Any]:
-        trainer, now = self._trainer, self._trainer.now
-        _, labels = rows.now()
-        tensors, sizes = rows.bound()
-        short = sizes["batch"] == trainer.short_batch
+    def _forward_backward(self) -> dict[str, Any]:
+        rows, now = self._step.rows, self._now
+        _, labels = rows.now(now.placed)
+        tensors, sizes = rows.bound(now.captured.graph)
+        short = rows.is_short(sizes["batch"])
         count = now.placed.count_microbatches(sizes["batch"], short=short, least=now.captured.least_rows)
         if count > 1 or len(now.placed.grid.replicas) > 1:
             check_rows(now.captured.graph, sizes, WHOLE, trains=True)
         skipped = 0 if self._computes_all() else now.placed.skipped
         tensors, labels = now.tensors.moved_here(tensors, labels, skipped=skipped)
-        self._microbatches = (
-            cut_rows(now.captured.graph, tensors, sizes, labels, count, trainer.row_cut) if count else []
-        )
+        self._microbatches = cut_rows(now.captured.graph, tensors, sizes, labels, count, self._row_cut) if count else []
         self._losses.clear()
         now.synchronizer.begin()
         features = self._features()
         if count:
             self._run_stages(count, features)
-        self.computed_s = trainer.world.clock()
+        self.computed_s = self._world.clock()
         now.synchronizer.flush()
         return self._document()
 
     def _computes_all(self) -> bool:
         """Return whether this step computes the skipped stages too: its rows are not from a loader."""
-        now = self._trainer.now
-        return now.placed.skipped > 0 and (now.features is None or self._cached is None)
+        now = self._now
+        return now.placed.skipped > 0 and (now.features is None or self._step.cached is None)
 
     def _features(self) -> list[Tensor] | None:
         """Return the cached outputs of the skipped stages for this process's rows."""
-        features = self._trainer.now.features
-        if features is None or self._cached is None:
+        features, cached = self._now.features, self._step.cached
+        if features is None or cached is None:
             return None
-        with self._trainer.transport.waiting():
-            return features.outputs(self._cached.samples, self._cached.following)
+        with self._transport.waiting():
+            return features.outputs(cached.samples, cached.following)
 
     def _run_stages(self, count: int, features: list[Tensor] | None) -> None:
-        trainer, now = self._trainer, self._trainer.now
-        if now.open_channels(self._microbatches) and trainer.tracer:
-            trainer.tracer.follow(now.channels)
-        actions = now.placed.schedule(count)[now.placed.replica.devices.index(trainer.world.rank)]
+        now, tracer = self._now, self._step.tracer
+        if now.open_channels(self._microbatches) and tracer:
+            tracer.follow(now.channels)
+        actions = now.placed.schedule(count)[now.placed.replica.devices.index(self._world.rank)]
         final = {action.stage: action.microbatch for action in actions if action.kind == "B"}
         for stage in now.stages.values():
             stage.begin(self._inputs(stage.part), final.get(stage.index, -1))
@@ -156,21 +139,21 @@ class ForwardBackward:
             now.direct.collect(now.last_stage)
 
     def _inputs(self, part: TrainingPart) -> dict[int, StepInput]:
-        first = self._trainer.placed.first_microbatch
+        first, step = self._now.placed.first_microbatch, self._step
         return {
             index: StepInput(
                 microbatch.sizes,
                 {value.name: microbatch.inputs[value.name] for value in part.own},
-                f"seed {self._trainer.seed} step {self._trainer.step} microbatch {first + index}",
+                f"seed {step.seed} step {step.number} microbatch {first + index}",
             )
             for index, microbatch in enumerate(self._microbatches)
         }
 
     def _document(self) -> dict[str, Any]:
         """Return this process's document about the step."""
-        now = self._trainer.now
+        now = self._now
         # the first step shows which parameters take part in the loss
-        names = self._trainer.step == 0 and bool(self._microbatches)
+        names = self._step.number == 0 and bool(self._microbatches)
         unused = now.synchronizer.unused if names else []
         used = [name for name in now.tensors.parameters if name not in unused] if names else []
         nonfinite = {stage.index: stage.first_nonfinite for stage in now.stages.values()}

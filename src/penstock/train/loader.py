@@ -74,7 +74,7 @@ class Loader:
     @property
     def was_trained(self) -> bool:
         """True if the last step trained on a batch of this loader."""
-        return self._trainer.trained_iterations is self._iterations
+        return self._trainer.data.trained_iterations is self._iterations
 
     @property
     def epoch(self) -> int:
@@ -119,17 +119,18 @@ class Loader:
         # the cache belongs to the followed loader's data
         if self.follower is not None or trainer.survivors is not None:
             following = order[position + 1] if position + 1 < len(order) else None
-            trainer.saw_batch(LoadedBatch.of(
+            batch = LoadedBatch.of(
                 loaded, order[position], following, self, trainer.placed, (self._epoch, position),
                 short=self._is_short(order),
-            ))  # fmt: skip
+            )  # fmt: skip
+            trainer.data.saw(batch, may_repeat=trainer.survivors is not None)
         last = position + 1 == len(order)
         self._epoch, self.position = (self._epoch + 1, 0) if last else (self._epoch, position + 1)
 
     def load_own(self, samples: Sequence[int], *, short: bool) -> Any:
         """Load this process's rows of a batch for the current placement."""
         (mine,) = self._parts([list(samples)])
-        self._trainer.short_batch = len(mine) if short else None
+        self._trainer.data.short = len(mine) if short else None
         return next(self._load([mine], {"num_workers": 0}))
 
     def _order_now(self) -> list[list[int]]:
@@ -180,13 +181,13 @@ class Loader:
                 loads = zip(self._load(mine, self._workers), map(len, mine), strict=True)
             with trainer.loading():
                 loaded, num_rows = next(loads)
-            trainer.short_batch = num_rows if self._is_short(order) else None
+            trainer.data.short = num_rows if self._is_short(order) else None
             self._go_on(loaded, order)
             expected = self._epoch, self.position
             self._reached = max(self._reached, ends if self._epoch == ends else 0)
             iteration.gave(loaded)
             iteration.place, iteration.order = expected, self._known
-            trainer.gave_batch(self._iterations, iteration)
+            trainer.data.gave(self._iterations, iteration)
             yield loaded
             self._return_to(iteration)
             if self._epoch == ends and self.follower is not None:

@@ -1,37 +1,37 @@
-"""The rows of one call, reloaded if the training is rearranged during the call."""
+"""One step's context, and the rows of a call, reloaded if the training is rearranged during the call."""
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
 from penstock import trees
 from penstock.errors import DeviceLost, UsageError
+from penstock.graph.graph import Graph
+from penstock.train.arrangement import Arrangement
 from penstock.train.batches import bind
 from penstock.train.features import InputPlaces, LoadedBatch
-
-if TYPE_CHECKING:
-    from penstock.train.trainer import Trainer
+from penstock.train.loss_convention import LossFunction
+from penstock.train.recent_batches import RecentBatches
+from penstock.train.training_tracer import TrainingTracer
 
 
 class StepRows:
     """This replica's rows of a batch, as passed to a method by the user's loop.
 
     Example:
-        rows = StepRows(trainer, images, labels)
-        inputs, labels = rows.now()        # those of the current placement
+        rows = StepRows(trainer.data, trainer.placed, images, labels)
+        inputs, labels = rows.now(trainer.placed)        # those of the current placement
     """
 
-    def __init__(self, trainer: "Trainer", inputs: Any, labels: Any) -> None:
-        self._trainer = trainer
-        self._inputs, self._labels = inputs, labels
+    def __init__(self, data: RecentBatches, placed: Arrangement, inputs: Any, labels: Any) -> None:
+        self._data, self._inputs, self._labels = data, inputs, labels
         self.batch: LoadedBatch | None = None
         self._input_places: InputPlaces | None = None
-        for batch in trainer.batches:
-            if (places := batch.places(inputs)) is not None:
-                self.batch, self._input_places = batch, places
-                break
+        if (found := data.find(inputs)) is not None:
+            self.batch, self._input_places = found
         self._label_places = self.batch.places(labels) if self.batch is not None else None
-        self._placed = self.batch.placed if self.batch is not None else trainer.placed
+        self._placed = self.batch.placed if self.batch is not None else placed
         self._bound: tuple[dict[str, Tensor], dict[str, int]] | None = None
         self._has_labels = any(isinstance(leaf, Tensor) for leaf in trees.leaves(labels))
 
@@ -47,35 +47,57 @@ class StepRows:
     def _repeatable(self) -> bool:
         return self._input_places is not None and (self._label_places is not None or not self._has_labels)
 
-    def bound(self) -> tuple[dict[str, Tensor], dict[str, int]]:
+    def bound(self, graph: Graph) -> tuple[dict[str, Tensor], dict[str, int]]:
         """Return the inputs by name, with their sizes; raises `UsageError` for inputs that the model rejects."""
         if self._bound is None:
-            self._bound = bind(self._trainer.captured.graph, self._inputs)
+            self._bound = bind(graph, self._inputs)
         return self._bound
 
-    def now(self) -> tuple[Any, Any]:
-        """Return inputs and labels of the batch to train on, for the current placement.
+    def is_short(self, num_rows: int) -> bool:
+        """Return True if these are the rows of a loader's last batch, which may be few."""
+        return num_rows == self._data.short
+
+    def now(self, placed: Arrangement) -> tuple[Any, Any]:
+        """Return inputs and labels of the batch to train on, for a placement.
 
         After a rollback that is the batch after the checkpoint. Raises `DeviceLost` for rows that cannot be
         loaded again.
         """
-        trainer, batch = self._trainer, self.batch
-        if batch is not None and trainer.rewound is batch:
-            trainer.rewound = None
-            self._put(batch.loader.take())
-            self.batch = trainer.trained = trainer.loaded
-        elif trainer.placed is not self._placed:
+        data, batch = self._data, self.batch
+        if batch is not None and data.rewound is batch:
+            data.rewound = None
+            self._put(batch.loader.take(), placed)
+            self.batch = data.trained = data.loaded
+        elif placed is not self._placed:
             if batch is None or not self._repeatable:
                 raise DeviceLost(
                     "a device was lost, and the rows of this call cannot be redistributed: they are not from "
                     "pipe.loader; call again"
                 )
-            self._put(batch.loader.load_own(batch.samples, short=batch.short))
+            self._put(batch.loader.load_own(batch.samples, short=batch.short), placed)
         return self._inputs, self._labels
 
-    def _put(self, loaded: Any) -> None:
+    def _put(self, loaded: Any, placed: Arrangement) -> None:
         if self._input_places is not None:
             self._inputs, self._bound = self._input_places.inputs_of(loaded), None
         if self._label_places is not None:
             self._labels = self._label_places.inputs_of(loaded)
-        self._placed = self._trainer.placed
+        self._placed = placed
+
+
+@dataclass(slots=True, kw_only=True)
+class StepContext:
+    """One step: its rows, with the batch that they came from and the placement that they were cut for, and its loss.
+
+    `cached` is the batch whose cached features may replace the first stages. A step that `may_repeat` keeps what it
+    needs to run again in another group. Losses are multiplied by `scale` before the backward.
+    """
+
+    rows: StepRows
+    number: int
+    seed: int
+    loss_fn: LossFunction | None
+    cached: LoadedBatch | None
+    may_repeat: bool
+    tracer: TrainingTracer | None
+    scale: float = 1.0

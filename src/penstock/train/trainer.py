@@ -4,13 +4,11 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from penstock import trees
 from penstock.deploy.run_options import CutOptions, RunOptions
 from penstock.engine.placement import Grid
 from penstock.engine.stall import TrainingWatch
@@ -27,22 +25,19 @@ from penstock.tracing.trace import write_run
 from penstock.train.arrangement import Arrangement, TrainOptions, arrange
 from penstock.train.captured import Captured
 from penstock.train.evaluation import Evaluation
-from penstock.train.features import Follower, InputPlaces, LoadedBatch, Together
+from penstock.train.features import Follower, Together
 from penstock.train.forward_backward import ForwardBackward
 from penstock.train.held_tensors import HeldTensors
-from penstock.train.iterations import Iteration, Iterations
 from penstock.train.loss_convention import LossFunction
 from penstock.train.losses import Losses
 from penstock.train.outcome import StepReport, TrainingChange, mean_loss
 from penstock.train.placed_stages import Computing, PlacedStages
+from penstock.train.recent_batches import RecentBatches
 from penstock.train.row_cut import RowCut
-from penstock.train.step_rows import StepRows
+from penstock.train.step_rows import StepContext, StepRows
 from penstock.train.training_tracer import TrainingTracer, training_facts
 from penstock.transport.collectives import all_gather
 from penstock.transport.metered import MeteredTransport
-
-_GIVEN = 8  # iterations of loaders whose batches are known
-_BATCHES = 4  # of other loaders too: a validation may run between a batch and its step
 
 
 class Trainer:
@@ -84,25 +79,18 @@ class Trainer:
         self.step = 0
         self.last_step = StepReport()
         self.load_s = 0.0  # since the last step
-        self.short_batch: int | None = None  # rows of a loader's last batch, which may be few
-        self.loaded: LoadedBatch | None = None  # last batch of the followed loader
-        self.batches: list[LoadedBatch] = []  # last one of each recent loader, if calls may be repeated
-        self.trained: LoadedBatch | None = None  # the current training batch
+        self.data = RecentBatches()
         self.follower: Follower | None = None  # hook that may change the placement between epochs
         self.survivors: Together | None = None  # set if the training survives lost processes
         self.changes: list[TrainingChange] = []  # of the process group, so far
         self.schedulers: list[Any] = []  # of the learning rate, as registered by the caller
-        self.rewound: LoadedBatch | None = None  # training batch at the time of a rollback
-        self.trained_iterations: Iterations | None = None  # of the loader whose batch was trained on last
-        self.input_places: InputPlaces | None = None  # positions of the inputs in a loaded batch
         self.optimizers: list[torch.optim.Optimizer] = []
         self.known_groups: list[dict[str, int]] = []  # of each optimizer, those of frozen parameters too
         # True if the caller chose the placement
         self.is_arranged = any(each is not None for each in (cut.stages, cut.cuts, cut.plan, options.replicas))
-        self._given: list[tuple[Iterations, Iteration]] = []  # those of the last batches
         self.row_cut = RowCut()
         self.losses = Losses(self.row_cut)
-        self._work = ForwardBackward(self)
+        self._work = ForwardBackward(self.world, self.transport, self.losses, self.row_cut)
         self._closed = False
         joins = placed is not None
         placed = placed or arrange(world, captured.graph, cut, options)
@@ -224,32 +212,39 @@ class Trainer:
         self.captured.check_unchanged()
         self.tensors.check_trained(self.captured.trainable)
         check_no_autocast("pass autocast=torch.bfloat16 to the pipeline instead")
-        self._saw_step(inputs)
-        rows = StepRows(self, inputs, labels)
+        self.data.saw_step(inputs)
+        rows = StepRows(self.data, self.placed, inputs, labels)
         if self.survivors is not None:
             rows.check_repeatable()
-            self.trained = rows.batch
+            self.data.trained = rows.batch
         if (self.survivors is not None or self.follower is not None) and self.step and not self.optimizers:
             raise UsageError(
                 "parameters may move between processes in this training, but only with optimizers of the pipeline; "
                 "create it with pipe.optimizer(lambda parameters: ...)"
             )
-        _, sizes = rows.bound()
+        _, sizes = rows.bound(self.captured.graph)
         self.row_cut.check(labels, sizes["batch"])
-        places = self.loaded.places(inputs) if self.loaded is not None else None
-        self.input_places = self.input_places or places
-        # False for the caller's own rows, changed ones, and inputs at other positions
-        as_loaded = places is not None and places == self.input_places
-        self._work.begin(loss_fn, self.loaded if as_loaded else None)
+        step = StepContext(
+            rows=rows, number=self.step, seed=self.seed, loss_fn=loss_fn, cached=self.data.as_loaded(inputs),
+            may_repeat=self.survivors is not None, tracer=self.tracer,
+        )  # fmt: skip
         with self.tracer.step(self.step, sizes["batch"]) if self.tracer else contextlib.nullcontext():
-            return self._do_step(rows)
+            return self._do_step(step)
 
-    def _do_step(self, rows: StepRows) -> Tensor:
+    def _do_step(self, context: StepContext) -> Tensor:
         sent_bytes = self.transport.sent_bytes
         if self.captured.graph.callbacks:
-            self._work.scale_by(self._count_rows(rows))
+            # hooks and custom functions of the model see the gradient of a mean over the batch; otherwise sums are
+            # added up and divided once, whose bits do not depend on the number of replicas
+            context.scale = 1.0 / max(1, self._count_rows(context.rows))
+
+        def run() -> dict[str, Any]:
+            # a newcomer learns the number of the step before it computes
+            context.number = self.step
+            return self._work.run(context, self.now)
+
         # gradient sums are in flight during this, or complete if the step may have to be repeated
-        gathered = self.together(partial(self._work.run, rows), self._work.undo, takes_in=True)
+        gathered = self.together(run, self._work.undo, takes_in=True)
         divisor = self._work.divisor(gathered)
         with self.world.explained():
             gradients = self._work.gradients(divisor)
@@ -263,15 +258,15 @@ class Trainer:
         self.tensors.add_gradients(gradients)
         self.now.direct.add(divisor)
         self._report(self._work.ran, synchronize_s, self.transport.sent_bytes - sent_bytes)
-        self.short_batch = None
+        self.data.short = None
         return torch.tensor(loss, dtype=torch.float64)
 
     def _count_rows(self, rows: StepRows) -> int:
         """Return the rows of the whole batch, over all replicas."""
 
         def tell() -> dict[str, Any]:
-            rows.now()
-            return {"rows": rows.bound()[1]["batch"], "replica": self.placed.replica_index}
+            rows.now(self.placed)
+            return {"rows": rows.bound(self.captured.graph)[1]["batch"], "replica": self.placed.replica_index}
 
         if len(self.grid.replicas) == 1:
             return int(tell()["rows"])
@@ -290,25 +285,6 @@ class Trainer:
             synchronized_bytes=self.now.synchronizer.num_bytes, peak_memory_bytes=most_bytes(self.device),
         )  # fmt: skip
         self.load_s = 0.0
-
-    def gave_batch(self, iterations: Iterations, iteration: Iteration) -> None:
-        """Record an iteration that has yielded a batch."""
-        self._given = [(iterations, iteration), *(each for each in self._given if each[1] is not iteration)][:_GIVEN]
-
-    def _saw_step(self, inputs: Any) -> None:
-        """Record the iteration of a step's batch: that of its tensors, or else of the last batch."""
-        tensors = trees.tensors(inputs)
-        found = next((each for each in self._given if each[1].has_given(tensors)), None)
-        for iterations, iteration in [found] if found is not None else self._given[:1]:
-            iterations.saw_step(iteration)
-            self.trained_iterations = iterations
-
-    def saw_batch(self, batch: LoadedBatch) -> None:
-        """Record a batch that a loader has yielded to the loop."""
-        self.loaded = batch
-        if self.survivors is not None:
-            others = [each for each in self.batches if each.loader is not batch.loader]
-            self.batches = [batch, *others][:_BATCHES]
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:

@@ -21,7 +21,7 @@ from penstock.terminal.notes import note
 from penstock.train.arrangement import ScheduleChoice, TrainOptions, find_cuts
 from penstock.train.captured import Captured
 from penstock.train.checkpoint import Optimizers, load_checkpoint, save_checkpoint
-from penstock.train.evaluation import evaluate, predict
+from penstock.train.evaluate import evaluate, predict
 from penstock.train.loader import Loader
 from penstock.train.loading import Collate
 from penstock.train.loss_convention import LossFunction

@@ -301,7 +301,7 @@ class Filling:
             yield [*(x.cpu() for x in runtime(sizes, [moved(x, how.device) for x in inputs])), digests]
 
     def _inputs(self, samples: Sequence[int]) -> dict[str, Tensor]:
-        places, graph = self._trainer.input_places, self._captured.graph
+        places, graph = self._trainer.data.input_places, self._captured.graph
         if places is None:
             raise CacheError("train_step must be called with the loader's tensors; train without the cache")
         loaded = self._loader.load(samples)

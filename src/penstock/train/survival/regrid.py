@@ -41,7 +41,7 @@ def _planned(
     """Return the planner's grid and cuts for these devices, and groups of ranks that may swap parts."""
     ranks = name_devices(trainer.world)
     cluster = cluster_among(known, list(ranks), feeder=trainer.world.hosts[FEEDER])
-    batch = trainer.trained
+    batch = trainer.data.trained
     rows = profile.rows[-1] if batch is None else max(1, len(batch.samples) // begun.all_microbatches)
     costs = keep_cuts(profile, common_cuts(trainer.captured))
     plan = plan_training(costs, cluster, begun, rows=rows, state_factor=ADAMW_STATE)

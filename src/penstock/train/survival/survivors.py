@@ -203,7 +203,7 @@ class Survivors:
         except PlanError as error:
             return {"problem": str(error)}
         lost = sorted(lost_names(trainer.captured, trainer.tensors))
-        batch = trainer.trained
+        batch = trainer.data.trained
         return {
             "problem": "", "grid": write_grid(grid), "cuts": [cut.name for cut in cuts],
             "groups": trainer.known_groups, "step": trainer.step,
@@ -271,7 +271,7 @@ class Survivors:
 
     def _go_back(self) -> dict[str, Any]:
         """Restore everything from the last checkpoint; a running call continues with the batch after it."""
-        trainer, folder, batch = self._trainer, self._going_back, self._trainer.trained
+        trainer, folder, batch = self._trainer, self._going_back, self._trainer.data.trained
         if folder is None or batch is None:
             raise everywhere(DeviceLost(f"{self._exchanges.why}; no checkpoint to restore was found; start again"))
         self._moving = True
@@ -284,5 +284,5 @@ class Survivors:
                 parameter.grad = None
         finally:
             self._moving = False
-        trainer.rewound = batch
+        trainer.data.rewound = batch
         return {}

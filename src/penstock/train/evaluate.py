@@ -1,0 +1,67 @@
+"""Calls of a training that compute without a step: mean losses and metrics, and outputs."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from penstock.errors import DeviceLost, UsageError
+from penstock.train.loss_convention import LossFunction
+from penstock.train.losses import check_agreed, total_count, total_loss
+from penstock.train.outcome import everywhere
+from penstock.train.step_rows import StepRows
+from penstock.train.trainer import Trainer
+
+
+def evaluate(trainer: Trainer, inputs: Any, labels: Any, loss_fn: LossFunction | None) -> float:
+    """Return the mean of `loss_fn` over all rows of all replicas (a collective call).
+
+    Raises `UsageError` if no row counts.
+    """
+    ((total, count),) = evaluate_all(trainer, inputs, labels, [loss_fn])
+    if not count:
+        raise UsageError("evaluate needs at least one row that counts; got none")
+    return total / count
+
+
+def evaluate_all(
+    trainer: Trainer, inputs: Any, labels: Any, functions: Sequence[LossFunction | None]
+) -> list[tuple[float, float]]:
+    """Return the sum and the count of each function over all rows of all replicas, from one forward."""
+    rows = StepRows(trainer.data, trainer.placed, inputs, labels)
+
+    def work() -> dict[str, Any]:
+        only_replica = len(trainer.grid.replicas) == 1
+        return {
+            "measures": trainer.evaluation.measures(
+                *rows.now(trainer.placed), functions, trainer.losses, trainer.row_cut, only_replica=only_replica
+            )
+        }
+
+    gathered = trainer.together(work)
+    found = []
+    for index in range(len(functions)):
+        documents = [document["measures"][index] for document in gathered]
+        check_agreed(documents, everywhere)
+        found.append((total_loss(documents), total_count(documents)))
+    return found
+
+
+def predict(trainer: Trainer, inputs: Any) -> Any:
+    """Return the model's output for this replica's rows, on every process of the replica.
+
+    Raises `DeviceLost` if a process is lost during the call: its rows are then redistributed.
+    """
+    placed = trainer.placed
+    found: list[Any] = []
+
+    def work() -> dict[str, Any]:
+        if trainer.placed is not placed:
+            raise DeviceLost("a device was lost, and these rows were redistributed; request predictions again")
+        found[:] = [trainer.evaluation.outputs(inputs)]
+        return {}
+
+    if trainer.survivors is not None:
+        trainer.together(work)
+    else:
+        with trainer.world.explained():
+            work()
+    return found[0]

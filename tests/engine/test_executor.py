@@ -10,7 +10,8 @@ import torch
 from penstock.deploy.jobs import load_programs
 from penstock.deploy.state import load_state
 from penstock.engine.counters import ACTIVATIONS, GRADIENTS, Counters
-from penstock.engine.executor import ForwardStage, OwnStages, serve_stream
+from penstock.engine.executor import OwnStages, serve_stream
+from penstock.engine.forward_stage import ForwardStage
 from penstock.engine.job import Rotation, StagesJob
 from penstock.engine.observer import Observer, StageReport
 from penstock.engine.wiring import Channels, Opening, feeder_links, open_channels

@@ -84,8 +84,8 @@ RECORDED = """
 import torch
 from torch import nn
 from penstock.engine import reference
+from penstock.engine.forward_stage import ForwardStage
 from penstock.engine.observer import StreamObserver
-from penstock.engine.executor import ForwardStage
 from penstock.transport.messages import DATA, Message
 from penstock.memory import peak_bytes
 from penstock.runtime.eager import Runtime

@@ -6,10 +6,10 @@ import math
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING
 
 from penstock.cores import cpu_quota
 from penstock.engine.counters import COMPUTING, Counters
+from penstock.engine.forward_stage import ForwardStage
 from penstock.engine.profile_window import ProfileWindow
 from penstock.engine.reference import measure_baseline
 from penstock.plan.schedule.actions import Action
@@ -17,10 +17,6 @@ from penstock.tensors import copy_exactly, held_bytes
 from penstock.tracing.record import KEPT_BYTES, Clock, Recorder
 from penstock.tracing.trace import Alone
 from penstock.transport.messages import DATA, END, Message
-
-if TYPE_CHECKING:
-    from penstock.engine.executor import ForwardStage
-
 
 _QUOTA_S = 1.0  # interval between reads of a quota
 
@@ -192,7 +188,7 @@ class StreamObserver(Observer):
     between = True
 
     def __init__(
-        self, stages: "Mapping[int, ForwardStage]", device_name: str, others: int, clock: Clock = time.perf_counter
+        self, stages: Mapping[int, ForwardStage], device_name: str, others: int, clock: Clock = time.perf_counter
     ) -> None:
         super().__init__(stages, clock)
         self._stages, self._device_name, self._others = stages, device_name, others

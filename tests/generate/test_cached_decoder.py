@@ -9,13 +9,14 @@ import transformers
 import penstock
 from penstock.errors import OutOfMemory, UsageError
 from penstock.generate.cached_decoder import DYNAMIC, CachedDecoder
+from penstock.generate.generator import Generator
 from penstock.generate.lanes import Lanes, SequenceState
 from penstock.graph.capture import capture
 from penstock.graph.cuts import Cuts
 from penstock.graph.program import read_program, states_of, write_program
 from penstock.graph.stages import divide
 from penstock.runtime.eager import Runtime
-from tests.generate.decoders import decoder, expected, prompts
+from tests.generate.decoders import FAMILIES, decoder, expected, prompts
 from tests.models import split_at
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -53,6 +54,22 @@ def test_caches_are_no_weights() -> None:
     caches = [state for stage in parts.stages for state in stage.program.states if state.kind == "cache"]
     assert len(caches) == 6  # keys and values of three layers, none in both stages
     assert {state.value.evaluate({}) for state in caches} == {(3, 129, 2, 12)}  # room in blocks of 64, and one
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gpt-j"])
+def test_a_table_of_positions_may_be_used_to_its_end(name: str) -> None:
+    kind, fields = FAMILIES[name]
+    limit = 90  # no multiple of a chunk
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(
+        getattr(transformers, kind)(**fields | {"n_positions": limit})
+    ).eval()
+    with pytest.raises(UsageError, match=str(limit)):
+        Generator(model, stages=1, max_length=limit + 1)
+    with Generator(model, stages=1, slots=1, max_length=limit) as generator:
+        (prompt,) = prompts(limit - 3)
+        found = generator.submit(prompt, max_new_tokens=3).result()
+    assert found == expected(model, prompt, max_new_tokens=3, do_sample=False)
 
 
 def test_what_keeps_something_else_is_refused() -> None:

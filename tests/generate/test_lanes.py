@@ -26,12 +26,13 @@ class Guesses(Guesser):
 Seen = dict[int, dict[int, int]]
 
 
-def follow(step: Step, seen: Seen) -> dict[int, list[int]]:
+def follow(step: Step, seen: Seen, known: Sequence[SequenceState]) -> dict[int, list[int]]:
     """Write what a step writes, as the stages' caches hold it; return what each row that is waited for sees."""
     assert len(set(step.rows)) == len(step.rows)
     assert step.room % BLOCK == 0
     for slot, ids, positions in zip(step.rows, step.ids, step.positions, strict=True):
-        assert positions == list(range(positions[0], positions[0] + len(ids)))
+        end = next((each.most for each in known if each.slot == slot), positions[0] + 1)
+        assert positions == [min(at, end - 1) for at in range(positions[0], positions[0] + len(ids))]
         seen.setdefault(slot, {}).update(zip(positions, ids, strict=True))
     sees = {}
     for row, sequence, length, last in step.sampled:
@@ -74,7 +75,7 @@ def test_every_sequence_is_continued_to_its_end(
         step = lanes.next(guesses=choose.random() < 0.5) if len(in_flight) < depth else None
         if step is not None:
             assert step.lane < 0 or len(step.rows) == slots
-            in_flight.append((step, follow(step, seen)))
+            in_flight.append((step, follow(step, seen, everything)))
         if in_flight and (step is None or choose.random() < 0.5):
             done, sees = in_flight.popleft()
             if done.scored is not None:

@@ -1,6 +1,7 @@
 """`penstock chat`: a conversation with a language model in stages."""
 
 import sys
+from contextlib import nullcontext
 from typing import Annotated
 
 import typer
@@ -46,7 +47,7 @@ def chat(
         threads=threads or 1, runtime=runtime, weights=weights, pretrained=pretrained, on_loss=on_loss,
     )  # fmt: skip
     sampling = given.sampling_of(temperature, top_p, top_k) | {"max_new_tokens": max_new_tokens, "seed": seed}
-    with open_generator(settings, world) as generator:
+    with world if world is not None else nullcontext(), open_generator(settings, world) as generator:
         conversation = Conversation(generator, system, **sampling)
         while text := _read("> " if sys.stdin.isatty() else ""):
             try:

@@ -1,5 +1,6 @@
 """`penstock generate`: texts from a language model in stages."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -87,7 +88,7 @@ def generate(
         trace=trace,
     )  # fmt: skip
     prompts = list(prompt) if prompt else read_prompts(file) if file is not None else []
-    with open_generator(settings, world) as generator:
+    with world if world is not None else nullcontext(), open_generator(settings, world) as generator:
         said = answer_prompts(generator, prompts, settings, output)
     if output is None:
         for row in said["rows"]:

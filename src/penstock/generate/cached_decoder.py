@@ -40,6 +40,7 @@ class CachedDecoder(nn.Module):
     def __init__(self, model: Any, *, slots: int, length: int) -> None:
         super().__init__()
         _check(model)
+        _check_positions(model, length)
         self.model, self.config = model, model.config
         self.length = -(-length // BLOCK) * BLOCK
         self._sliding = _sliding_window(model.config.get_text_config())
@@ -123,6 +124,20 @@ def _check(model: Any) -> None:
     if "position_ids" not in inspect.signature(model.forward).parameters:
         raise UsageError(
             f"{type(model).__name__} takes no position_ids, which tell its sequences apart; use model.generate"
+        )
+
+
+def _check_positions(model: Any, length: int) -> None:
+    """Raise `UsageError` if a table of the model has fewer positions than a sequence may have tokens."""
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if limit is None or length <= limit:
+        return
+    # some tables have a few rows more, for padding; others are computed, and end nowhere
+    words = model.get_input_embeddings()
+    tables = [each.weight for each in model.modules() if isinstance(each, nn.Embedding) and each is not words]
+    if any(table.dim() and limit <= len(table) <= limit + 2 for table in (*tables, *model.buffers())):
+        raise UsageError(
+            f"{type(model).__name__} has {limit} positions, but max_length is {length}; use max_length={limit}"
         )
 
 

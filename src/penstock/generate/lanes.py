@@ -169,7 +169,9 @@ class Lanes:
                 begin, sequence.fed = sequence.fed, sequence.fed + len(part)
                 step = Step(
                     rows=[sequence.slot], ids=[part + [0] * (size - len(part))],
-                    positions=[list(range(begin, begin + size))], room=_room(begin + size),
+                    # padding stays where this sequence may go: a table of positions may end there
+                    positions=[[min(at, sequence.most - 1) for at in range(begin, begin + size)]],
+                    room=_room(begin + size),
                     last=list(range(len(part))) if sequence.scored else [len(part) - 1],
                     scored=sequence if sequence.scored else None,
                 )  # fmt: skip

@@ -14,7 +14,7 @@ from penstock.terminal.notes import say
 
 
 def chat(
-    model: opt.Model,
+    model: opt.LanguageModel,
     system: Annotated[str | None, typer.Option(help="What the model is told before the conversation.")] = None,
     max_new_tokens: given.NewTokens = 256,
     temperature: given.Temperature = 0.0,

@@ -21,25 +21,25 @@ MaxLength = Annotated[
 ]
 PlanFile = Annotated[
     Path | None,
-    typer.Option("--plan", metavar="FILE", help="Plan of a profile with --generate; it has the slots."),
+    typer.Option("--plan", metavar="FILE", help="Plan of `profile --generate`: stages, slots, lanes, length."),
 ]
-NewTokens = Annotated[int, typer.Option("--max-new-tokens", min=1, help="The most tokens of an answer.")]
-Temperature = Annotated[float, typer.Option(min=0.0, help="Temperature of the choice; 0 takes the likeliest token.")]
-TopP = Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Choose among the likeliest of this probability.")]
-TopK = Annotated[int | None, typer.Option(min=1, help="Choose among the K likeliest.")]
+NewTokens = Annotated[int, typer.Option("--max-new-tokens", min=1, help="Maximum tokens of an answer.")]
+Temperature = Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0: the likeliest.")]
+TopP = Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Nucleus sampling: keep this total probability.")]
+TopK = Annotated[int | None, typer.Option(min=1, help="Keep the K likeliest tokens.")]
 Runtime = Annotated[str, typer.Option(metavar="NAME", help="eager, eager:bfloat16 or eager:int8.")]
 OnLoss = Annotated[
     str | None,
     typer.Option(metavar="ACTION", help="On a lost device stop or continue. Default: continue."),
 ]
 Speculate = Annotated[bool, typer.Option(help="Guess the next tokens while stages are idle; no answer changes.")]
-SampleSeed = Annotated[int | None, typer.Option("--seed", help="Seed of the choices. Default: other ones each time.")]
+SampleSeed = Annotated[int | None, typer.Option("--seed", help="Seed for sampling. Default: random.")]
 
 _CHAT_LENGTH = 2048
 
 
 def generate(
-    model: opt.Model,
+    model: opt.LanguageModel,
     prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p", help="A prompt; may be repeated.")] = None,
     file: Annotated[
         Path | None, typer.Option("--file", metavar="FILE", help='Prompts: a line each, or .jsonl with "prompt".')

@@ -35,7 +35,7 @@ _HELP = {
     "report": "Write a run's page: where the time went.",
     "schedule": "Draw a training schedule and its bubble.",
     "hosts": "Reach, prepare and measure the machines of a cluster.",
-    "keys": "Make a key by which the processes of a run know each other.",
+    "keys": "Make a key with which the processes of a run authenticate.",
     "worker": "Join a run that is under way.",
     "lab": "An emulated cluster on this machine (root).",
 }

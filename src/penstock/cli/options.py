@@ -17,6 +17,11 @@ from penstock.spec.on_loss import ON_LOSS
 from penstock.terminal.console import PlainConsole
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="timm:NAME, hf:NAME_OR_PATH or package.module:function.")]
+LanguageModel = Annotated[str, typer.Argument(metavar="MODEL", help="hf:NAME_OR_PATH or gguf:FILE.")]
+AnyModel = Annotated[
+    str,
+    typer.Argument(metavar="MODEL", help="timm:NAME, hf:NAME_OR_PATH, gguf:FILE or package.module:function."),
+]
 WeightsFile = Annotated[Path | None, typer.Option("--weights", help="Safetensors file, index or folder.")]
 Pretrained = Annotated[bool, typer.Option("--pretrained", help="Download the model's published weights.")]
 Seed = Annotated[int, typer.Option(help="Seed of random weights.")]
@@ -52,7 +57,7 @@ Bind = Annotated[
     str | None,
     typer.Option(
         metavar="ADDRESS",
-        help="Address to listen on. Default: as reaches the first host; one machine needs none.",
+        help="Listening address. Default: on the route to the first host.",
     ),
 ]
 JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="File for the result as JSON.")]

@@ -47,7 +47,10 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
     optimizer_state: Annotated[
         float | None,
-        Meta(description="Optimizer state per byte of weights. Training default: AdamW's 2.", extra={"min": 0}),
+        Meta(
+            description="Bytes of optimizer state per byte of weights. Default in training: 2 (AdamW).",
+            extra={"min": 0},
+        ),
     ] = None
     alternate: Annotated[bool, Meta(description="Rotate microbatches over several cut sets.", extra=_BOTH)] = True
     replicas: Annotated[bool, Meta(description="Also consider parallel pipelines.", extra=_BOTH)] = True
@@ -55,13 +58,13 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_error: Annotated[
         float | None,
         Meta(
-            description="Largest relative error of outputs for choosing a device's fastest measured runtime.",
+            description="Allow a faster runtime if its relative output error is at most this.",
             extra={"min": 0},
         ),
     ] = None
     trace: Annotated[
         bool,
-        Meta(description=f"Keep {format_bytes(RECORDING_BYTES)} free on every device, for --trace.", extra=_BOTH),
+        Meta(description=f"Reserve {format_bytes(RECORDING_BYTES)} per device for `infer --trace`.", extra=_BOTH),
     ] = True
 
     def request(self) -> Request:

@@ -19,7 +19,7 @@ from penstock.units import format_bytes, format_seconds
 
 
 def profile(
-    model: opt.Model,
+    model: opt.AnyModel,
     output: Annotated[Path, typer.Option("-o", "--output", metavar="profile.json", help="File to write.")] = Path(
         "profile.json"
     ),

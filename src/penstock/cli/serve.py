@@ -12,18 +12,18 @@ from penstock.errors import UsageError
 
 
 def serve(
-    model: opt.Model,
+    model: opt.AnyModel,
     host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0 for all.")] = ("127.0.0.1"),
     port: Annotated[int, typer.Option(min=0, max=65535, help="The port; 0 for any that is free.")] = 8000,
     api_keys: Annotated[
-        Path | None, typer.Option("--api-keys", metavar="FILE", help="Who may call: a key in each line, mode 0600.")
+        Path | None, typer.Option("--api-keys", metavar="FILE", help="API keys, one per line; mode 0600.")
     ] = None,
     open_: Annotated[bool, typer.Option("--open", help="Let anyone on this machine call it, without a key.")] = False,
-    name: Annotated[str | None, typer.Option(help="What clients call the model; else its folder's name.")] = None,
-    most_waiting: Annotated[int, typer.Option(min=0, help="Waiting requests; more get 429.")] = 256,
-    deadline: Annotated[float, typer.Option(min=0.1, help="Seconds for a whole answer.")] = 600.0,
-    drain: Annotated[float, typer.Option(min=0.0, help="Seconds for answers after SIGTERM.")] = 30.0,
-    max_body: Annotated[float, typer.Option(min=0.01, help="The most MiB of a request's body.")] = 4.0,
+    name: Annotated[str | None, typer.Option(help="Model name in the API. Default: folder name.")] = None,
+    most_waiting: Annotated[int, typer.Option(min=0, help="Longest queue; beyond it, 429.")] = 256,
+    deadline: Annotated[float, typer.Option(min=0.1, help="Time limit per answer, in s.")] = 600.0,
+    drain: Annotated[float, typer.Option(min=0.0, help="Grace period after SIGTERM, in s.")] = 30.0,
+    max_body: Annotated[float, typer.Option(min=0.01, help="Largest request body, in MiB.")] = 4.0,
     certificate: Annotated[Path | None, typer.Option(metavar="PEM", help="TLS: the certificate.")] = None,
     certificate_key: Annotated[Path | None, typer.Option(metavar="PEM", help="TLS: its private key.")] = None,
     stages: given.Stages = None,
@@ -41,7 +41,7 @@ def serve(
     bind: opt.Bind = None,
     cluster: Cluster = None,
 ) -> None:
-    """Answer over HTTP: OpenAI's completions and chats for a language model, classes of images for others."""
+    """Answer over HTTP: OpenAI's API, or image classification for a vision model."""
     opt.bind_to(bind, cluster)
     if open_ == (api_keys is not None):
         raise UsageError("say who may call: --api-keys FILE, or --open for anyone on this machine")

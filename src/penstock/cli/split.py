@@ -25,7 +25,7 @@ def split(
         str, typer.Option(help="Cost model for balancing stages: 'counted' FLOPs or 'measured' seconds.")
     ] = "counted",
     microbatch_size: opt.MicrobatchSize = 1,
-    all_cuts: Annotated[bool, typer.Option("--all", help="List of every cut that the model allows.")] = False,
+    all_cuts: Annotated[bool, typer.Option("--all", help="List every cut that the model allows.")] = False,
     weights: opt.WeightsFile = None,
     pretrained: opt.Pretrained = False,
     seed: opt.Seed = 0,

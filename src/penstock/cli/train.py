@@ -33,7 +33,9 @@ def train(
     *,
     given: Given,
     bind: opt.Bind = None,
-    cluster: Annotated[Path | None, typer.Option(metavar="FILE", help="Lab to train in.")] = None,
+    cluster: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Lab to train in; boards: `penstock hosts run`.")
+    ] = None,
     compare: Annotated[str | None, typer.Option(help="Modes to compare: single,model,pipeline,data,both.")] = None,
     weak_scaling: Annotated[
         bool, typer.Option("--weak-scaling", help="With --compare, a batch that grows with the processes.")

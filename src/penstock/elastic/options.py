@@ -32,7 +32,10 @@ class ElasticChoices(msgspec.Struct, frozen=True, kw_only=True):
 
     freeze: Annotated[
         Freeze,
-        Meta(description=f"{policy_help()}; +after[:EPOCHS] begins later, +guard[:DROP] stops if accuracy drops."),
+        Meta(
+            description=f"{policy_help()}; +after[:EPOCHS] begins later, +guard[:DROP] stops if accuracy drops, "
+            "+take-back[:DROP] unfreezes again."
+        ),
     ] = "gradient-norms"
     pack: Annotated[bool, Meta(description="Change stages.", extra=_BOTH)] = True
     replicate: Annotated[bool, Meta(description="Change the number of replicas.", extra=_BOTH)] = True

@@ -44,7 +44,8 @@ def _images(settings: "FitSettings") -> "Task":
 # a path has the first format that holds it
 FORMATS: Mapping[str, DataFormat] = {
     "sentences": DataFormat(
-        help="sentiment trees", holds=lambda path: is_trees(path) or is_trees(path / "train.txt"), task=_sentences
+        help="a sentiment treebank (SST)", holds=lambda path: is_trees(path) or is_trees(path / "train.txt"),
+        task=_sentences,
     ),
     "text": DataFormat(
         help="a text file", holds=lambda path: path.suffix == ".txt" and path.is_file(), task=_text

@@ -28,7 +28,7 @@ def _power(base: Number, exponent: Number) -> Number:
     if not 0 <= exponent <= 8:
         raise ProgramError(f"the exponent in a size must be from 0 to 8; got {exponent}; capture the model again")
     if base < 0 and exponent != int(exponent):
-        raise ProgramError(f"a size may not be a root of {base}; capture the model again")
+        raise ProgramError(f"a size takes a root of the negative number {base}; capture the model again")
     return base**exponent
 
 

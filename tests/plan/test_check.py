@@ -149,9 +149,9 @@ def test_devices_of_another_cluster() -> None:
 def test_what_it_was_made_from() -> None:
     plan, profile, cluster = make_plan(), make_profile([1, 1, 1]), make_cluster(1, 1, 1)
     check_made_from(plan, profile, cluster)
-    with pytest.raises(PlanError, match=r"\w{16}; got \w{16}; replan"):
+    with pytest.raises(PlanError, match=r"\w{16}, but the \w+ is \w{16}; replan"):
         check_made_from(plan, make_profile([1, 1, 2]), cluster)
-    with pytest.raises(PlanError, match="cluster of the plan is"):
+    with pytest.raises(PlanError, match="the plan was made for the cluster"):
         check_made_from(plan, profile, make_cluster(1, 1, 2))
 
 

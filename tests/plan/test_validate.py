@@ -17,7 +17,7 @@ def test_reading_what_was_written() -> None:
 
 @pytest.mark.parametrize("word", ["X0", "F", "S0.1", "F0.", "f0", "F0.1.2", "F-1"])
 def test_a_word_that_is_no_action(word: str) -> None:
-    with pytest.raises(UsageError, match="is no action; write a kind"):
+    with pytest.raises(UsageError, match="is not an action; write a kind"):
         read_schedule(f"F0 {word}")
 
 

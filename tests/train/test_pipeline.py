@@ -279,7 +279,7 @@ def test_bad_models(tmp_path: Path) -> None:
         penstock.Pipeline(small(), images(2)[0], stages=2, schedule="2f2b")
     with pytest.raises(UsageError, match="leave U out"):
         penstock.Pipeline(small(), images(2)[0], stages=2, schedule="F0 B0 U.0\nF0 B0 U.1")
-    with pytest.raises(UsageError, match=r"'R0' on line 1 is no action"):
+    with pytest.raises(UsageError, match=r"'R0' on line 1 is not an action"):
         penstock.Pipeline(small(), images(2)[0], stages=2, schedule="F0 R0 B0\nF0 B0")
     with (
         pytest.raises(UsageError, match=r"after model.train\(\)"),

@@ -38,8 +38,8 @@ def place(
     shared = [stage for pipeline in plan.pipelines for stage in pipeline.stages if len(stage.devices) > 1]
     if shared and tracer is not None:
         raise PlanError(
-            f"a trace needs one device per stage; {', '.join(shared[0].devices)} share one in this plan; plan "
-            "without --shared, or run without a trace"
+            f"a trace needs one device per stage; {', '.join(shared[0].devices)} share a stage in this plan; "
+            "plan without --shared, or run without a trace"
         )
     if graph.keeps_caches and (
         len(plan.pipelines) > 1 or any(len(pipeline.cut_sets) > 1 for pipeline in plan.pipelines)

@@ -15,9 +15,9 @@ from penstock.spec.plan import Generation
 from penstock.zoo.optional import optional_import
 from penstock.zoo.weights.weights import PrefixedWeights, Weights
 
-BLOCK = 64  # room grows in blocks: attention over masked room has equal bits for multiples of this size
-WANTED = 8  # the most indices of a call whose logits are wanted
-# the sizes of a prompt's last chunk; the others have the largest
+BLOCK = 64  # attended lengths are multiples of this: masked positions beyond a sequence then change no bits
+WANTED = 8  # a call returns the logits of at most this many of its tokens
+# possible sizes of a prompt's last chunk; the other chunks have the largest
 CHUNKS = (WANTED, 16, 32)
 
 
@@ -25,9 +25,9 @@ class CachedDecoder(nn.Module):
     """Continues several sequences at once, each in a slot of its own.
 
     A call runs the tokens `ids` [B, S] at `positions` [B, S] of the sequences in the slots `rows` [B], and returns the
-    logits [B, K, V] of the tokens at the indices `last` [K] of each. Keys and values are written at the positions and
-    read at `places` [T], which is `arange` over the room that is looked at; what is written beyond a sequence's own
-    tokens is never seen, and later written over.
+    logits [B, K, V] of the tokens at the indices `last` [K] of each. Keys and values are written at `positions` and
+    read at `places` [T], which is `arange(T)` for the attended length T. Entries beyond a sequence's own tokens are
+    masked, and overwritten later.
 
         slot, place:   0 1 2 3 4 5 6 7          rows = [0, 2], S = 1
         0              k k k W . . . .          W: written by this call at `positions`
@@ -47,7 +47,7 @@ class CachedDecoder(nn.Module):
         self._eager = model.config.get_text_config()._attn_implementation == "eager"
         self._selects = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._sizes = _cache_sizes(model)
-        room = self.length + 1  # a slice of all of it would fix its size at capture
+        room = self.length + 1  # one extra, since torch.export would specialize a slice of the full length
         for index, (heads, key_width, value_width, dtype) in enumerate(self._sizes):
             add_cache(self, f"keys{index}", slots, room, heads, key_width, dtype=dtype)
             add_cache(self, f"values{index}", slots, room, heads, value_width, dtype=dtype)
@@ -82,7 +82,7 @@ class CachedDecoder(nn.Module):
         return torch.where(seen, torch.zeros((), dtype=dtype), hidden)
 
     def example(self, rows: int, chunk: int) -> dict[str, Tensor]:
-        """Return the inputs of the largest call: `rows` sequences, `chunk` tokens each, all of the room."""
+        """Return the inputs of the largest call: `rows` sequences, `chunk` tokens each, at the full length."""
         return {
             "ids": torch.zeros(rows, chunk, dtype=torch.int64),
             "positions": torch.arange(chunk).expand(rows, chunk).contiguous(),
@@ -147,7 +147,7 @@ def _sliding_window(config: Any) -> tuple[int | None, tuple[str, ...]]:
     kinds = tuple(dict.fromkeys(getattr(config, "layer_types", None) or ()))
     unknown = [kind for kind in kinds if kind not in {"full_attention", "sliding_attention"}]
     if unknown:
-        raise UsageError(f"a generator does not know layers of {unknown[0]}; use model.generate")
+        raise UsageError(f"a generator does not support layers of type {unknown[0]}; use model.generate")
     if kinds and "sliding_attention" not in kinds:
         return None, ()
     if not getattr(config, "use_sliding_window", True):

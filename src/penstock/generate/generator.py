@@ -31,10 +31,10 @@ _NEW_TOKENS = 20  # transformers' default
 class Generator:
     """A language model of transformers, cut into stages, that generates text for many requests at a time.
 
-    Each stage keeps the keys and values of its own layers. `slots` sequences step together, in each of `lanes` (one
-    more than there are stages, so that all of these are busy), and others wait their turn. A `plan`, or its file, has
-    all of these. A request gets the same
-    tokens whatever else is served and however the model is cut.
+    Each stage keeps the keys and values of its own layers. A lane is a group of `slots` sequences that are decoded
+    together; there are `lanes` of them, by default one more than stages, so that no stage waits. Further requests wait
+    for a free slot. A `plan`, or its file, sets stages, slots, lanes and length. A request gets the same tokens
+    whatever else is served and however the model is cut.
 
     Example:
         with penstock.Generator(model, tokenizer, stages=2) as generator:
@@ -42,13 +42,13 @@ class Generator:
             for text in generator.stream("Once upon a time"):
                 print(text, end="")
 
-    `max_length` is the most tokens of a sequence, prompt and answer. With more than one thread per stage, the last
-    bits of a row depend on its place among the rows, so tokens may depend on which other requests are in flight. With
-    `on_loss="continue"` a lost machine is a pause: the stages move to the others, what is in flight is fed again in the
-    same shapes, and continues with the same bits. While stages are idle, they go on with guesses of the next tokens,
-    from what the sequence repeats; `speculate=False` makes none. With `trace`, a folder for `penstock report` is
-    written at the end. Options that are not listed here are those of
-    `penstock.Pipeline`. Under torchrun the first process generates and the others hold stages.
+    `max_length` is the largest number of tokens of a sequence, prompt and answer. With more than one thread per stage,
+    the last bits of a row depend on its place among the rows, so tokens may depend on which other requests are in
+    flight. With `on_loss="continue"` a lost machine is a pause: the stages move to the others, requests in flight are
+    fed again in the same shapes, and continue with the same bits. Idle stages decode speculatively, with guesses from
+    what the sequence repeats; `speculate=False` turns this off. With `trace`, a folder for `penstock report` is written
+    at the end. Options that are not listed here are those of `penstock.Pipeline`. Under torchrun the first process
+    generates and the others hold stages.
 
     Raises `UsageError` for a model that keeps something else than keys and values, and what `penstock.Pipeline` raises.
     """
@@ -130,11 +130,12 @@ class Generator:
     ) -> Request:  # fmt: skip
         """Hand in a request, from any thread; its tokens come while it is in flight.
 
-        `prompt` is text or tokens. The penalties are those of OpenAI's protocol: taken from the scores of tokens that
-        were generated before, once and for each time; `logit_bias` is added to the scores of tokens. `logits_processor`
-        are called in the generator's thread with tokens [1, L] and scores [1, V], and return scores. `num_likeliest`
-        asks for the likeliest tokens beside each one, `score_prompt` for the log-probabilities of the prompt's own
-        tokens. Other options are transformers' own. Raises `UsageError` for what cannot be generated.
+        `prompt` is text or tokens. The penalties are those of OpenAI's protocol: `presence_penalty` is subtracted once
+        from the score of each token already generated, `frequency_penalty` once per occurrence. `logit_bias` is added
+        to the scores of tokens. `logits_processor` are called in the generator's thread with tokens [1, L] and scores
+        [1, V], and return scores. `num_likeliest` asks for the likeliest tokens at each position, `score_prompt` for
+        the log-probabilities of the prompt's own tokens. Other options are transformers' own; without a limit, 20 new
+        tokens are generated. Raises `UsageError` for what cannot be generated.
 
         Example:
             for token in generator.submit([5, 7, 2], max_new_tokens=10):

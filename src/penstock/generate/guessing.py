@@ -1,23 +1,23 @@
-"""Guesses of a sequence's next tokens from what it has said before, so that idle stages have work."""
+"""Speculative decoding: guesses of a sequence's next tokens from its earlier ones, so that idle stages have work."""
 
 from collections.abc import Sequence
 
-# contexts of so many tokens are looked up, the longest first
+# context lengths, longest first
 _SIZES = (4, 2)
-# a guess is made if so many of the recent ones by contexts of its size would have been right
+# minimum recent hit rate of a context length for guesses with it
 _LEAST = 0.5
-_WEIGHT = 0.1  # of the latest one among them
+_WEIGHT = 0.1  # of the newest outcome in the moving average of the hit rate
 
 
 class Guesser:
     """Guesses what follows a sequence's last tokens: what followed them the last time (prompt lookup).
 
-    It knows how often it is right without a guess being made, since every token that comes is compared with what it
-    would have guessed, beginning with the prompt's own. Where that is seldom, it guesses nothing.
+    It tracks its hit rate without issuing guesses: every token, beginning with the prompt's own, is compared with what
+    it would have guessed. While the rate is low, it guesses nothing.
 
     Example:
         guesser = Guesser([5, 7, 2, 9, 5, 7, 2])
-        guesser.guess([])               # 9, if that was right often enough
+        guesser.guess([])               # 9, if the hit rate is high enough
         guesser.guess([9])              # 5
         guesser.add(9)
 
@@ -25,14 +25,14 @@ class Guesser:
     """
 
     def __init__(self, tokens: Sequence[int]) -> None:
-        self._last: list[int] = []  # as many as the largest context
+        self._last: list[int] = []  # as many as the longest context
         self._following: dict[tuple[int, ...], int] = {}
         self._rates = dict.fromkeys(_SIZES, _LEAST)
         for token in tokens:
             self.add(token)
 
     def add(self, token: int) -> None:
-        """Take the next token."""
+        """Append the next token."""
         for size in _SIZES:
             if len(self._last) >= size:
                 context = tuple(self._last[-size:])

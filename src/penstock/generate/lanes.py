@@ -15,13 +15,13 @@ class SequenceState:
 
     tokens: list[int]
     num_prompt: int
-    scored: bool = False  # the logits of all tokens of the prompt are wanted
-    most: int = sys.maxsize  # tokens at its end
+    scored: bool = False  # log-probabilities of all tokens of the prompt were asked for
+    most: int = sys.maxsize  # largest length, prompt and answer
     guesser: Guesser | None = None
     slot: int = -1
-    fed: int = 0  # tokens whose keys and values the stages have, or will have
-    num_reused: int = 0  # of these, what an earlier sequence left in the slot
-    guesses: list[int] = field(default_factory=list)  # what was fed after the last known token
+    fed: int = 0  # tokens fed so far, including those in flight
+    num_reused: int = 0  # of these, found in the slot's cache from an earlier sequence
+    guesses: list[int] = field(default_factory=list)  # guessed tokens, fed after the last known one
 
     @property
     def waits(self) -> bool:
@@ -46,21 +46,22 @@ class SequenceState:
 class Step:
     """One microbatch: what it feeds, and which of its rows are waited for."""
 
-    rows: list[int]  # the slots
+    rows: list[int]  # slot of each row
     ids: list[list[int]]
     positions: list[list[int]]
-    last: list[int]  # the indices whose logits are wanted
+    last: list[int]  # token indices whose logits are returned
     room: int
     scored: SequenceState | None = None
-    # row of the batch, sequence, and its tokens up to the row's last one: how many, and the last one
+    # rows whose logits give a next token: row of the batch, sequence, number of its tokens up to the row's last one,
+    # and that token
     sampled: list[tuple[int, SequenceState, int, int]] = field(default_factory=list)
-    lane: int = -1  # whose step this is; none of a chunk
+    lane: int = -1  # the lane that steps; -1 for a chunk of a prompt
     guesses: bool = False
 
     def continued(self) -> Iterator[tuple[int, SequenceState]]:
-        """Yield each row that is waited for and its sequence, but those that followed a wrong guess.
+        """Yield each sampled row and its sequence, without rows fed after a wrong guess.
 
-        Results arrive in the order of feeding, so a sequence has got all tokens by now that the row was fed after.
+        Results arrive in the order of feeding, so every token before a row is already known.
         """
         for row, sequence, length, last in self.sampled:
             if sequence.slot >= 0 and len(sequence.tokens) == length and sequence.tokens[-1] == last:
@@ -189,7 +190,8 @@ class Lanes:
             waits = any(each is not None and each.waits and len(each.tokens) > each.num_prompt for each in own)
             if guesses or not waits:
                 following = [_following(sequence, guesses=guesses) for sequence in own]
-                # what is ready does not step ahead of its lane for nothing
+                # a step with guesses is not run only for sequences that have a known token: they wait for the lane's
+                # normal step
                 if any(
                     sequence is not None and token is not None and sequence.waits == guesses
                     for sequence, token in zip(own, following, strict=True)
@@ -211,7 +213,7 @@ class Lanes:
                     self.num_guesses += 1
                 sequence.fed += 1
                 step.room = max(step.room, _room(sequence.fed))
-                if sequence.waits:  # else it is fed again, and the next token is known
+                if sequence.waits:  # otherwise (feeding again after a loss) the next token is already known
                     step.sampled.append((row, sequence, sequence.fed, token))
         return step
 

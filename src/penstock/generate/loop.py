@@ -17,7 +17,7 @@ from penstock.generate.request import Request
 from penstock.graph.call import bind_inputs, build_output
 from penstock.stream.streaming_pipeline import StreamingPipeline
 
-_LOOK_S = 1.0  # while idle, for devices that join
+_LOOK_S = 1.0  # how often to look for joining devices while idle
 
 
 class GenerationLoop:
@@ -93,12 +93,12 @@ class GenerationLoop:
     def _generate(self) -> None:
         place = self._deployment.place
         driver = open_stream(place)
-        # what is in the pipeline at a time: enough that no stage waits, and few enough that a new request need not
+        # microbatches in flight: enough that no stage waits, and few enough that a new request does not wait long
         most = 2 * len(place.job.ranks)
         in_flight: deque[tuple[Step, Mapping[str, int]]] = deque()
         record = self._record = GenerationRecord(place, self._lanes) if place.tracer is not None else None
         while self._goes_on(in_flight):
-            # other devices; their speeds vary with what is fed, prompts or tokens, so they are no reason
+            # only for devices that join: speeds vary between prompts and tokens, so they do not trigger a replan
             changes = self._pipeline.wants_change(by_speed=False)
             if changes and not in_flight:
                 break

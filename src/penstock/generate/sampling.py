@@ -18,8 +18,8 @@ _SAMPLING = {
     "bad_words_ids", "suppress_tokens", "min_length", "min_new_tokens",
 }  # fmt: skip
 _ENDS = {"max_length", "max_new_tokens", "eos_token_id", "pad_token_id", "bos_token_id", "stop_strings"}
-_NO_MATTER = {"transformers_version", "use_cache", "cache_implementation", "num_return_sequences"}
-# the values that mean: not asked for
+_IGNORED = {"transformers_version", "use_cache", "cache_implementation", "num_return_sequences"}
+# defaults, with which a feature is off
 _OFF: dict[str, tuple[object, ...]] = {
     "num_beams": (1,), "num_beam_groups": (1,), "length_penalty": (1.0,), "early_stopping": (False,),
     "output_scores": (False,), "output_logits": (False,), "output_attentions": (False,),
@@ -31,9 +31,9 @@ _OFF: dict[str, tuple[object, ...]] = {
 
 
 def read_config(model: Any, config: Any, changes: dict[str, Any]) -> Any:
-    """Return what a generation was asked: a configuration, the model's own if none is given, with changes.
+    """Return the configuration of a generation: the given one or the model's own, with changes.
 
-    Raises `UsageError` for names that transformers does not know, and for what a generator does not do.
+    Raises `UsageError` for names that transformers does not know, and for options that a generator does not support.
     """
     found = copy.deepcopy(config if config is not None else model.generation_config)
     try:
@@ -42,11 +42,11 @@ def read_config(model: Any, config: Any, changes: dict[str, Any]) -> Any:
         raise UsageError(one_line(error)) from None
     if unknown:
         name = next(iter(unknown))
-        raise UsageError(f"generate has no {name}{nearest(name, vars(found))}")
+        raise UsageError(f"unknown generation option {name}{nearest(name, vars(found))}")
     for name, value in vars(found).items():
-        known = name.startswith("_") or name in _SAMPLING | _ENDS | _NO_MATTER
+        known = name.startswith("_") or name in _SAMPLING | _ENDS | _IGNORED
         if not known and value is not None and value not in _OFF.get(name, ()):
-            raise UsageError(f"a generator does not do {name}={value!r}; leave it out, or use model.generate")
+            raise UsageError(f"a generator does not support {name}={value!r}; leave it out, or use model.generate")
     if found.do_sample and (found.temperature is not None and found.temperature <= 0):
         raise UsageError(f"temperature must be above 0, not {found.temperature}; for 0, use do_sample=False")
     return found
@@ -94,9 +94,9 @@ def likeliest(logits: Tensor, number: int) -> list[tuple[int, float]]:
 
 
 class Penalties:
-    """Takes from the scores of tokens that were generated before, as OpenAI's protocol has it.
+    """Subtracts from the scores of tokens that were generated before, as OpenAI's protocol has it.
 
-    `presence` is taken once, `frequency` for each time; neither counts the prompt.
+    `presence` is subtracted once per token, `frequency` once per occurrence; neither counts the prompt.
     """
 
     def __init__(self, num_prompt: int, *, presence: float, frequency: float) -> None:

@@ -28,9 +28,9 @@ from penstock.transport.base import SILENCE_S
 from penstock.wire import FEEDER
 
 BEAT_S = 0.5
-WATCHFUL_S = 3.0  # if treating a slow process as lost costs little: it joins again
-_FIRST_BEAT = 6  # times the silence until the first beat, on a shared board
-_LAST_WORD_S = 1.0  # after a broken connection: timeout for a reason from the exited process or its parent
+WATCHFUL_S = 3.0  # where a false alarm costs little, since the process joins again
+_FIRST_BEAT = 6  # on a shared board, the first beat may take this many times the limit on silence
+_LAST_WORD_S = 1.0  # after a connection breaks: timeout for the exited process or its parent to report the reason
 _LOOKUP_S = 60.0  # timeout for a name server
 _GRACE_S = 0.05
 _TELL_S = 2.0  # timeout for writing to another board
@@ -160,7 +160,7 @@ class Health:
     def announce(self, verdict: Verdict) -> None:
         """Make this the verdict of the group unless it has one already; ends every wait."""
         if self.failure is not None:
-            return  # the ranks to notify may have exited, and would be waited for
+            return  # notifying again would wait for ranks that may have exited
         verdict = msgspec.structs.replace(verdict, message=verdict.message[:MAX_MESSAGE])
         text = write_verdict(verdict)
         if self._rank == FEEDER or self._boards.shared:
@@ -197,7 +197,7 @@ class Health:
 
     def _tell(self, peers: list[_Peer], key: str, value: str) -> None:
         """Write a value on the boards of peers, through the threads that poll them."""
-        # including peers silent for a while, as this process may have been stopped; excluding broken connections
+        # also silent peers, since it may be this process that was stopped; not those whose connection broke
         asked = [peer for peer in peers if peer.broken_s is None]
         for peer in asked:
             peer.told.clear()
@@ -308,7 +308,8 @@ class Health:
         finally:
             peer.ended = True
             peer.told.set()
-            # not with this watch, which waits for the garbage collector: groups follow one another in a long run
+            # close it here, not when this object is garbage-collected: a long run forms many groups and would leak
+            # connections
             board, peer.store = peer.store, None
             if board is not None and hasattr(board, "close"):
                 peer.answered_s = max(peer.answered_s, getattr(board, "heard_s", 0.0))

@@ -44,7 +44,9 @@ def regroup(world: World, lost: Collection[int] = (), *, takes_in: bool = True, 
     """
     membership = world.membership
     if membership is None or membership.roll is None:
-        raise UsageError("a run must be started with again=True to continue in another group; start it so")
+        raise UsageError(
+            "only a run that survives losses can form another group; start the run with on_loss='continue'"
+        )
     closing = threading.Thread(target=release, args=(world.transport, world.health), name="penstock-release")
     closing.start()  # concurrently, as closing may have to wait for a lost rank
     feeds_only = FEEDER not in world.devices

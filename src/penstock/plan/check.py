@@ -22,10 +22,11 @@ def read_plan(path: str | os.PathLike[str]) -> Plan:
     Example:
         plan = read_plan("plan.json")
 
-    Raises `PlanError` that starts with the path and names the field that is wrong and why.
+    Raises `PlanError` that has the path, the field that is wrong, and why.
     """
+    data = read_bytes(path, "a plan", PlanError)
     try:
-        plan = decode_plan(read_bytes(path, "a plan", PlanError))
+        plan = decode_plan(data)
         check_plan(plan)
     except PlanError as error:
         raise PlanError(f"{path}: {error}") from None
@@ -100,7 +101,7 @@ def check_made_from(plan: Plan, profile: Profile, cluster: Cluster) -> None:
     made_from = {"graph": profile.graph, "profile": fingerprint(profile), "cluster": fingerprint(cluster)}
     for field, made in made_from.items():
         if (given := getattr(plan, field)) != made:
-            raise PlanError(f"{field} of the plan is {given}; got {made}; replan")
+            raise PlanError(f"the plan was made for the {field} {given}, but the {field} is {made}; replan")
     check_cuts(plan, profile.cuts)
     check_devices(plan, cluster)
 

@@ -193,6 +193,6 @@ def profiled_lines(run: Run) -> list[str]:
 def lead_lines(account: Account, done: str) -> list[str]:
     """Describe in two sentences the run's speed-up and its largest loss."""
     return [
-        f"{done}: {account.speedup:.2f} times one device, of {account.num_times:.2f}.",
+        f"{done}: {account.speedup:.2f} times one device (ideal: {account.num_times:.2f}).",
         f"Most is lost to {account.largest.title} ({account.largest.times:.2f}): {account.largest.why}.",
     ]

@@ -121,7 +121,7 @@ class RuntimeChoice:
         if self.precision not in RUNTIMES[self.name].precisions:
             raise PlanError(
                 f"the precision of the runtime {self.name} must be {', '.join(RUNTIMES[self.name].precisions)}; got "
-                f"{self.precision}; plan with one of these"
+                f"{self.precision}; choose one of these"
             )
         if self.keep and self.precision != "int8":
             raise PlanError(f"only int8 can keep layers in float32; got {self.precision}; leave {self.keep[0]} out")

@@ -241,7 +241,7 @@ def _recurrent(
     places = num_layers * (2 if bidirectional else 1)
     each = len(params) // max(1, places)
     if x.dim() != 3 or places < 1 or each * places != len(params) or each - 2 * has_biases not in {2, 3}:
-        raise ProgramError("a recurrent layer has another number of weights or dimensions; split the model again")
+        raise ProgramError("a recurrent layer has an unexpected number of weights or dimensions; split the model again")
     rows, wide = params[0].shape[0], params[1].shape[-1]
     batch = x.shape[0 if batch_first else 1]
     wanted = [(places, batch, wide), (places, batch, rows // 4)][: len(states)]

@@ -203,8 +203,9 @@ def interpolate(rows: Sequence[int], seconds: Sequence[float], wanted: int) -> f
 
 def read_profile(path: str | os.PathLike[str]) -> Profile:
     """Read a profile file; raises `ProfileError` if it cannot be read or is inconsistent."""
+    data = read_bytes(path, "a profile", ProfileError)
     try:
-        return decode_json(read_bytes(path, "a profile", ProfileError), Profile, "a profile", ProfileError)
+        return decode_json(data, Profile, "a profile", ProfileError)
     except ProfileError as error:
         raise ProfileError(f"{path}: {error}") from None
 

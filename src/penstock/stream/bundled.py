@@ -23,7 +23,7 @@ from penstock.wire import FEEDER
 
 
 class BundledPipeline:
-    """A bundle in processes: a worker for each device, started by this one, or under torchrun each host with its part.
+    """Runs a bundle: starts one worker per device, or under torchrun joins the processes of the hosts.
 
     Example:
         with penstock.BundledPipeline("bundle") as pipe:

@@ -48,9 +48,8 @@ _STAGES = 4  # default if neither the caller nor a world has a number
 class Division:
     """A model in stages that are not deployed yet.
 
-    `cuts` are the places where it is cut: none between modules that are stages as they are; for a plan, those of its
-    first pipeline's first cut set. `start_world` starts a world for the stages if there is none; `deploy` places them
-    there, with n threads each.
+    `cuts` is empty for a list of modules, and for a plan the first cut set of its first pipeline. `start_world` starts
+    a world if the caller has none; `deploy` deploys the stages in a world, with a number of threads each.
     """
 
     graph: Graph
@@ -144,7 +143,7 @@ def _describe(
     replanner: Replanner, run: RunOptions, cuts: Sequence[Cut], places: Sequence[int], ranks: Mapping[str, int],
     rows: int,
 ) -> None:  # fmt: skip
-    """Describe to a replanner a placement without a plan; of stages that one device holds, only their ends count."""
+    """Tell a replanner the current placement, which has no plan; cuts between stages of one device are left out."""
     by_rank = {rank: name for name, rank in ranks.items()}
     between = [cut.name for cut, before, after in zip(cuts, places, places[1:], strict=False) if before != after]
     devices = [by_rank[rank] for rank in dict.fromkeys(places)]
@@ -188,9 +187,9 @@ def _line(
 
 
 class ServedStages:
-    """Stages and weights from the driver, or modules of this process; `make` then makes runtimes.
+    """Stages that this process runs: received from the driver, or its own modules, of which `make` makes runtimes.
 
-    Raises the error that prevents this, after reporting it to the other processes.
+    Raises the error that prevents it from running them, after reporting it to the other processes.
     """
 
     def __init__(self, world: World, make: MakeRuntime | None) -> None:
@@ -199,7 +198,7 @@ class ServedStages:
         self._take()
 
     def _take(self) -> None:
-        """Receive the stages that this process serves: at first, and in each further group."""
+        """Receive the stages of this process, at the start and again in each further group."""
         while True:
             try:
                 with self._world.explained():

@@ -13,7 +13,7 @@ from penstock.spec.fields import fingerprint
 from penstock.spec.plan import CutSet, Pipeline, Plan, Prediction, Stage
 from penstock.spec.profile import Profile
 
-# a plan changes while nothing is lost only for more than this: changing drains the pipeline and moves weights
+# minimum predicted gain for changing the plan when no device was lost: a change drains the pipeline and moves weights
 WORTH = 0.1
 
 

@@ -42,9 +42,9 @@ NO_AUTOCAST = "convert the model to the wanted dtype, or use runtime='eager:bflo
 
 
 class StreamingPipeline:
-    """What `penstock.Pipeline` is for a model in evaluation mode, and documented there.
+    """Implementation of `penstock.Pipeline` for evaluation mode; see there.
 
-    It takes the processes that torchrun started, or starts its own; `owns_world` says whether they end with it.
+    It uses the processes that torchrun started, or starts its own; `owns_world` says whether they end with it.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class StreamingPipeline:
         self._dropped: weakref.finalize[..., object] | None = None
         self._stages: ServedStages | None = None  # in the other processes
         self._closed = False
-        self._changes = False  # the running stream is to make place for a change
+        self._changes = False  # the running stream should stop so that the placement can change
         if cut.plan is not None:
             check_purpose(cut.plan, trains=False)
         if world is None and under_torchrun():
@@ -87,8 +87,8 @@ class StreamingPipeline:
             world = self.world = world or division.start_world()
             if self._run.survival.survives and world.membership is None:
                 raise UsageError(
-                    "a stream goes on after a loss only where its processes may form another group, but torchrun's "
-                    "agents end them all; start them with penstock hosts run or a lab, or leave on_loss out"
+                    "on_loss needs processes that outlive a loss, but torchrun ends all of them; use penstock hosts "
+                    "run or a lab, or leave on_loss out"
                 )
             world.between_gpus = self._run.between_gpus
             self.threads = self._run.threads or threads_per_stage(world)
@@ -102,7 +102,7 @@ class StreamingPipeline:
             raise
 
     def _look_after_end(self) -> None:
-        """See that a stream that is left open ends as one that is meant: it has given what was asked of it."""
+        """Close the pipeline at exit if the caller did not; leaving it open is not an error."""
         if not self._owns_world:
             return
         if self.world.workers is not None:
@@ -131,7 +131,7 @@ class StreamingPipeline:
             else:
                 self._stages.serve_to_end()
         except PenstockError as error:
-            note(f"the pipeline was left open at the end of the program, and then {error}")
+            note(f"closing a pipeline left open at exit failed: {error}")
         finally:
             self._closed = True
             self.world.close()
@@ -186,14 +186,14 @@ class StreamingPipeline:
             begin_again()
 
     def wants_change(self, *, by_speed: bool = True) -> bool:
-        """Return True if stages that survive losses have another device or plan to go on with."""
+        """Return True if stages that survive losses should switch to other devices or another plan."""
         if not self._changes and isinstance(self.deployment, SurvivingStages):
             self._changes = self.deployment.wants_change(by_speed=by_speed)
         return self._changes
 
     @property
     def joins_at(self) -> str | None:
-        """Return where a device joins this run; None where the run takes nobody in."""
+        """Return the address at which a device joins this run; None if the run admits no devices."""
         membership = self.world.membership
         if membership is None or not self.world.followed:
             return None

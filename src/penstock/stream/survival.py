@@ -180,7 +180,9 @@ class SurvivingStages:
             self._speeds.accept()
             return False
         name, factor = self._speeds.most_changed()
-        why = f"{name} computes {factor:.2f} times as fast as before" if factor != 1.0 else "devices were seen at work"
+        why = (
+            f"{name} computes {factor:.2f} times as fast as before" if factor != 1.0 else "device speeds were measured"
+        )
         self._next = why, plan
         return True
 
@@ -292,7 +294,7 @@ class SurvivingStages:
 
 def _members(world: World) -> tuple[str, ...]:
     if world.membership is None:
-        raise RunError("a stream that continues after a loss needs a run started with again=True; start it so")
+        raise RunError("only a run that survives losses can form another group; start the run with on_loss='continue'")
     return world.membership.members
 
 

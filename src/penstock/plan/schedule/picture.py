@@ -85,7 +85,7 @@ def _read(word: str, device: int) -> Action:
     match = _ACTION.fullmatch(word)
     if match is None or match[1] not in _WRITTEN or bool(match[2]) == (match[1] in STAGE_KINDS):
         raise UsageError(
-            f"{word!r} on line {device + 1} is no action; write a kind ({', '.join(_WRITTEN)}), a microbatch and a "
+            f"{word!r} on line {device + 1} is not an action; write a kind ({', '.join(_WRITTEN)}), a microbatch and a "
             "stage, as in F3.1, and S.1 or U.1 for a whole stage"
         )
     return Action(cast(Kind, match[1]), int(match[2] or 0), int(match[3] or device))

@@ -273,11 +273,9 @@ def _slower_reason(stage: MeasuredStage, costs: _Costs) -> str:
         f"{format_seconds(costs.alone_s)} alone"
     )
     if 0 <= costs.slower_s <= compute_s - costs.alone_s:
-        return f"{text}; {format_seconds(costs.slower_s)} of the difference are charged here, the rest to its messages"
+        return f"{text}; {format_seconds(costs.slower_s)} of the difference count here, the rest is due to its messages"
     if costs.slower_s > 0:
-        return (
-            f"{text}; {format_seconds(costs.slower_s)} are charged here, since other work had its core in between too"
-        )
+        return f"{text}; {format_seconds(costs.slower_s)} count here, as other work had its core between steps too"
     return f"{text}; its messages account for more than the difference"
 
 

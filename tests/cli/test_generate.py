@@ -13,6 +13,7 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from tests.generate.decoders import decoder
+from tests.processes import free_port, run_python
 
 Run = Callable[..., tuple[int, str, str]]
 TEMPLATE = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"
@@ -177,3 +178,14 @@ def test_what_was_trained_writes_text(penstock: Run, tmp_path: Path) -> None:
     assert status == 0, err
     assert out.startswith("to be")
     assert out.strip() == "to be" + answers(run, ["to be"], 5)[0].rstrip()
+
+
+def test_under_torchrun_all_processes_end_well(folder: Path) -> None:
+    done = run_python(
+        "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()), "-m",
+        "penstock", "generate", f"hf:{folder}", "-p", PROMPTS[0], "--max-new-tokens", "5", deadline_s=120,
+    )  # fmt: skip
+    assert done.status == 0, done.stderr
+    assert done.stdout.strip() == PROMPTS[0] + answers(folder, PROMPTS[:1], 5)[0]
+    for wrong in ("error", "lost", "terminate"):
+        assert wrong not in done.stderr

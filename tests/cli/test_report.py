@@ -18,7 +18,7 @@ def test_from_a_run_to_its_page(penstock: Run, photos: Path, tmp_path: Path) -> 
     assert penstock("infer", SMALL, *arguments)[0] == 0
     status, out, _ = penstock("report", run, "--no-pictures", "--json", file)
     assert status == 0
-    assert "of 2.00." in out.splitlines()[0]
+    assert "2.00)" in out.splitlines()[0]
     result = json.loads(file.read_text())
     assert result["num_times"] - sum(line["times"] for line in result["lines"]) == pytest.approx(result["speedup"])
     assert "predicted for this run" in result["advice"][1]

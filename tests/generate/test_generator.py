@@ -290,8 +290,7 @@ def test_devices_that_are_lost_change_no_bit(model: Any, stages: int) -> None:
         assert (again.result(), again.logprobs) == wanted[2]
 
 
-@pytest.mark.parametrize("busy", [True, False])
-def test_a_device_that_comes_back_changes_no_bit(model: Any, busy: bool) -> None:
+def test_a_device_that_comes_back_changes_no_bit(model: Any) -> None:
     (prompt,) = prompts(40)
     settings: dict[str, Any] = {"max_new_tokens": 60, "do_sample": True, "seed": 3}
     with Generator(model, stages=2, slots=2, max_length=128, on_loss="continue") as made:
@@ -306,11 +305,7 @@ def test_a_device_that_comes_back_changes_no_bit(model: Any, busy: bool) -> None
         os.kill(workers.pids[0], signal.SIGCONT)
         until_s = time.monotonic() + 40
         while len(made.pipeline.changes) == 1 and time.monotonic() < until_s:
-            if busy:
-                found.append(made.submit(prompt, **settings))
-                found[-1].result()
-            else:
-                time.sleep(0.1)
+            time.sleep(0.1)  # also while there are no requests
         assert {*made.pipeline.changes[1].devices} == {"worker-1", "worker-2"}
         found.append(made.submit(prompt, **settings))
         assert all((each.result(), each.logprobs) == (wanted.tokens, wanted.logprobs) for each in found)

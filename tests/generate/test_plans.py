@@ -56,14 +56,13 @@ def test_a_plan_brings_the_caches_and_the_same_tokens(folder: Path, profile: Pro
         assert len(made.pipeline.world.devices) == 2
 
 
-def test_memory_is_that_of_the_caches(folder: Path, profile: Profile) -> None:
-    more = profile_generation(f"hf:{folder}", Generation(slots=2, lanes=9, max_length=128), repeats=3)
-    sizes: list[dict[str, int]] = [
-        dict(pair for unit in each.units for pair in unit.parameters) for each in (profile, more)
-    ]
-    caches = [sum(size for name, size in each.items() if "keys" in name or "values" in name) for each in sizes]
-    assert caches[1] == 3 * caches[0] > 0
-    assert more.result_s > 0
+def test_memory_is_that_of_the_caches(profile: Profile) -> None:
+    sizes = dict(pair for unit in profile.units for pair in unit.parameters)
+    caches = [size for name, size in sizes.items() if name.startswith(("keys", "values"))]
+    assert len(set(caches)) == 1
+    # of the model that is saved: heads times their width, floats, in a room of 128 and one for each of six sequences
+    assert caches[0] % (6 * 129 * 4) == 0
+    assert profile.result_s > 0
 
 
 def test_what_a_plan_does_not_allow(folder: Path, profile: Profile, tmp_path: Path) -> None:

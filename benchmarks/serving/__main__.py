@@ -28,6 +28,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True, help="where to write rows and summary")
     parser.add_argument("--model", help="hf:FOLDER, for the load; else the small one with random weights")
     parser.add_argument("--quick", action="store_true", help="500 requests of the storm; 1 and 16 clients")
+    parser.add_argument("--faults", type=int, default=50, help="of processes during the storm")
     parser.add_argument("--only", choices=["load", "storm"], help="one part")
     given = parser.parse_args()
     found: dict[str, Any] = {}
@@ -36,7 +37,7 @@ def main() -> None:
         small.mkdir()
         save_model(small)
         if given.only != "load":
-            found["storm"] = storm(small, 500 if given.quick else 10_000, 2 if given.quick else 50)
+            found["storm"] = storm(small, 500 if given.quick else 10_000, 2 if given.quick else given.faults)
         if given.only != "storm":
             clients = (1, 16) if given.quick else (1, 4, 16, 64)
             model = given.model or f"hf:{small}"

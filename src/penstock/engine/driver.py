@@ -289,8 +289,5 @@ def _drive(
         if taken < fed:
             result = drivers[taken].take()
             taken += 1
-            report.results_s.append(time.perf_counter() - begin)
-            report.total_s = report.results_s[-1]
-            report.fill_s = report.results_s[0]
-            report.num_microbatches = taken
+            report.took(time.perf_counter() - begin)
             yield result

@@ -165,6 +165,12 @@ class StreamReport:
     results_s: list[float] = field(default_factory=list)
     stages: list[StageReport] = field(default_factory=list)
 
+    def took(self, at_s: float) -> None:
+        """Record a result that arrived `at_s` after the first microbatch was fed."""
+        self.results_s.append(at_s)
+        self.num_microbatches = len(self.results_s)
+        self.total_s, self.fill_s = at_s, self.results_s[0]
+
     @property
     def rows_per_s(self) -> float:
         """Rows per second over the whole stream, including fill and drain."""

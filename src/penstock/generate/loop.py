@@ -57,7 +57,7 @@ class GenerationLoop:
 
     @property
     def num_guesses(self) -> tuple[int, int]:
-        """How many tokens were guessed, and how many rightly."""
+        """Return how many tokens were guessed, and how many of them were right."""
         return self._lanes.num_guesses, self._lanes.num_right
 
     def end(self) -> None:
@@ -96,7 +96,8 @@ class GenerationLoop:
         # microbatches in flight: enough that no stage waits, and few enough that a new request does not wait long
         most = 2 * len(place.job.ranks)
         in_flight: deque[tuple[Step, Mapping[str, int]]] = deque()
-        record = self._record = GenerationRecord(place, self._lanes) if place.tracer is not None else None
+        tracer = place.tracer
+        record = self._record = GenerationRecord(place, tracer, self._lanes) if tracer is not None else None
         while self._goes_on(in_flight):
             # only for devices that join: speeds vary between prompts and tokens, so they do not trigger a replan
             changes = self._pipeline.wants_change(by_speed=False)
@@ -123,33 +124,30 @@ class GenerationLoop:
             self._pipeline.write_trace(record.report, record.end(stages, self._deployment.cache_bytes))
 
     def _goes_on(self, in_flight: Sequence[object]) -> bool:
-        """Admit requests and wait for one when idle; return False once ended and drained."""
+        """Admit requests, and wait a moment for one when idle; return False once ended and drained."""
         with self._condition:
-            while True:
-                for sequence, request in list(self._requests.items()):
-                    if request.cancelled and not sequence.waits:
-                        self._release(sequence).finish("cancelled")
-                while self._waiting and self._lanes.has_room and not self._closing:
-                    request = self._waiting.popleft()
-                    if request.cancelled:
-                        request.finish("cancelled")
-                        continue
-                    sequence = SequenceState(
-                        list(request.prompt), len(request.prompt), scored=request.scored, most=request.most,
-                        guesser=Guesser(request.prompt) if self._speculates else None,
-                    )  # fmt: skip
-                    self._lanes.admit(sequence)
-                    request.num_reused = sequence.num_reused
-                    self._requests[sequence] = request
-                while self._closing and self._waiting:
-                    self._waiting.popleft().fail(UsageError("the generator was closed before this request began"))
-                if in_flight or self._requests:
-                    return True
+            for sequence, request in list(self._requests.items()):
+                if request.cancelled and not sequence.waits:
+                    self._release(sequence).finish("cancelled")
+            while self._waiting and self._lanes.has_room and not self._closing:
+                request = self._waiting.popleft()
+                if request.cancelled:
+                    request.finish("cancelled")
+                    continue
+                sequence = SequenceState(
+                    list(request.prompt), len(request.prompt), scored=request.scored, most=request.most,
+                    guesser=Guesser(request.prompt) if self._speculates else None,
+                )  # fmt: skip
+                self._lanes.admit(sequence)
+                request.num_reused = sequence.num_reused
+                self._requests[sequence] = request
+            while self._closing and self._waiting:
+                self._waiting.popleft().fail(UsageError("the generator was closed before this request began"))
+            if not in_flight and not self._requests:
                 if self._closing:
                     return False
                 self._condition.wait(_LOOK_S)
-                if self._pipeline.wants_change(by_speed=False):
-                    return True
+        return True
 
     def _feed(self, driver: Driver, step: Step) -> Mapping[str, int]:
         tensors, sizes = bind_inputs(

@@ -101,10 +101,9 @@ class PushedStream:
         for driver in drivers.items:
             driver.listen(self._notify)
         fed = taken = 0
-        while self._wait(drivers, fed, taken):
+        changes = False
+        while self._wait(drivers, fed, taken, changes=changes):
             changes = self._pipeline.wants_change()
-            if changes and taken == fed:
-                break
             while not changes and self._waiting and drivers[fed].has_room:
                 pushed = self._waiting.popleft()
                 self._fed.append(pushed)
@@ -116,22 +115,23 @@ class PushedStream:
                 taken += 1
                 pushed = self._fed.popleft()
                 _answer(pushed, build_output(self._pipeline.graph, tensors, pushed.microbatch[1]))
+            if changes and taken == fed:
+                break
         for place in places.items:
             finish_stream(place)
 
-    def _wait(self, drivers: RoundRobin[Driver], fed: int, taken: int) -> bool:
-        """Wait for an input or a result; return False once closed and drained."""
-        while True:
-            with self._news:
-                changes = self._pipeline.wants_change()
-                may_feed = self._waiting and not changes and drivers[fed].has_room
-                if may_feed or (taken < fed and drivers[taken].has_result) or (changes and taken == fed):
-                    return True
-                if self._closing and not self._waiting and taken == fed:
-                    return False
-                self._news.wait(_LOOK_S)
-            if taken < fed:
-                drivers[taken].check()
+    def _wait(self, drivers: RoundRobin[Driver], fed: int, taken: int, *, changes: bool) -> bool:
+        """Wait a moment for an input or a result; return False once closed and drained."""
+        with self._news:
+            may_feed = self._waiting and not changes and drivers[fed].has_room
+            if may_feed or (taken < fed and drivers[taken].has_result):
+                return True
+            if self._closing and not self._waiting and taken == fed:
+                return False
+            self._news.wait(_LOOK_S)
+        if taken < fed:
+            drivers[taken].check()
+        return True
 
     def _notify(self) -> None:
         with self._news:

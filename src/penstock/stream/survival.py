@@ -153,11 +153,8 @@ class SurvivingStages:
             feed.paused = False
 
     def _count(self, report: StreamReport, sizes: Mapping[str, int]) -> None:
-        report.num_microbatches += 1
         report.num_rows += sizes.get("batch", 1)
-        report.total_s = time.perf_counter() - self._begin_s
-        report.results_s.append(report.total_s)
-        report.fill_s = report.results_s[0]
+        report.took(time.perf_counter() - self._begin_s)
 
     def wants_change(self, *, by_speed: bool = True) -> bool:
         """Return True if a device waits to be admitted, or speeds changed enough for another plan; looks once a second.

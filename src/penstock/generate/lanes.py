@@ -225,8 +225,9 @@ def _following(sequence: SequenceState | None, *, guesses: bool) -> int | None:
     if not sequence.waits:
         return sequence.tokens[sequence.fed]
     # the last token is never fed, since none follows it
-    may_guess = guesses and sequence.guesser is not None and sequence.fed < sequence.most - 1
-    return sequence.guesser.guess(sequence.guesses) if may_guess and sequence.guesser is not None else None
+    if not guesses or sequence.guesser is None or sequence.fed >= sequence.most - 1:
+        return None
+    return sequence.guesser.guess(sequence.guesses)
 
 
 def _room(length: int) -> int:

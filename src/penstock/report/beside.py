@@ -4,6 +4,7 @@ import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 from penstock.errors import UsageError
@@ -20,7 +21,7 @@ from penstock.units import format_bytes, format_seconds
 _SHOWN = 25  # operators
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Named:
     """A run that was read, and how it is called among the others."""
 
@@ -28,7 +29,7 @@ class Named:
     run: Run
     stream: MeasuredStream
 
-    @property
+    @cached_property
     def plain(self) -> MeasuredStream:
         """The stream without the steps that the profiler slowed down, unless it saw all of them."""
         profiled = {(span.stage, span.microbatch) for span in self.run.spans if span.kind == "profile"}

@@ -59,7 +59,7 @@ def _takes(
 ) -> """Callable[
     [Callable[[Pipeline, Loader, _Options], _Result]], Callable[Concatenate[Pipeline, Loader, _Given], _Result]
 ]""":
-    """Give a method keyword arguments, those of its options, in place of the options."""
+    """Return a decorator that replaces the parameter of options by keyword arguments, one for each field."""
 
     def decorate(
         method: "Callable[[Pipeline, Loader, _Options], _Result]",

@@ -101,7 +101,7 @@ class _Opened:
 
     @property
     def joins_at(self) -> str | None:
-        """Where a device joins."""
+        """Return the address at which a device joins."""
         return self._pipeline.joins_at
 
     def problem(self) -> str | None:

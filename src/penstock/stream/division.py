@@ -143,7 +143,7 @@ def _describe(
     replanner: Replanner, run: RunOptions, cuts: Sequence[Cut], places: Sequence[int], ranks: Mapping[str, int],
     rows: int,
 ) -> None:  # fmt: skip
-    """Tell a replanner the current placement, which has no plan; cuts between stages of one device are left out."""
+    """Describe the current placement, which has no plan, to a replanner; cuts within a device are left out."""
     by_rank = {rank: name for name, rank in ranks.items()}
     between = [cut.name for cut, before, after in zip(cuts, places, places[1:], strict=False) if before != after]
     devices = [by_rank[rank] for rank in dict.fromkeys(places)]

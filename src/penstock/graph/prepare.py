@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 
 from penstock.graph.callbacks import Callback
+from penstock.graph.decoders import inside_norms
 from penstock.graph.graph import Graph, Output, Visit
 from penstock.graph.ops import CALLBACK, GETITEM, Op, effect, is_random, references
 from penstock.values import Value
@@ -27,7 +28,8 @@ def prepare(graph: Graph) -> Graph:
         ops=tuple(ordered),
         visits=_move_visits(graph.visits, graph.ops, {op.name for op in ordered}),
         forbidden=_forbidden(ordered, graph.outputs, prelude, storage, graph.values)
-        | _forbidden_by_callbacks(ordered, graph.callbacks),
+        | _forbidden_by_callbacks(ordered, graph.callbacks)
+        | (inside_norms(ordered) if graph.keeps_caches else {}),
     )
 
 

@@ -14,6 +14,7 @@ from torch.export.graph_signature import ConstantArgument, InputKind, TensorArgu
 from penstock.errors import CaptureError
 from penstock.graph.caches import is_cache
 from penstock.graph.callbacks import Callback
+from penstock.graph.decoders import share_heads
 from penstock.graph.encoding import STAGE_DEVICE
 from penstock.graph.graph import Call, Graph, Output, Plain, Visit
 from penstock.graph.nodes import from_sympy, is_idle, module_calls
@@ -51,7 +52,7 @@ def translate(
         fixed_batch=fixed_batch, constants=translator.constants, forbidden={},
         callbacks=callbacks, left=left or {},
     )  # fmt: skip
-    return prepare(translated)
+    return prepare(share_heads(translated) if translated.keeps_caches else translated)
 
 
 @dataclass

@@ -1,0 +1,95 @@
+"""What is done to the graph of a model with caches: attention without copies, and no cut inside a norm.
+
+Attention whose heads share keys and values reads these as they are, without a copy for each head:
+
+    before   keys [B, H, T, D] - unsqueeze - expand [B, H, G, T, D] - reshape [B, H * G, T, D] - attention
+    after    keys [B, H, T, D] - attention with enable_gqa
+
+The results have the same bits, since each head reads the same numbers.
+
+Engines compute a norm of several operations as one, with other last bits. A norm is therefore in one stage, so that a
+sequence has the same tokens wherever the model is cut.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from penstock.graph.graph import Graph
+from penstock.graph.ops import Op, Ref
+
+_ATTENTION = "aten.scaled_dot_product_attention.default"
+_COPIES = ("aten.reshape.default", "aten.expand.default", "aten.unsqueeze.default")
+
+
+def share_heads(graph: Graph) -> Graph:
+    """Return a graph whose attention reads shared keys and values directly; operations left over are still there."""
+    made = {op.name: op for op in graph.ops}
+    return replace(graph, ops=tuple(_shared(op, made, graph) for op in graph.ops))
+
+
+def _shared(op: Op, made: Mapping[str, Op], graph: Graph) -> Op:
+    if op.target != _ATTENTION or "enable_gqa" in op.keywords:
+        return op
+    query, keys, values, *rest = op.arguments
+    sources = [_without_copies(each, made, graph) for each in (keys, values)]
+    if None in sources:
+        return op
+    return replace(op, arguments=(query, *sources, *rest), keywords={**op.keywords, "enable_gqa": True})
+
+
+def _without_copies(argument: Ref, made: Mapping[str, Op], graph: Graph) -> Ref | None:
+    """Return what an argument repeats for each head of a group, or None if it is nothing of the kind."""
+    name = argument.name
+    for target in _COPIES:
+        op = made.get(name)
+        if op is None or op.target != target:
+            return None
+        name = op.arguments[0].name
+    batch, heads, *rest = graph.values[name].shape
+    groups = made[made[argument.name].arguments[0].name]
+    wanted = graph.values[argument.name].shape
+    expanded = graph.values[groups.name].shape
+    is_grouped = len(expanded) == 5 and (*expanded[:2], *expanded[3:]) == (batch, heads, *rest)
+    if not is_grouped or not isinstance(heads, int) or not isinstance(expanded[2], int):
+        return None
+    return Ref(name) if wanted == (batch, heads * expanded[2], *rest) else None
+
+
+def inside_norms(ops: Sequence[Op]) -> dict[int, str]:
+    """Return the positions inside root mean square norms, with the effect of a cut there.
+
+    Such a norm is `x * rsqrt(mean(x * x) + eps) * weight`, with changes of the dtype in between.
+    """
+    place = {op.name: index for index, op in enumerate(ops)}
+    readers: dict[str, list[int]] = defaultdict(list)
+    for index, op in enumerate(ops):
+        for name in op.uses():
+            readers[name].append(index)
+    found: dict[int, str] = {}
+    for index in (index for index, op in enumerate(ops) if op.target == "aten.rsqrt.default"):
+        first = _follow(index, _BEFORE, ops, lambda at: [place[name] for name in ops[at].uses() if name in place])
+        last = _follow(index, _AFTER, ops, lambda at: readers[ops[at].name])
+        found |= dict.fromkeys(range(first + 1, last + 1), "part a norm, which engines compute as one operation")
+    return found
+
+
+_BEFORE = ({"add"}, {"mean"}, {"pow", "mul"})
+_AFTER = ({"mul"}, {"mul"})
+
+
+def _follow(start: int, kinds: Sequence[set[str]], ops: Sequence[Op], near: Callable[[int], list[int]]) -> int:
+    """Return the last operation in a row of operations of these kinds, from one to a neighbor; casts may be between."""
+    reached = at = start
+    for kind in kinds:
+        while (found := near(at)) and _kind(ops[found[0]]) in {"to", "type_as"}:
+            at = found[0]
+        matching = [index for index in found if _kind(ops[index]) in kind]
+        if not matching:
+            break
+        reached = at = matching[0]
+    return reached
+
+
+def _kind(op: Op) -> str:
+    return op.target.split(".")[1]

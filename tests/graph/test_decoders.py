@@ -1,0 +1,56 @@
+"""Shared keys and values are read without a copy for each head, with the same bits; norms are not cut."""
+
+from collections import Counter
+
+import pytest
+import torch
+
+from penstock.deploy.state import load_state
+from penstock.generate.cached_decoder import decoder_call
+from penstock.graph import translate
+from penstock.graph.capture import capture
+from penstock.graph.graph import Graph
+from penstock.graph.stages import divide
+from penstock.runtime.eager import Runtime
+from penstock.spec.plan import Generation
+from penstock.zoo.weights.weights import ModuleWeights
+from tests.generate.decoders import decoder
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("family", "groups"), [("llama", True), ("mistral", True), ("gpt2", False)])
+def test_bits_stay(family: str, groups: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = decoder_call(decoder(family), Generation(slots=2, lanes=1, max_length=64))
+
+    def captured() -> Graph:
+        return capture(call.model, (), call.kwargs, dynamic=call.dynamic)
+
+    shared = captured()
+    monkeypatch.setattr(translate, "share_heads", lambda graph: graph)
+    plain = captured()
+    counts = [Counter(op.target for op in graph.ops)["aten.expand.default"] for graph in (plain, shared)]
+    assert (counts[0] - counts[1] >= 2 * 3) == groups  # keys and values of three layers
+    weights = ModuleWeights(call.model)
+    ids, positions = torch.arange(14).view(2, 7) + 3, torch.arange(7).expand(2, 7).contiguous()
+    found = []
+    for graph in (plain, shared):
+        (program,) = divide(graph, [])
+        runtime = Runtime(
+            program, {s.value.name: load_state(graph, s, weights) for s in program.states if s.kind != "cache"}
+        )
+        sizes = {"batch": 2, "step": 7, "wanted": 1, "room": 64}
+        found += runtime(sizes, [ids, positions, torch.arange(2), torch.tensor([6]), torch.arange(64)])
+    assert torch.equal(*found)
+
+
+def test_no_cut_inside_a_norm() -> None:
+    call = decoder_call(decoder("gemma"), Generation(slots=2, lanes=1, max_length=64))
+    graph = capture(call.model, (), call.kwargs, dynamic=call.dynamic)
+    kinds = [op.target.split(".")[1] for op in graph.ops]
+    norms = [index for index, kind in enumerate(kinds) if kind == "rsqrt"]
+    assert len(norms) == 2 * 3 + 1
+    for norm in norms:
+        begin = norm - kinds[norm::-1].index("pow")
+        end = norm + [i for i, kind in enumerate(kinds[norm:]) if kind == "mul"][1]
+        assert not set(graph.allowed) & set(range(begin + 1, end + 1))
+        assert {begin, end + 1} & set(graph.allowed)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from penstock.errors import PlanError, UsageError
@@ -81,22 +82,33 @@ def _eager_training(
 def _onnxruntime(
     program: "StageProgram", tensors: Mapping[str, "Tensor"], device: "torch.device", choice: "RuntimeChoice"
 ) -> StageRuntime:  # fmt: skip
-    from penstock.runtime.onnx.onnx_runtime import OnnxRuntime
+    from penstock.runtime.onnx.joined import JoinedRuntime
+    from penstock.runtime.onnx.onnx_runtime import OnnxRuntime, compile_model
 
+    if program.caches:
+        return JoinedRuntime(
+            program, tensors, device, compile_model=compile_model, precision=choice.precision, keep=choice.keep
+        )
     return OnnxRuntime(program, tensors, device, choice.precision, choice.keep)
 
 
 def _openvino(
     program: "StageProgram", tensors: Mapping[str, "Tensor"], device: "torch.device", choice: "RuntimeChoice"
 ) -> StageRuntime:  # fmt: skip
-    from penstock.runtime.onnx.openvino_runtime import OpenVinoRuntime
+    from penstock.runtime.onnx.joined import JoinedRuntime
+    from penstock.runtime.onnx.openvino_runtime import OpenVinoRuntime, compile_model
 
+    if program.caches:
+        return JoinedRuntime(
+            program, tensors, device, name=choice.name, precision=choice.precision,
+            compile_model=partial(compile_model, precision=choice.precision),
+        )  # fmt: skip
     return OpenVinoRuntime(program, tensors, device, choice.precision, choice.keep)
 
 
 RUNTIMES: Mapping[str, RuntimeKind] = {
     "eager": RuntimeKind(load=_eager, load_training=_eager_training, precisions=("float32", "bfloat16", "int8")),
-    "onnxruntime": RuntimeKind(load=_onnxruntime, precisions=("float32", "int8"), extra="onnx"),
+    "onnxruntime": RuntimeKind(load=_onnxruntime, precisions=("float32", "int8", "int4"), extra="onnx"),
     "openvino": RuntimeKind(load=_openvino, precisions=("float32", "bfloat16"), extra="openvino"),
 }
 
@@ -123,8 +135,8 @@ class RuntimeChoice:
                 f"the precision of the runtime {self.name} must be {', '.join(RUNTIMES[self.name].precisions)}; got "
                 f"{self.precision}; choose one of these"
             )
-        if self.keep and self.precision != "int8":
-            raise PlanError(f"only int8 can keep layers in float32; got {self.precision}; leave {self.keep[0]} out")
+        if self.keep and self.precision not in {"int8", "int4"}:
+            raise PlanError(f"int8 and int4 keep layers in float32; got {self.precision}; leave {self.keep[0]} out")
 
     def __str__(self) -> str:
         return runtime_name(self.name, self.precision, self.keep)

@@ -14,6 +14,7 @@ from penstock.graph.program import StageProgram
 from penstock.runtime.bfloat16 import check_bfloat16
 from penstock.runtime.eager import Runtime
 from penstock.runtime.layers import operations_of
+from penstock.runtime.onnx.blocks import pack
 from penstock.runtime.onnx.integers import check_inputs, check_integers
 from penstock.runtime.onnx.writer import check_supported, write_model
 from penstock.tensors import HOST
@@ -50,6 +51,7 @@ class ExportedRuntime(ABC):
         self.program, self.device = program, device
         self.precision = precision
         self.kept = operations_of(program, keep)
+        self._packed = pack(program.ops, tensors, 4 if precision == "int4" else None, self.kept)
         self._eager = Runtime(program, tensors, device)
         self._engines: dict[tuple[int, ...], Engine] = {}
 
@@ -74,7 +76,8 @@ class ExportedRuntime(ABC):
         known = self._eager.constants(sizes)
         if self.integers_of_32_bits:
             check_integers(self.name, self.program, known, seen)
-        model = write_model(self.program, known, seen, sizes)
+        given, taken = ([value.name for value in values] for values in (self.program.inputs, self.program.outputs))
+        model = write_model(self.program.ops, given, taken, known, seen, sizes, packed=self._packed)
         if model.ByteSize() > _MOST_BYTES:
             raise PlanError(
                 f"a stage of the runtime {self.name} must have at most 2 GiB; plan with more stages, or eager"

@@ -10,7 +10,11 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor
 
+from penstock.runtime.onnx.blocks import BLOCK, Blocks
+
 OPSET = 20
+_OF_ENGINE = "com.microsoft"  # ONNX Runtime's own operators
+_IN_8_BITS = 4  # its accuracy level at which inputs are rounded to 8 bits in blocks, the fastest
 ELEMENTS: Mapping[torch.dtype, int] = {
     torch.float32: TensorProto.FLOAT, torch.float64: TensorProto.DOUBLE, torch.float16: TensorProto.FLOAT16,
     torch.int64: TensorProto.INT64, torch.int32: TensorProto.INT32, torch.int16: TensorProto.INT16,
@@ -20,21 +24,30 @@ ELEMENTS: Mapping[torch.dtype, int] = {
 
 @dataclass(slots=True)
 class Made:
-    """A tensor of the graph: its dtype and shape at the graph's size, and its value if known."""
+    """A tensor of the graph: its dtype and shape at the graph's size, and its value if known.
+
+    `varies` has True for each dimension that is another at other sizes, if the graph is for several; else it is empty.
+    `inverse_of` is the name of what it is the inverse of, if it is one: engines know a norm by a division.
+    """
 
     nodes: "Nodes"
     dtype: torch.dtype
     shape: tuple[int, ...]
     value: Tensor | None = None
     known_as: str | None = None
+    varies: tuple[bool, ...] = ()
+    inverse_of: str | None = None
 
     @property
     def name(self) -> str:
-        """Its name in the graph; a known value becomes a constant at its first use."""
+        """Its name in the graph; a known value becomes a constant at its first use, and an inverse a node."""
         if self.known_as is None:
-            if self.value is None:
+            if self.inverse_of is not None:
+                self.known_as = self.nodes.add("Reciprocal", [self.inverse_of])
+            elif self.value is not None:
+                self.known_as = self.nodes.constant(self.value)
+            else:
                 raise ValueError("a tensor of a graph has a name or a value")
-            self.known_as = self.nodes.constant(self.value)
         return self.known_as
 
 
@@ -50,12 +63,24 @@ class Nodes:
     nodes: list[onnx.NodeProto] = field(default_factory=list)
     constants: list[onnx.TensorProto] = field(default_factory=list)
     operation: str = ""  # that is written; its nodes are named after it
+    packed: Mapping[str, Blocks] = field(default_factory=dict)  # weights of linear layers, by operation
 
     def add(self, kind: str, inputs: Sequence[str], **attributes: Any) -> str:
         """Add a node with one output; returns the output's name."""
         name = f"{self.operation}/{kind}_{len(self.nodes)}"
         self.nodes.append(helper.make_node(kind, list(inputs), [name], name=name, **attributes))
         return name
+
+    def packed_product(self, inputs: str) -> str | None:
+        """Add the product of inputs with the operation's weight if that is in blocks."""
+        weight = self.packed.get(self.operation)
+        if weight is None:
+            return None
+        constants = (weight.values, weight.scales, weight.zeros.reshape(-1))
+        return self.add(
+            "MatMulNBits", [inputs, *(self.constant(array) for array in constants)], domain=_OF_ENGINE,
+            K=weight.shape[1], N=weight.shape[0], bits=weight.bits, block_size=BLOCK, accuracy_level=_IN_8_BITS,
+        )  # fmt: skip
 
     def constant(self, value: Tensor | np.ndarray[Any, Any]) -> str:
         """Add a constant; returns its name."""
@@ -70,14 +95,19 @@ class Nodes:
 
     def model(self, inputs: Sequence[Made], outputs: Sequence[Made]) -> onnx.ModelProto:
         """Return the model; outputs are renamed in the order of `outputs`."""
-        given = [helper.make_tensor_value_info(x.name, ELEMENTS[x.dtype], x.shape) for x in inputs]
+        given = [_described(x.name, x) for x in inputs]
         named = [f"output_{index}" for index in range(len(outputs))]
         ends = [
             helper.make_node("Identity", [x.name], [name], name=name) for x, name in zip(outputs, named, strict=True)
         ]
-        taken = [
-            helper.make_tensor_value_info(name, ELEMENTS[x.dtype], x.shape)
-            for x, name in zip(outputs, named, strict=True)
-        ]
+        taken = [_described(name, x) for x, name in zip(outputs, named, strict=True)]
         graph = helper.make_graph([*self.nodes, *ends], "stage", given, taken, initializer=self.constants)
-        return helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=9)
+        versions = [helper.make_opsetid("", OPSET), *([helper.make_opsetid(_OF_ENGINE, 1)] if self.packed else [])]
+        return helper.make_model(graph, opset_imports=versions, ir_version=9)
+
+
+def _described(name: str, made: Made) -> onnx.ValueInfoProto:
+    shape: list[int | str] = list(made.shape)
+    for axis in (axis for axis, varies in enumerate(made.varies) if varies):
+        shape[axis] = f"{name}_{axis}"
+    return helper.make_tensor_value_info(name, ELEMENTS[made.dtype], shape)

@@ -48,7 +48,8 @@ class Call:
         return name if factor == 1 else self.add("Mul", [name, self.number(factor)])
 
 
-Write = Callable[[Call], str]
+# returns the name of the result, or None if it has described the result otherwise
+Write = Callable[[Call], str | None]
 OPERATORS: dict[str, Write] = {}
 
 
@@ -73,7 +74,10 @@ def _reshaped(nodes: Nodes, name: str, shape: Sequence[int]) -> str:
     "squeeze.default", "squeeze.dim", "squeeze.dims", "unsqueeze.default",
 )  # fmt: skip
 def _view(call: Call) -> str:
-    return _reshaped(call.nodes, call["self"].name, call.out.shape)
+    shape = call.out.shape
+    if call.out.varies.count(True) == 1 and 0 not in shape:
+        shape = tuple(-1 if varies else size for size, varies in zip(shape, call.out.varies, strict=True))
+    return _reshaped(call.nodes, call["self"].name, shape)
 
 
 @_operator(
@@ -86,7 +90,11 @@ def _same(call: Call) -> str:
 
 @_operator("expand.default", "expand_as.default")
 def _expand(call: Call) -> str:
-    return call.add("Expand", [call["self"].name, call.nodes.numbers(call.out.shape)])
+    source, shape = call["self"], list(call.out.shape)
+    for axis in range(-len(source.shape), 0):
+        if call.out.varies and call.out.varies[axis] and source.shape[axis] == shape[axis]:
+            shape[axis] = 1  # the source's, whatever it is
+    return call.add("Expand", [source.name, call.nodes.numbers(shape)])
 
 
 @_operator("permute.default")
@@ -146,17 +154,21 @@ def slice_axis(nodes: Nodes, given: Made, axis: int, begin: int, end: int, step:
 @_operator("linear.default")
 def _linear(call: Call) -> str:
     weight, bias = call["weight"], call["bias"]
-    if weight.value is not None:
-        turned = call.nodes.constant(weight.value.t())
-    else:
-        turned = call.add("Transpose", [weight.name], perm=[1, 0])
-    product = call.add("MatMul", [call["input"].name, turned])
+    product = call.nodes.packed_product(call["input"].name)
+    if product is None:
+        if weight.value is not None:
+            turned = call.nodes.constant(weight.value.t())
+        else:
+            turned = call.add("Transpose", [weight.name], perm=[1, 0])
+        product = call.add("MatMul", [call["input"].name, turned])
     return product if bias is None else call.add("Add", [product, bias.name])
 
 
 @_operator("addmm.default")
 def _addmm(call: Call) -> str:
-    product = call.add("MatMul", [call["mat1"].name, call["mat2"].name])
+    product = call.nodes.packed_product(call["mat1"].name)
+    if product is None:
+        product = call.add("MatMul", [call["mat1"].name, call["mat2"].name])
     return call.add(
         "Add",
         [
@@ -324,8 +336,17 @@ def _power(call: Call) -> str:
 
 
 @_operator("rsqrt.default")
-def _rsqrt(call: Call) -> str:
-    return call.add("Reciprocal", [call.add("Sqrt", [call["self"].name])])
+def _rsqrt(call: Call) -> None:
+    call.out.inverse_of = call.add("Sqrt", [call["self"].name])
+
+
+@_operator("mul.Tensor", "mul_.Tensor", "mul.Scalar")
+def _times(call: Call) -> str:
+    for first, second in (("self", "other"), ("other", "self")):
+        factor = call[second]
+        if isinstance(factor, Made) and factor.inverse_of is not None and factor.dtype == call.out.dtype:
+            return call.add("Div", [call.either(call[first]), factor.inverse_of])
+    return call.add("Mul", [call.either(call["self"]), call.either(call["other"])])
 
 
 @_operator("where.self")
@@ -347,10 +368,11 @@ def _global_mean(call: Call) -> str:
 for _name, _kind in {"mean.dim": "ReduceMean", "mean.default": "ReduceMean", "sum.dim_IntList": "ReduceSum",
                      "sum.default": "ReduceSum", "amax.default": "ReduceMax"}.items():  # fmt: skip
     OPERATORS[f"aten.{_name}"] = _reduction(_kind)
-for _name, _kind in {"add": "Add", "sub": "Sub", "mul": "Mul", "div": "Div"}.items():
+for _name, _kind in {"add": "Add", "sub": "Sub", "div": "Div"}.items():
     OPERATORS |= {f"aten.{_name}{form}": _arithmetic(_kind) for form in (".Tensor", "_.Tensor", ".Scalar")}
 for _name, _kind in {"relu": "Relu", "tanh": "Tanh", "sigmoid": "Sigmoid", "exp": "Exp", "sqrt": "Sqrt", "erf": "Erf",
-                     "neg": "Neg", "abs": "Abs", "hardswish": "HardSwish"}.items():  # fmt: skip
+                     "neg": "Neg", "abs": "Abs", "cos": "Cos", "sin": "Sin",
+                     "hardswish": "HardSwish"}.items():  # fmt: skip
     OPERATORS |= {f"aten.{_name}{form}.default": _single(_kind) for form in ("", "_")}
 for _name, _kind in {"eq": "Equal", "gt": "Greater", "ge": "GreaterOrEqual", "lt": "Less", "le": "LessOrEqual"}.items():
     OPERATORS |= {f"aten.{_name}{form}": _comparison(_kind) for form in (".Tensor", ".Scalar")}

@@ -15,7 +15,8 @@ class OnnxRuntime(ExportedRuntime):
     """A stage program run by ONNX Runtime.
 
     The precision `int8` has weights of linear layers in 8 bits with a scale for each output channel, and quantizes
-    their inputs dynamically; layers in `keep` are unchanged.
+    their inputs dynamically; `int4` has 4 bits and a scale for each block of 32 inputs, and inputs in 8 bits. Layers in
+    `keep` are unchanged.
 
     Example:
         runtime = OnnxRuntime(program, {"head.weight": weight, ...})
@@ -29,20 +30,23 @@ class OnnxRuntime(ExportedRuntime):
             from penstock.runtime.onnx.quantize import quantize  # its package takes 12 MB
 
             model = quantize(model, self.kept)
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads, options.inter_op_num_threads = torch.get_num_threads(), 1
-        # threads that wait by spinning take the cores of a small host
-        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-        options.log_severity_level = 3
-        session = onnxruntime.InferenceSession(
-            model.SerializeToString(), options, providers=["CPUExecutionProvider"]
-        )  # fmt: skip
-        used = {each.name for each in session.get_inputs()}
+        return compile_model(model)
 
-        def run(given: Mapping[str, np.ndarray[Any, Any]]) -> Sequence[np.ndarray[Any, Any]]:
-            outputs: Sequence[np.ndarray[Any, Any]] = session.run(
-                None, {name: array for name, array in given.items() if name in used}
-            )
-            return outputs
 
-        return run
+def compile_model(model: onnx.ModelProto) -> Engine:
+    """Return what runs a model with as many threads as torch has."""
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.inter_op_num_threads = torch.get_num_threads(), 1
+    # threads that wait by spinning take the cores of a small host
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    options.log_severity_level = 3
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    used = {each.name for each in session.get_inputs()}
+
+    def run(given: Mapping[str, np.ndarray[Any, Any]]) -> Sequence[np.ndarray[Any, Any]]:
+        outputs: Sequence[np.ndarray[Any, Any]] = session.run(
+            None, {name: array for name, array in given.items() if name in used}
+        )
+        return outputs
+
+    return run

@@ -27,19 +27,24 @@ class OpenVinoRuntime(ExportedRuntime):
     integers_of_32_bits = True
 
     def _compile(self, model: onnx.ModelProto) -> Engine:
-        core = openvino.Core()
-        settings = {
-            "INFERENCE_PRECISION_HINT": _HINTS[self.precision], "INFERENCE_NUM_THREADS": torch.get_num_threads(),
-            "NUM_STREAMS": 1, "ENABLE_CPU_PINNING": False,
-        }  # fmt: skip
-        compiled = core.compile_model(core.read_model(model.SerializeToString(), b""), "CPU", settings)
-        request = compiled.create_infer_request()
-        # an operation that only reshapes an input may be optimized away, leaving its name on the port
-        inputs = {each.name for each in model.graph.input}
-        names = [next(iter(port.get_names() & inputs)) for port in compiled.inputs]
+        return compile_model(model, self.precision)
 
-        def run(given: Mapping[str, np.ndarray[Any, Any]]) -> Sequence[np.ndarray[Any, Any]]:
-            found = request.infer([given[name] for name in names], share_inputs=True)
-            return [found[port] for port in compiled.outputs]
 
-        return run
+def compile_model(model: onnx.ModelProto, precision: str) -> Engine:
+    """Return what runs a model with as many threads as torch has."""
+    core = openvino.Core()
+    settings = {
+        "INFERENCE_PRECISION_HINT": _HINTS[precision], "INFERENCE_NUM_THREADS": torch.get_num_threads(),
+        "NUM_STREAMS": 1, "ENABLE_CPU_PINNING": False,
+    }  # fmt: skip
+    compiled = core.compile_model(core.read_model(model.SerializeToString(), b""), "CPU", settings)
+    request = compiled.create_infer_request()
+    # an operation that only reshapes an input may be optimized away, leaving its name on the port
+    inputs = {each.name for each in model.graph.input}
+    names = [next(iter(port.get_names() & inputs)) for port in compiled.inputs]
+
+    def run(given: Mapping[str, np.ndarray[Any, Any]]) -> Sequence[np.ndarray[Any, Any]]:
+        found = request.infer([given[name] for name in names], share_inputs=True)
+        return [found[port] for port in compiled.outputs]
+
+    return run

@@ -1,8 +1,9 @@
 """Write a stage program as an ONNX model for one microbatch size."""
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import onnx
 import torch
@@ -12,9 +13,13 @@ from penstock.errors import PlanError, ProgramError
 from penstock.graph.encoding import StageDevice
 from penstock.graph.ops import GETITEM, Op, Ref, effect, resolve_operator
 from penstock.graph.program import StageProgram
+from penstock.runtime.onnx.blocks import Blocks
 from penstock.runtime.onnx.onnx_nodes import ELEMENTS, Made, Nodes
 from penstock.runtime.onnx.onnx_operators import OPERATORS, Call, slice_axis
 from penstock.values import Size
+
+# a tensor, or several, for each value by name
+Seen: TypeAlias = Mapping[str, Tensor | Sequence[Tensor]]
 
 # these return several tensors, each a part of one
 _PARTED = {"aten.unbind.int", "aten.split.Tensor", "aten.split_with_sizes.default", "aten.chunk.default"}
@@ -33,13 +38,13 @@ def unsupported(program: StageProgram) -> list[str]:
     Example:
         unsupported(program)    # ['aten.cumsum.default']
     """
-    known = {*OPERATORS, *_PARTED, GETITEM}
-    return list(dict.fromkeys(op.target for op in program.ops if op.target not in known or not _is_plain(op)))
+    return list(dict.fromkeys(op.target for op in program.ops if not is_supported(op)))
 
 
-def _is_plain(op: Op) -> bool:
+def is_supported(op: Op) -> bool:
+    """Return True if an operation can be written."""
     if op.target not in _PLAIN:
-        return True
+        return op.target in OPERATORS or op.target in _PARTED or op.target == GETITEM
     given = _bound(op)
     return all(given[name] == value for name, value in _PLAIN[op.target].items())
 
@@ -63,17 +68,19 @@ def check_supported(program: StageProgram) -> None:
 
 
 def write_model(
-    program: StageProgram, known: Mapping[str, Tensor], seen: Mapping[str, Tensor | Sequence[Tensor]],
-    sizes: Mapping[str, int],
+    ops: Sequence[Op], inputs: Sequence[str], outputs: Sequence[str], known: Mapping[str, Tensor], seen: Seen,
+    sizes: Mapping[str, int], *, others: Seen | None = None, packed: Mapping[str, Blocks] | None = None,
 ) -> onnx.ModelProto:  # fmt: skip
-    """Write a program as an ONNX model.
+    """Write operations as an ONNX model.
 
-    `known` are its states and its prelude's results, `seen` its inputs and every operation's result at `sizes`, of
-    which only dtype and shape matter. Inputs are named as the program's, outputs by their places.
+    `known` are states and results of a prelude, `seen` the inputs and every operation's result at `sizes`, of which
+    only dtype and shape matter. With `others`, the same at other sizes, dimensions that differ are unknown in the model
+    where it can be written so. `packed` has weights in blocks by the operations that multiply with them. Inputs have
+    their names, outputs are named by their places.
 
     Raises `PlanError` for a dtype that ONNX Runtime does not have; see `check_supported` for the rest.
     """
-    return _Writer(program, known, seen, sizes).model()
+    return _Writer(inputs, known, seen, sizes, others or {}, packed or {}).model(ops, outputs)
 
 
 def _check_writes(program: StageProgram) -> None:
@@ -97,27 +104,29 @@ def _check_writes(program: StageProgram) -> None:
 
 class _Writer:
     def __init__(
-        self, program: StageProgram, known: Mapping[str, Tensor], seen: Mapping[str, Tensor | Sequence[Tensor]],
-        sizes: Mapping[str, int],
+        self, inputs: Sequence[str], known: Mapping[str, Tensor], seen: Seen, sizes: Mapping[str, int], others: Seen,
+        packed: Mapping[str, Blocks],
     ) -> None:  # fmt: skip
-        self._program, self._seen, self._sizes = program, seen, sizes
-        self._nodes = Nodes()
+        self._seen, self._others, self._sizes = seen, others, sizes
+        self._nodes = Nodes(packed=packed)
         self._values: dict[str, Made] = {
             name: Made(self._nodes, tensor.dtype, tuple(tensor.shape), value=tensor) for name, tensor in known.items()
         }
         self._parts: dict[str, list[Made]] = {}
-        self._inputs = [self._like(seen[value.name], value.name) for value in program.inputs]
-        self._values |= {value.name: made for value, made in zip(program.inputs, self._inputs, strict=True)}
+        self._inputs = [self._like(seen[name], others.get(name), name) for name in inputs]
+        self._values |= dict(zip(inputs, self._inputs, strict=True))
 
-    def _like(self, seen: Any, name: str | None = None) -> Made:
+    def _like(self, seen: Any, other: Any = None, name: str | None = None) -> Made:
         if seen.dtype not in ELEMENTS:
             raise PlanError(f"runtimes that take ONNX have no {seen.dtype}; plan this stage with the runtime eager")
-        return Made(self._nodes, seen.dtype, tuple(seen.shape), known_as=name)
+        shape = tuple(seen.shape)
+        varies = () if other is None else tuple(a != b for a, b in zip(shape, other.shape, strict=True))
+        return Made(self._nodes, seen.dtype, shape, known_as=name, varies=varies)
 
-    def model(self) -> onnx.ModelProto:
-        for op in self._program.ops:
+    def model(self, ops: Sequence[Op], outputs: Sequence[str]) -> onnx.ModelProto:
+        for op in ops:
             self._write(op)
-        return self._nodes.model(self._inputs, [self._values[value.name] for value in self._program.outputs])
+        return self._nodes.model(self._inputs, [self._values[name] for name in outputs])
 
     def _write(self, op: Op) -> None:
         self._nodes.operation = op.name
@@ -131,7 +140,7 @@ class _Writer:
             return
         if op.name not in self._seen:
             return  # unread, and it writes nothing
-        made = self._like(self._seen[op.name])
+        made = self._like(self._seen[op.name], self._others.get(op.name))
         made.known_as = OPERATORS[op.target](Call(self._nodes, made, given))
         self._values[op.name] = made
         for name in effect(op).writes:
@@ -141,8 +150,9 @@ class _Writer:
         source: Made = given["self"]
         axis = given["dim"] % len(source.shape)
         begin = 0
-        for tensor in self._seen[op.name]:
-            made = self._like(tensor)
+        tensors = self._seen[op.name]
+        for tensor, other in zip(tensors, self._others.get(op.name, itertools.repeat(None)), strict=False):
+            made = self._like(tensor, other)
             size = 1 if op.target == "aten.unbind.int" else made.shape[axis]
             made.known_as = slice_axis(self._nodes, source, axis, begin, begin + size)
             if op.target == "aten.unbind.int":

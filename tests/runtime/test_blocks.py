@@ -1,0 +1,45 @@
+"""Weights in blocks: what was rounded is near, and the engine multiplies with the same numbers."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from penstock.runtime.onnx.blocks import BLOCK, in_blocks
+from penstock.runtime.onnx.onnx_nodes import Made, Nodes
+from penstock.runtime.onnx.onnx_runtime import compile_model
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 40), st.integers(1, 100), st.sampled_from([4, 8]), st.integers(0, 2**31))
+def test_each_block_is_within_half_a_step(rows: int, width: int, bits: int, seed: int) -> None:
+    weight = torch.randn(rows, width, generator=torch.Generator().manual_seed(seed))
+    found = in_blocks(weight, bits).weight()
+    for begin in range(0, width, BLOCK):
+        part, near = weight[:, begin : begin + BLOCK], found[:, begin : begin + BLOCK]
+        step = (part.amax(1).clamp(min=0) - part.amin(1).clamp(max=0)) / (2**bits - 1)
+        assert bool(((part - near).abs().amax(1) <= step * 1.001 + 1e-7).all())  # half for the zero, half for itself
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("shape", [(7, 96), (64, 32), (5, 40)])
+def test_the_engine_multiplies_with_these_numbers(bits: int, shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    blocks, inputs = in_blocks(torch.randn(shape), bits), torch.randn(3, shape[1])
+    nodes = Nodes(packed={"linear": blocks}, operation="linear")
+    given = Made(nodes, torch.float32, (3, shape[1]), known_as="inputs")
+    product = nodes.packed_product("inputs")
+    model = nodes.model([given], [Made(nodes, torch.float32, (3, shape[0]), known_as=product)])
+    (found,) = compile_model(model)({"inputs": inputs.numpy()})
+    wanted = (inputs @ blocks.weight().t()).numpy()
+    assert float(np.abs(found - wanted).max() / np.abs(wanted).max()) < 0.02  # inputs are rounded to 8 bits
+
+
+@pytest.mark.parametrize("weight", [torch.zeros(3, 4), torch.full((2, 40), 1e-30), torch.tensor([[3e38, -3e38]])])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_weights_at_the_ends(weight: Tensor, bits: int) -> None:
+    found = in_blocks(weight, bits).weight()
+    assert bool(found.isfinite().all())
+    assert float((found - weight).abs().amax()) <= float(weight.abs().amax()) / 7

@@ -1,0 +1,151 @@
+"""A decoder's stage on an engine: eager's numbers, one model for all sizes, each row by itself."""
+
+import onnx
+import pytest
+import torch
+from torch import Tensor, nn
+
+from penstock.deploy.state import load_state
+from penstock.errors import PlanError
+from penstock.generate.cached_decoder import decoder_call
+from penstock.generate.generator import Generator
+from penstock.graph.caches import add_cache
+from penstock.graph.capture import capture
+from penstock.graph.graph import Graph
+from penstock.graph.stages import divide
+from penstock.runtime.eager import Runtime
+from penstock.runtime.onnx.exported import Engine
+from penstock.runtime.onnx.joined import JoinedRuntime
+from penstock.runtime.onnx.onnx_runtime import compile_model
+from penstock.runtime.registry import parse_runtime
+from penstock.spec.plan import Generation
+from penstock.zoo.weights.weights import ModuleWeights
+from tests.generate.decoders import decoder, expected, prompts
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+_ENGINES = ("onnxruntime", "onnxruntime:int8", "onnxruntime:int4", "openvino")
+
+
+def captured(name: str) -> tuple[Graph, nn.Module]:
+    call = decoder_call(decoder(name), Generation(slots=2, lanes=1, max_length=128))
+    return capture(call.model, (), call.kwargs, dynamic=call.dynamic), call.model
+
+
+def states(graph: Graph, model: nn.Module) -> dict[str, Tensor]:
+    weights = ModuleWeights(model)
+    return {
+        state.value.name: load_state(graph, state, weights) for state in graph.states if state.kind != "cache"
+    }  # fmt: skip
+
+
+def call(step: int, start: int, room: int, wanted: int = 1) -> tuple[dict[str, int], list[Tensor]]:
+    """The sizes and inputs of tokens at some positions of two sequences."""
+    ids = torch.arange(2 * step).view(2, step) % 100 + 3
+    positions = torch.arange(start, start + step).expand(2, step).contiguous()
+    sizes = {"batch": 2, "step": step, "wanted": wanted, "room": room}
+    return sizes, [ids, positions, torch.arange(2), torch.arange(step - wanted, step), torch.arange(room)]
+
+
+CALLS = (call(8, 0, 64, 8), call(16, 8, 64, 8), call(1, 24, 64), call(1, 25, 128))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3", "gpt-neox", "mixtral"])
+def test_numbers_are_those_of_eager(family: str) -> None:
+    graph, model = captured(family)
+    (program,) = divide(graph, [])
+    tensors = states(graph, model)
+    models: list[onnx.ModelProto] = []
+
+    def compile_counted(model: onnx.ModelProto) -> Engine:
+        models.append(model)
+        return compile_model(model)
+
+    eager, joined = Runtime(program, tensors), JoinedRuntime(program, tensors, compile_model=compile_counted)
+    counts = []
+    for sizes, inputs in CALLS:
+        (wanted,), (found,) = eager(sizes, inputs), joined(sizes, inputs)
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+        counts.append(len(models))
+    assert counts[0] > 1
+    assert counts[0] == counts[-1] < 10  # a model between two caches each, for all sizes
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("runtime", "near"), [("onnxruntime:int8", 0.05), ("onnxruntime:int4", 0.5)])
+def test_weights_in_blocks(runtime: str, near: float) -> None:
+    graph, model = captured("llama")
+    (program,) = divide(graph, [])
+    tensors = states(graph, model)
+    eager, rounded = Runtime(program, tensors), parse_runtime(runtime).load(program, tensors)
+    layers = "+".join(path for path, each in model.named_modules() if isinstance(each, nn.Linear))
+    kept = parse_runtime(f"{runtime}+{layers}").load(program, tensors)
+    assert rounded.weight_bytes < kept.weight_bytes
+    for sizes, inputs in CALLS:
+        (wanted,), (found,), (exact,) = (each(sizes, inputs) for each in (eager, rounded, kept))
+        assert 0 < float((found - wanted).norm() / wanted.norm()) < near
+        torch.testing.assert_close(exact, wanted, rtol=1e-4, atol=1e-4)
+
+
+class Mean(nn.Module):
+    """Keeps what it computes of each token, and expands a step's mean to as many tokens as the step has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        add_cache(self, "kept", 2, 64, 8)
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        rows = torch.arange(x.shape[0])[:, None]
+        self.kept.index_put_((rows, positions), self.first(x))
+        mean = self.kept.mean()
+        result: Tensor = self.second(x.mean(1, keepdim=True).expand_as(x) + mean + x)
+        return result
+
+
+@torch.no_grad()
+def test_a_model_for_each_size_where_they_differ() -> None:
+    torch.manual_seed(0)
+    model, x = Mean().eval(), torch.randn(2, 8, 8)
+    places = torch.arange(8).expand(2, 8).contiguous()
+    graph = capture(model, (x, places), dynamic={"step": {"x": 1, "positions": 1}})
+    (program,) = divide(graph, [])
+    tensors = states(graph, model)
+    models: list[onnx.ModelProto] = []
+
+    def compile_counted(model: onnx.ModelProto) -> Engine:
+        models.append(model)
+        return compile_model(model)
+
+    eager, joined = Runtime(program, tensors), JoinedRuntime(program, tensors, compile_model=compile_counted)
+    for step in (5, 8, 4, 5):
+        given = {"batch": 2, "step": step}, [torch.randn(2, step, 8), places[:, :step].contiguous()]
+        torch.testing.assert_close(joined(*given)[0], eager(*given)[0], rtol=1e-5, atol=1e-5)
+    assert len(models) == 1 + 3  # the first product's model serves all
+
+
+@pytest.mark.parametrize("runtime", _ENGINES)
+def test_a_decoder_has_the_same_bits_in_any_company(runtime: str) -> None:
+    model, given = decoder("llama"), prompts(5, 33, 12, 1)
+    found = []
+    for stages, slots in ((1, 3), (2, 3)):
+        with Generator(model, stages=stages, slots=slots, max_length=64, runtime=runtime) as generator:
+            requests = [generator.submit(prompt, max_new_tokens=20) for prompt in given]
+            found.append([(request.result(), request.logprobs) for request in requests])
+            alone = generator.submit(given[1], max_new_tokens=20)
+            assert (alone.result(), alone.logprobs) == found[-1][1]
+    if runtime == "openvino":
+        assert [tokens for tokens, _ in found[0]] == [tokens for tokens, _ in found[1]]
+    else:
+        assert found[0] == found[1]
+    if ":" not in runtime:
+        wanted = [expected(model, prompt, max_new_tokens=20, do_sample=False) for prompt in given]
+        assert [tokens for tokens, _ in found[0]] == wanted
+
+
+def test_a_device_that_has_no_engine() -> None:
+    graph, model = captured("gpt2")
+    (program,) = divide(graph, [])
+    with pytest.raises(PlanError, match="meta"):
+        parse_runtime("onnxruntime:int4").load(program, states(graph, model), torch.device("meta"))

@@ -1,4 +1,7 @@
-"""A language model of transformers whose cache is an input like any other: one graph that prefills and decodes."""
+"""A wrapper of a transformers language model whose KV cache is a buffer.
+
+Slots and positions are graph inputs, so one graph serves prefill and decode.
+"""
 
 import inspect
 from collections.abc import Mapping
@@ -91,9 +94,10 @@ class CachedDecoder(nn.Module):
 
 
 def decoder_call(model: Any, caches: Generation, weights: Weights | None = None) -> ModelCall:
-    """Return the call of a model with caches for `caches.lanes` lanes, to be captured; weights are the model's own.
+    """Return the call of a model with caches for `caches.lanes` lanes, to be captured.
 
-    Raises `UsageError` as `CachedDecoder`.
+    `weights` is a source of tensors under the model's own names; default: the module's tensors. Raises `UsageError` as
+    `CachedDecoder`.
     """
     decoder = CachedDecoder(model, slots=caches.slots * caches.lanes, length=caches.max_length).eval()
     return ModelCall(
@@ -102,7 +106,8 @@ def decoder_call(model: Any, caches: Generation, weights: Weights | None = None)
     )  # fmt: skip
 
 
-# which inputs' dimensions may have other sizes than the example's
+# dimensions whose size varies, by symbol: `step` tokens per row, `room` attended positions, `wanted` tokens per row
+# whose logits are returned
 DYNAMIC: Mapping[str, Mapping[str | int, int]] = {
     "step": {"ids": 1, "positions": 1},
     "room": {"places": 0},
@@ -123,7 +128,8 @@ def _check(model: Any) -> None:
         )
     if "position_ids" not in inspect.signature(model.forward).parameters:
         raise UsageError(
-            f"{type(model).__name__} takes no position_ids, which tell its sequences apart; use model.generate"
+            f"{type(model).__name__} takes no position_ids, which a batch of sequences of different lengths "
+            "needs; use model.generate"
         )
 
 

@@ -12,7 +12,7 @@ from penstock.tracing.trace import GenerationFacts, RequestTimes
 
 
 class GenerationRecord:
-    """The record of one traced stream; `requests` are those that have ended."""
+    """The record of one traced stream; `requests` are the ended ones."""
 
     def __init__(self, place: Place, tracer: FeederTracer, lanes: Lanes) -> None:
         self.report = StreamReport()
@@ -22,11 +22,11 @@ class GenerationRecord:
         self._microbatches: list[tuple[str, int]] = []
 
     def begin(self) -> tuple[float, float]:
-        """Return the moment at which a microbatch begins to be made."""
+        """Return the current time of the trace and of this thread's CPU, as the start of a microbatch's preparation."""
         return self._tracer.recorder.clock(), time.thread_time()
 
     def fed(self, step: Step, moment: tuple[float, float]) -> None:
-        """Record a microbatch that was made since a moment."""
+        """Record a microbatch that was prepared since `moment`."""
         self._tracer.loaded(len(self._microbatches), *moment)
         kind = "prompt" if step.lane < 0 else "guess" if step.guesses else "step"
         self._microbatches.append((kind, step.lane))
@@ -37,7 +37,7 @@ class GenerationRecord:
         self.report.took(time.perf_counter() - self._begin_s)
 
     def end(self, stages: list[StageReport], cache_bytes: Sequence[int]) -> GenerationFacts:
-        """Complete the report, whose rows are tokens, and return what the generation did."""
+        """Complete the report, with tokens as its rows, and return the facts of the generation."""
         self.report.stages = stages
         self.report.num_rows = sum(len(request.tokens) for request in self.requests)
         self._place.traces = [self._tracer.own(), *self._place.traces]

@@ -31,10 +31,11 @@ _NEW_TOKENS = 20  # transformers' default
 class Generator:
     """A language model of transformers, cut into stages, that generates text for many requests at a time.
 
-    Each stage keeps the keys and values of its own layers. A lane is a group of `slots` sequences that are decoded
-    together; there are `lanes` of them, by default one more than stages, so that no stage waits. Further requests wait
-    for a free slot. A `plan`, or its file, sets stages, slots, lanes and length. A request gets the same tokens
-    whatever else is served and however the model is cut.
+    Each stage holds the keys and values of its own layers. A lane is a group of `slots` sequences that are decoded
+    together. By default there is one lane more than stages: requests fill one lane per stage first, and once these are
+    full, the extra lane occupies the stage that would wait for sampled tokens. Further requests wait for a free slot. A
+    `plan`, or its file, sets stages, slots, lanes and length. A request gets the same tokens whatever else is served
+    and however the model is cut.
 
     Example:
         with penstock.Generator(model, tokenizer, stages=2) as generator:
@@ -43,14 +44,15 @@ class Generator:
                 print(text, end="")
 
     `max_length` is the largest number of tokens of a sequence, prompt and answer. With more than one thread per stage,
-    the last bits of a row depend on its place among the rows, so tokens may depend on which other requests are in
-    flight. With `on_loss="continue"` a lost machine is a pause: the stages move to the others, requests in flight are
-    fed again in the same shapes, and continue with the same bits. Idle stages decode speculatively, with guesses from
-    what the sequence repeats; `speculate=False` turns this off. With `trace`, a folder for `penstock report` is written
-    at the end. Options that are not listed here are those of `penstock.Pipeline`. Under torchrun the first process
-    generates and the others hold stages.
+    the last bits of a row depend on its position in the batch, so tokens may depend on which other requests are in
+    flight. With `on_loss="continue"` the loss of a machine only pauses generation: the survivors take over its stages,
+    requests in flight are replayed in the same shapes, and their tokens keep the same bits. Idle stages run draft
+    tokens, guessed from repetitions in the sequence (speculative decoding); `speculate=False` turns this off. With
+    `trace`, a folder for `penstock report` is written at the end. Options that are not listed here are those of
+    `penstock.Pipeline`. Under torchrun rank 0 samples and, unless a plan differs, also holds the last stage; the other
+    ranks hold the other stages. Otherwise local workers hold all stages, and this process only samples.
 
-    Raises `UsageError` for a model that keeps something else than keys and values, and what `penstock.Pipeline` raises.
+    Raises `UsageError` for a model with other state than keys and values, and the errors of `penstock.Pipeline`.
     """
 
     def __init__(
@@ -105,12 +107,12 @@ class Generator:
 
     @property
     def num_slots(self) -> int:
-        """Return how many sequences are in flight at most."""
+        """Largest number of sequences in flight."""
         return self._num_slots
 
     @property
     def num_guesses(self) -> tuple[int, int]:
-        """Return how many tokens were guessed ahead of their turn, and how many of them were right."""
+        """Number of draft tokens, and of those that were right."""
         return self._loop.num_guesses if self._loop is not None else (0, 0)
 
     @property
@@ -120,7 +122,7 @@ class Generator:
 
     @property
     def generates(self) -> bool:
-        """Return whether this process generates; the others of a run hold stages."""
+        """True if this process samples tokens; False on ranks that only hold a stage."""
         return self._loop is not None
 
     def submit(
@@ -128,35 +130,37 @@ class Generator:
         presence_penalty: float = 0.0, frequency_penalty: float = 0.0, logit_bias: Mapping[int, float] | None = None,
         logits_processor: Sequence[Processor] = (), num_likeliest: int = 0, score_prompt: bool = False, **changes: Any,
     ) -> Request:  # fmt: skip
-        """Hand in a request, from any thread; its tokens come while it is in flight.
+        """Submit a request, from any thread, and return it immediately; its tokens arrive while it is in flight.
 
         `prompt` is text or tokens. The penalties are those of OpenAI's protocol: `presence_penalty` is subtracted once
         from the score of each token already generated, `frequency_penalty` once per occurrence. `logit_bias` is added
         to the scores of tokens. `logits_processor` are called in the generator's thread with tokens [1, L] and scores
-        [1, V], and return scores. `num_likeliest` asks for the likeliest tokens at each position, `score_prompt` for
-        the log-probabilities of the prompt's own tokens. Other options are transformers' own; without a limit, 20 new
-        tokens are generated. Raises `UsageError` for what cannot be generated.
+        [1, V], and return scores. `num_likeliest` is the number of likeliest tokens to record at each position, and
+        `score_prompt` records the log-probabilities of the prompt's tokens. Other options are transformers' own;
+        without a limit, 20 new tokens are generated. Raises `UsageError` for an invalid prompt or option.
 
         Example:
             for token in generator.submit([5, 7, 2], max_new_tokens=10):
                 ...
         """
         if self._loop is None:
-            raise UsageError("this process holds a stage; generate in the first one")
+            raise UsageError("call submit on rank 0; this rank only holds a stage")
         config = read_config(self.model, generation_config, changes)
         tokens = self._tokens(prompt)
         vocabulary = self.vocabulary
         if not tokens or not all(0 <= token < vocabulary for token in tokens):
-            raise UsageError(f"a prompt is tokens from 0 to {vocabulary - 1}, at least one; got {tokens[:8]}")
+            raise UsageError(
+                f"a prompt must have at least one token, each from 0 to {vocabulary - 1}; got {tokens[:8]}"
+            )
         most = self._most_tokens(len(tokens), config)
         if config.stop_strings and self.tokenizer is None:
-            raise UsageError("stop_strings are looked for in text; give the generator a tokenizer")
+            raise UsageError("stop_strings need a tokenizer; give the generator one")
         processors: list[Processor] = []
         if presence_penalty or frequency_penalty:
             processors.append(Penalties(len(tokens), presence=presence_penalty, frequency=frequency_penalty))
         if logit_bias:
             if wrong := [token for token in logit_bias if not 0 <= token < vocabulary]:
-                raise UsageError(f"logit_bias is of tokens from 0 to {vocabulary - 1}; got {wrong[0]}")
+                raise UsageError(f"keys of logit_bias must be tokens from 0 to {vocabulary - 1}; got {wrong[0]}")
             processors.append(LogitBias(logit_bias))
         sampler = Sampler(config, num_prompt=len(tokens), seed=seed, processors=[*processors, *logits_processor])
         request = Request(
@@ -169,20 +173,22 @@ class Generator:
         self, input_ids: Tensor, attention_mask: Tensor | None = None, generation_config: Any = None,
         streamer: Any = None, **kwargs: Any,
     ) -> Tensor:  # fmt: skip
-        """Generate as `model.generate` does, and return the same: prompts and answers [B, L], filled up on the right.
+        """Return the tensor of `model.generate`: prompts and their answers [B, L], padded on the right.
 
-        Rows are in flight together. Padding of prompts is what `attention_mask` hides. `seed=` gives each row random
-        numbers of its own, from `seed` and its number.
+        All rows are in flight together. `attention_mask` is 0 at the padding of prompts. With `seed`, row `i` is
+        sampled with the seed `seed + i`.
 
         Example:
             tokens = generator.generate(prompts, max_new_tokens=20)
 
-        Raises `UsageError` for what `model.generate` does and this does not, by name.
+        Raises `UsageError`, naming the option, for options of `model.generate` that a generator does not support.
         """
         seed = kwargs.pop("seed", None)
         config = read_config(self.model, generation_config, kwargs)
         if input_ids.dim() != 2 or (attention_mask is not None and attention_mask.shape != input_ids.shape):
-            raise UsageError(f"input_ids and attention_mask are [B, L] alike; got {list(input_ids.shape)}")
+            raise UsageError(
+                f"input_ids and attention_mask must have the same shape [B, L]; got {list(input_ids.shape)}"
+            )
         if streamer is not None and len(input_ids) > 1:
             raise UsageError(f"a streamer takes one prompt at a time, not {len(input_ids)}")
         prompts = input_ids.repeat_interleave(config.num_return_sequences or 1, 0)
@@ -203,7 +209,7 @@ class Generator:
                 streamer.end()
             answers = [request.result() for request in requests]
         finally:
-            for request in requests:  # if one was refused, or the caller was interrupted
+            for request in requests:  # if one was rejected, or the caller was interrupted
                 request.cancel()
         fill = config.pad_token_id if config.pad_token_id is not None else next(iter(ends_of(config)), 0)
         longest = max(map(len, answers))
@@ -211,13 +217,13 @@ class Generator:
         return torch.cat([prompts, filled.to(prompts)], 1)
 
     def stream(self, prompt: Sequence[int] | str, **kwargs: Any) -> Iterator[str]:
-        """Yield the answer's text as it comes, up to a stop string; `kwargs` are those of `submit`.
+        """Yield the answer's text as it is generated, up to a stop string; `kwargs` are those of `submit`.
 
         Example:
             for text in generator.stream("The capital of France is", max_new_tokens=12):
                 print(text, end="", flush=True)
 
-        Raises `UsageError` without a tokenizer, and what `submit` raises.
+        Raises `UsageError` without a tokenizer, and the errors of `submit`.
         """
         if self.tokenizer is None:
             raise UsageError("text needs a tokenizer; give the generator one, or use submit for tokens")
@@ -237,7 +243,7 @@ class Generator:
             request.cancel()
 
     def close(self) -> None:
-        """Finish what is in flight, refuse what waits, and end the stages."""
+        """Finish requests in flight, fail waiting ones, and stop the stages."""
         if self._loop is not None:
             self._loop.end()
         self.pipeline.close()
@@ -276,7 +282,7 @@ class Generator:
         if num_prompt + most > self.max_length:
             raise UsageError(
                 f"a sequence of this generator has at most {self.max_length} tokens, but {num_prompt} of a prompt and "
-                f"{most} new ones were asked for; make it with max_length={num_prompt + most}, or ask for fewer"
+                f"{most} new ones were requested; create it with max_length={num_prompt + most}, or request fewer"
             )
         return most
 
@@ -285,7 +291,7 @@ def _caches_of(plan: Plan, slots: int | None, lanes: int | None, max_length: int
     """Return the caches that a plan was made for; raises `UsageError` for other ones."""
     caches = plan.generation
     if caches is None:
-        raise UsageError("this plan is not of a model that generates; profile it with --generate, and plan again")
+        raise UsageError("this plan has no slots and lanes; profile the model with --generate, and plan again")
     for name, asked in (("slots", slots), ("lanes", lanes), ("max_length", max_length)):
         if asked not in {None, getattr(caches, name)}:
             raise UsageError(f"the plan was made for {name}={getattr(caches, name)}; leave {name} out, or plan again")

@@ -1,4 +1,4 @@
-"""Speculative decoding: guesses of a sequence's next tokens from its earlier ones, so that idle stages have work."""
+"""Speculative decoding: idle stages run guesses (draft tokens), made from a sequence's earlier tokens."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ _WEIGHT = 0.1  # of the newest outcome in the moving average of the hit rate
 
 
 class Guesser:
-    """Guesses what follows a sequence's last tokens: what followed them the last time (prompt lookup).
+    """Guesses the next token by prompt lookup: the token that last followed the same context in the sequence.
 
     It tracks its hit rate without issuing guesses: every token, beginning with the prompt's own, is compared with what
     it would have guessed. While the rate is low, it guesses nothing.
@@ -43,7 +43,7 @@ class Guesser:
         self._last = [*self._last[1 - _SIZES[0] :], token]
 
     def guess(self, guessed: Sequence[int]) -> int | None:
-        """Return the token that follows after earlier guesses, or None."""
+        """Return a guess for the position after the earlier guesses, or None."""
         last = [*self._last, *guessed]
         for size in _SIZES:
             found = self._following.get(tuple(last[-size:]))

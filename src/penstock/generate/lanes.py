@@ -15,7 +15,7 @@ class SequenceState:
 
     tokens: list[int]
     num_prompt: int
-    scored: bool = False  # log-probabilities of all tokens of the prompt were asked for
+    scored: bool = False  # log-probabilities of the prompt's tokens are requested
     most: int = sys.maxsize  # largest length, prompt and answer
     guesser: Guesser | None = None
     slot: int = -1
@@ -29,7 +29,7 @@ class SequenceState:
         return self.fed >= len(self.tokens)
 
     def add(self, token: int) -> bool:
-        """Append the next token; return whether it was guessed. After a wrong guess, feeding begins again with it."""
+        """Append the next token, and return True if it was guessed; after a wrong guess it is the next token to run."""
         self.tokens.append(token)
         if self.guesser is not None:
             self.guesser.add(token)
@@ -44,13 +44,13 @@ class SequenceState:
 
 @dataclass(slots=True)
 class Step:
-    """One microbatch: what it feeds, and which of its rows are waited for."""
+    """One microbatch: its inputs, and the rows to sample."""
 
     rows: list[int]  # slot of each row
     ids: list[list[int]]
     positions: list[list[int]]
     last: list[int]  # token indices whose logits are returned
-    room: int
+    room: int  # attended length, a multiple of `BLOCK`
     scored: SequenceState | None = None
     # rows whose logits give a next token: row of the batch, sequence, number of its tokens up to the row's last one,
     # and that token
@@ -73,15 +73,17 @@ class Lanes:
 
     A step has a row for each slot of its lane, also for empty or waiting slots; a prompt goes in chunks whose sizes
     depend only on its length, the last one padded. A row without a token to generate writes at the next position of its
-    own sequence, which is overwritten later. The first `num_used` lanes are filled before the others: a step takes as
-    long for one row as for all, and `num_used` lanes are enough to keep as many stages busy.
+    own sequence, which is overwritten later. The first `num_used` lanes, one per stage, are filled before the others: a
+    step takes as long for one row as for all, so a few full lanes are faster than many with few rows. Once these are
+    full, the others are used too, and no stage waits while a lane's tokens are sampled.
 
-    What a prompt's whole chunks wrote stays in a slot, and a prompt that begins with the same chunks begins after them:
-    the same chunks have the same bits. Guesses are steps as well; what a wrong one wrote is overwritten:
+    The keys and values of a prompt's whole chunks stay in the slot after release. A prompt that begins with the same
+    chunks continues after them, with the same bits. Guesses (draft tokens) run as steps too; the keys and values of a
+    wrong one are overwritten:
 
-        tokens    a b c d         fed: e f g (guessed e, f, g)
-        result    a b c d e       right: the result of e's own step is waited for
-        result    a b c d e x     f was wrong: feeding begins again with x; the results of f and g are not looked at
+        tokens    a b c d         in flight: e f g, all guessed
+        result    a b c d e       e was right: the next token comes from the step that ran e
+        result    a b c d e x     f was wrong: x runs next, and the results of f and g are discarded
 
     Example:
         lanes = Lanes(num_lanes=3, num_used=2, slots=4)
@@ -92,28 +94,32 @@ class Lanes:
     def __init__(self, *, num_lanes: int, num_used: int, slots: int) -> None:
         self._slots, self._num_used = slots, num_used
         self._in_slots: list[SequenceState | None] = [None] * (num_lanes * slots)
-        self._left: list[list[int]] = [[] for _ in self._in_slots]  # tokens of whole chunks, by slot
+        self._left: list[list[int]] = [[] for _ in self._in_slots]  # by slot: released tokens still in the cache
         self._turns = deque(range(num_lanes))
         self._after_chunk = False
         self.num_guesses = self.num_right = 0
 
     @property
     def num_slots(self) -> int:
-        """Return how many sequences are in flight at most."""
+        """Largest number of sequences in flight."""
         return len(self._in_slots)
 
     @property
     def has_room(self) -> bool:
-        """Return whether another sequence may come in."""
+        """True if a slot is free."""
         return None in self._in_slots
 
     @property
     def sequences(self) -> Iterable[SequenceState]:
-        """Return all sequences in slots."""
+        """All sequences in slots."""
         return [sequence for sequence in self._in_slots if sequence is not None]
 
     def admit(self, sequence: SequenceState) -> None:
-        """Assign the slot with most of its prompt, and among these one in the emptiest lane that is in use."""
+        """Assign a free slot to a sequence.
+
+        The slot whose cache has most of the prompt is preferred, then one in the emptiest of the first `num_used`
+        lanes.
+        """
         free = [slot for slot, other in enumerate(self._in_slots) if other is None]
         slot = max(free, key=lambda slot: (self._num_left(slot, sequence), *self._preference(slot)))
         sequence.fed = sequence.num_reused = self._num_left(slot, sequence)
@@ -135,21 +141,24 @@ class Lanes:
     def next(self, *, guesses: bool = False) -> Step | None:
         """Return the next microbatch and mark it as fed; None while all sequences wait for results.
 
-        Chunks and steps alternate where there are both. With `guesses`, sequences that wait may go on with a guess.
+        Chunks and steps alternate if both are due. With `guesses`, waiting sequences may continue with a guess.
         """
         step = None if self._after_chunk else self._next_chunk()
         self._after_chunk = step is not None
         return step or self._next_step() or self._next_chunk() or (self._next_step(guesses=True) if guesses else None)
 
     def begin_again(self) -> None:
-        """Feed everything once more, in microbatches of the same shapes: the stages' caches are gone."""
+        """Replay every sequence after its caches were lost, in microbatches of the same shapes."""
         self._left = [[] for _ in self._in_slots]
         for sequence in self.sequences:
             sequence.fed = sequence.num_reused = 0
             sequence.guesses.clear()
 
     def _num_left(self, slot: int, sequence: SequenceState) -> int:
-        """Return how many of a prompt's tokens the slot has; the last token is always fed, since a token follows it."""
+        """Return the number of prompt tokens in a slot's cache.
+
+        The prompt's last token is not counted: it is always run, because its logits are needed.
+        """
         if sequence.scored:
             return 0
         size, left, prompt = CHUNKS[-1], self._left[slot], sequence.tokens[: sequence.num_prompt - 1]
@@ -170,7 +179,7 @@ class Lanes:
                 begin, sequence.fed = sequence.fed, sequence.fed + len(part)
                 step = Step(
                     rows=[sequence.slot], ids=[part + [0] * (size - len(part))],
-                    # padding stays where this sequence may go: a table of positions may end there
+                    # padding stays below the sequence's limit, where a position table may end
                     positions=[[min(at, sequence.most - 1) for at in range(begin, begin + size)]],
                     room=_room(begin + size),
                     last=list(range(len(part))) if sequence.scored else [len(part) - 1],
@@ -182,7 +191,7 @@ class Lanes:
         return None
 
     def _next_step(self, *, guesses: bool = False) -> Step | None:
-        """Return a step of the next lane that has a token to feed and waits for none, or one that has a guess."""
+        """Return a step of the next lane with a known token to run and none in flight, or else with a guess."""
         for _ in range(len(self._turns)):
             lane = self._turns[0]
             self._turns.rotate(-1)
@@ -190,8 +199,8 @@ class Lanes:
             waits = any(each is not None and each.waits and len(each.tokens) > each.num_prompt for each in own)
             if guesses or not waits:
                 following = [_following(sequence, guesses=guesses) for sequence in own]
-                # a step with guesses is not run only for sequences that have a known token: they wait for the lane's
-                # normal step
+                # with `guesses`, at least one row must be a guess: rows with a known token wait for the lane's normal
+                # step
                 if any(
                     sequence is not None and token is not None and sequence.waits == guesses
                     for sequence, token in zip(own, following, strict=True)
@@ -213,18 +222,18 @@ class Lanes:
                     self.num_guesses += 1
                 sequence.fed += 1
                 step.room = max(step.room, _room(sequence.fed))
-                if sequence.waits:  # otherwise (feeding again after a loss) the next token is already known
+                if sequence.waits:  # in a replay the next token is already known
                     step.sampled.append((row, sequence, sequence.fed, token))
         return step
 
 
 def _following(sequence: SequenceState | None, *, guesses: bool) -> int | None:
-    """Return the token to feed next: one that was generated, or a guess."""
+    """Return the next token to run: a known one, or a guess."""
     if sequence is None or sequence.fed < sequence.num_prompt:
         return None
     if not sequence.waits:
         return sequence.tokens[sequence.fed]
-    # the last token is never fed, since none follows it
+    # the last allowed token is never run, because nothing is sampled after it
     if not guesses or sequence.guesser is None or sequence.fed >= sequence.most - 1:
         return None
     return sequence.guesser.guess(sequence.guesses)

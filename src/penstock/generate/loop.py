@@ -1,4 +1,4 @@
-"""The thread that feeds a generation's stages and samples: requests go in from any thread, tokens come out of them."""
+"""The thread that feeds the stages and samples tokens; any thread may submit requests and read tokens."""
 
 import threading
 from collections import deque
@@ -21,7 +21,7 @@ _LOOK_S = 1.0  # how often to look for joining devices while idle
 
 
 class GenerationLoop:
-    """Requests in flight on a pipeline's stages; a thread of its own does the work until `end`.
+    """Requests in flight on a pipeline's stages, served by a background thread until `end`.
 
     Example:
         loop = GenerationLoop(pipeline, Lanes(num_lanes=3, num_used=2, slots=4))
@@ -41,7 +41,7 @@ class GenerationLoop:
         self._thread.start()
 
     def take(self, request: Request) -> None:
-        """Take a request in; raises `RunError` once the loop has failed, and `UsageError` once it was ended."""
+        """Enqueue a request; raises `RunError` once the loop has failed, and `UsageError` once it was ended."""
         with self._condition:
             if self._failure is not None:
                 raise RunError(f"the generator has ended: {self._failure}") from self._failure
@@ -57,11 +57,11 @@ class GenerationLoop:
 
     @property
     def num_guesses(self) -> tuple[int, int]:
-        """Return how many tokens were guessed, and how many of them were right."""
+        """Number of draft tokens, and of those that were right."""
         return self._lanes.num_guesses, self._lanes.num_right
 
     def end(self) -> None:
-        """Finish what is in flight, refuse what waits, and wait for the thread."""
+        """Finish requests in flight, fail waiting ones, and join the thread."""
         with self._condition:
             self._closing = True
             self._condition.notify_all()
@@ -79,7 +79,7 @@ class GenerationLoop:
 
     @property
     def _deployment(self) -> Deployment:
-        """Return the stages as they are in place now."""
+        """The stages as currently deployed."""
         return self._pipeline.deployment.deployments[0]
 
     def _run(self) -> None:
@@ -161,7 +161,7 @@ class GenerationLoop:
         return sizes
 
     def _sample(self, step: Step, logits: Tensor) -> None:
-        """Choose the next token of every row that is waited for."""
+        """Sample the next token of each row that needs one."""
         if step.scored is not None and (scored := self._requests.get(step.scored)) is not None:
             for index, position in enumerate(step.positions[0][: len(step.last)]):
                 if position + 1 < step.scored.num_prompt:

@@ -1,4 +1,4 @@
-"""A request: its tokens as they come, and how it ended."""
+"""A request: its tokens as they are generated, and its finish reason."""
 
 import asyncio
 import contextlib
@@ -22,7 +22,7 @@ class Request:
     "stop" (an end token, or a stop string), "length", "cancelled" or "failed", and None while it is in flight.
     `logprobs` has a number per token, `likeliest` the requested number of pairs of a token and its log-probability. If
     the prompt was scored, `prompt_logprobs` has a number per prompt token, None for the first, and `prompt_likeliest`
-    the pairs. `num_reused` prompt tokens were not computed, since an earlier request with the same beginning had been.
+    the pairs. `num_reused` prompt tokens were found in the cache of an earlier request.
 
     Example:
         request = generator.submit([5, 7, 2], max_new_tokens=10)
@@ -44,7 +44,7 @@ class Request:
         self.cancelled = False
         self.most = len(prompt) + most  # tokens, the prompt's and the answer's
         self.num_reused = 0
-        self.asked_s, self.came_s = time.perf_counter(), array("d")  # of each token
+        self.asked_s, self.came_s = time.perf_counter(), array("d")  # of the submission, and of each token
         self._num_likeliest = num_likeliest
         self.stops = stops = stops_of(config)
         # special tokens are not part of the decoded text
@@ -122,13 +122,13 @@ class Request:
             self.prompt_likeliest[index] = likeliest(logits, self._num_likeliest)
 
     def finish(self, reason: str) -> None:
-        """End it."""
+        """End the request."""
         self.finish_reason = reason
         self._news.put(None)
         self._tell()
 
     def fail(self, error: BaseException) -> None:
-        """End it with an error."""
+        """End the request with an error."""
         self._error = error
         self.finish("failed")
 

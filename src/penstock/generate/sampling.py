@@ -1,4 +1,4 @@
-"""From logits to a token: transformers' own processors, in its order, with random numbers of each request's own."""
+"""Sampling of the next token: transformers' processors, in its order, with a random generator per seeded request."""
 
 import copy
 import math
@@ -12,7 +12,7 @@ from penstock.errors import RunError, UsageError
 from penstock.text import nearest, one_line
 from penstock.zoo.optional import optional_import
 
-# what is supported; anything else that is set is refused by name
+# supported options; any other one that is set is rejected with an error that names it
 _SAMPLING = {
     "do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "no_repeat_ngram_size",
     "bad_words_ids", "suppress_tokens", "min_length", "min_new_tokens",
@@ -61,10 +61,10 @@ class Sampler:
     Example:
         token, logprob = Sampler(config, num_prompt=4, seed=0)([5, 7, 2, 9], logits)
 
-    `seed` makes the sequence's random numbers its own; without one they come from torch's generator. `processors` map
+    With `seed` the sequence has its own random generator, otherwise torch's global one is used. `processors` map
     tokens [1, L] and scores [1, V] to scores, like transformers' own; they run after its penalties and bans, and before
-    temperature, top-k, top-p, min-p and typical-p. The log-probability is that of the model's own distribution,
-    before anything is changed in it. Raises `RunError` for logits that are NaN.
+    temperature, top-k, top-p, min-p and typical-p. The log-probability is that of the unprocessed logits. Raises
+    `RunError` if the largest logit is not finite.
     """
 
     def __init__(
@@ -75,10 +75,10 @@ class Sampler:
         self._random = None if seed is None else torch.Generator().manual_seed(seed)
 
     def __call__(self, tokens: Sequence[int], logits: Tensor) -> tuple[int, float]:
-        """Choose a token after those; `logits` are [V]."""
+        """Return the next token after `tokens`, and its log-probability; `logits` are [V]."""
         logits = logits.float()
-        if not math.isfinite(float(logits.max())):
-            raise RunError("the model's logits are not numbers; check its weights and its precision")
+        if not math.isfinite(largest := float(logits.max())):
+            raise RunError(f"the model's logits must be finite; got {largest}; check its weights and its precision")
         scores = self._processors(torch.tensor([list(tokens)]), logits[None].clone())
         if self._sample:
             chosen = int(torch.multinomial(torch.softmax(scores, -1), 1, generator=self._random))
@@ -94,7 +94,7 @@ def likeliest(logits: Tensor, number: int) -> list[tuple[int, float]]:
 
 
 class Penalties:
-    """Subtracts from the scores of tokens that were generated before, as OpenAI's protocol has it.
+    """Subtracts the presence and frequency penalties of OpenAI's protocol from the scores of generated tokens.
 
     `presence` is subtracted once per token, `frequency` once per occurrence; neither counts the prompt.
     """

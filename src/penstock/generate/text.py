@@ -7,7 +7,7 @@ _UNFINISHED = "\ufffd"  # what a decoder writes for a part of a character
 
 
 class TextDecoder:
-    """Decodes an answer token by token, each in time that does not grow with the answer.
+    """Decodes an answer token by token, in constant time per token.
 
     A few tokens before the new one are decoded again with it, since a tokenizer writes a token differently at the start
     of a text. Text that may be the beginning of a stop string is held back until it is known not to be; a stop string
@@ -24,7 +24,7 @@ class TextDecoder:
         """Create a decoder; `before` are the prompt's last tokens, for a text that continues them."""
         self._tokenizer, self._stops = tokenizer, [stop for stop in stops if stop]
         self._tokens = list(before)
-        #     tokens:   . . . . | a b | c        decode(a b c) less decode(a b) is the text of c
+        #     tokens:   . . . . | a b | c        decode(a b c) minus decode(a b) is the text of c
         #                       ^     ^
         #                    shown  known
         self._shown, self._known = 0, len(self._tokens)
@@ -32,7 +32,7 @@ class TextDecoder:
         self.stopped = False
 
     def add(self, token: int) -> str:
-        """Take a token, and return the text that is certain now."""
+        """Append a token, and return the text that is now certain."""
         self._tokens.append(token)
         new = self._decode_new()
         return "" if self.stopped or new.endswith(_UNFINISHED) else self._take(new)
@@ -50,7 +50,7 @@ class TextDecoder:
         return self._decode(self._tokens[self._shown :])[len(known) :]
 
     def _take(self, new: str) -> str:
-        """Take text for decoded; returns what of it may be shown."""
+        """Append decoded text, and return the part that cannot belong to a stop string."""
         if new:
             self._shown, self._known = self._known, len(self._tokens)
         self._held += new

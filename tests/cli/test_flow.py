@@ -159,8 +159,8 @@ def test_a_plan_cannot_import_a_module(
     status, _, err = penstock("bundle", "plan.json", "-o", tmp_path / "bundle")
     assert status == 2
     assert err.splitlines()[-1] == (
-        "error: the model of a plan must be timm: or hf:; plan.json has 'from_elsewhere:make', which would be "
-        "imported; if that is your code, add --model package.module:function"
+        "error: the model of a plan must start with timm: or hf:, but plan.json names 'from_elsewhere:make', which "
+        "would be imported; if that is your code, add --model package.module:function"
     )
     assert not (tmp_path / "ran").exists()
     assert not (tmp_path / "bundle").exists()

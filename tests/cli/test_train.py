@@ -44,7 +44,7 @@ def test_a_run_on_the_command_line(penstock: Run, tmp_path: Path) -> None:
             "--memory is for processes on this machine",
         ),
         (["--data", "digits", "--compare", "data", "--trace", "x"], "--trace records one"),
-        (["--data", "digits", "--weak-scaling"], "--weak-scaling is for --compare"),
+        (["--data", "digits", "--weak-scaling"], "--weak-scaling requires --compare"),
         (["--data", "digits", "--schedule", "2f2b"], "'2f2b' is neither"),
         (["--data", "digits", "--freeze", "none"], "freeze is for an elastic training; add elastic=True (--elastic)"),
         (["--data", "digits", "--cache-views", "3"], "cache_views is for an elastic training"),

@@ -57,6 +57,6 @@ def _model_of(plan: Plan, path: Path) -> str:
     if plan.model.startswith(("timm:", "hf:")):
         return plan.model
     raise UsageError(
-        f"the model of a plan must be timm: or hf:; {path} has {plan.model[:120]!r}, which would be imported; if "
-        "that is your code, add --model package.module:function"
+        f"the model of a plan must start with timm: or hf:, but {path} names {plan.model[:120]!r}, which would be "
+        "imported; if that is your code, add --model package.module:function"
     )

@@ -35,7 +35,7 @@ def compress(*, given: Given, json: opt.JsonFile = None) -> None:
     try:
         settings = msgspec.convert(given, CompressSettings)
     except msgspec.ValidationError as error:
-        raise UsageError(f"settings of a search are not valid: {error}") from None
+        raise UsageError(f"options of penstock compress are not valid: {error}") from None
     outcome = search(settings, _tell)
     console = opt.make_console()
     console.print(_table(outcome))

@@ -132,7 +132,7 @@ def run(
     if setup:
         push(hosts_of(spec), tell=lambda name, what: say(f"{name}: {what}", err=True))
     if trusted and key is not None:
-        raise UsageError("--trusted uses no key; leave one of them out")
+        raise UsageError("--trusted and --key exclude each other; pass one of them")
     secret = b"" if trusted else read_key(key) if key else None
     raise typer.Exit(run_by_ssh(spec, arguments, port, secret))
 

@@ -66,7 +66,7 @@ def train(
     chosen = [name for name, on in several.items() if on]
     _check_goes_together(settings, chosen, cluster=cluster, memory=memory)
     if weak_scaling and compare is None:
-        raise UsageError("--weak-scaling is for --compare; leave it out")
+        raise UsageError("--weak-scaling requires --compare; add it, or leave --weak-scaling out")
     if not chosen:
         _show_one(fit(settings, cluster), json)
         return

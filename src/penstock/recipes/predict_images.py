@@ -98,7 +98,7 @@ def predict_images(asked: PredictSettings, world: World | None = None) -> tuple[
                 )  # fmt: skip
             pipe.model_name = zoo.name
             if world is not None and (place := pipe.joins_at) is not None:
-                note(f"another device joins with: penstock worker --join {place}")
+                note(f"to add a device, run penstock worker --join {place}")
             tally = _run(pipe, zoo, chosen, file, microbatch_size, live=asked.live)
     summary = tally.summary(pipe)
     if not zoo.is_random and not names_of_classes(zoo, chosen, count_classes(zoo.module)):

@@ -78,7 +78,7 @@ def serve_model(settings: ServeSettings, host: str, listener: socket.socket, wor
         def begun() -> None:
             say(f"{name} answers at {scheme}://{address}:{port}")
             if world is not None and (place := opened.joins_at) is not None:
-                note(f"a device joins with penstock worker --join {place}")
+                note(f"to add a device, run penstock worker --join {place}")
             if not settings.keys:
                 note("--open: every process on this machine may send requests")
 

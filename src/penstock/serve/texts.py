@@ -249,7 +249,8 @@ class TextService:
         schema: dict[str, Any] = {"type": "object"}
         if wanted.type == "json_schema":
             if wanted.json_schema is None:
-                raise ApiError("response_format of json_schema needs json_schema", param="response_format")
+                raise ApiError("response_format of type 'json_schema' requires the field 'json_schema'",
+                               param="response_format")  # fmt: skip
             schema = wanted.json_schema.schema_
         try:
             return {"logits_processor": [JsonGrammar(self.generator.tokenizer, schema, num_prompt)]}

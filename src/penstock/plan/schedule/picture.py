@@ -51,8 +51,8 @@ def _read_devices(text: str) -> list[str]:
         return msgspec.json.decode(text, type=_Written).devices
     except (msgspec.MsgspecError, UnicodeError) as error:
         raise UsageError(
-            f"a schedule in JSON must be written by penstock schedule --json ({error}); write it again, or a line of "
-            "actions for each device"
+            f"a schedule in JSON must be written by penstock schedule --json ({error}); write it again, or write "
+            "a text with a line of actions for each device"
         ) from None
 
 

@@ -45,7 +45,9 @@ def _check_places(schedule: Schedule) -> None:
                 )
     missing = set(range(max(devices, default=-1) + 1)) - set(devices)
     if missing:
-        raise PlanError(f"stage {min(missing)} is on no device; give every stage up to {max(devices)} its actions")
+        raise PlanError(
+            f"stage {min(missing)} is assigned to no device; add actions for every stage from 0 to {max(devices)}"
+        )
 
 
 def _check_order(device: int, actions: Sequence[Action]) -> None:

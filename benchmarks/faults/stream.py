@@ -36,7 +36,7 @@ _SLOWED = 3.0
 # takes most of a host's memory; the kernel makes room by ending the process that computes, which is put first in line
 _HOG = "import sys; held = [b'x' * 2**22 for _ in range(int(sys.argv[1]) // 2**22)]"
 _HOG_PART = 0.95
-_GOES_ON_WITH = re.compile(r"continues on (\d+) processes")  # a training
+_GOES_ON_WITH = re.compile(r"continues on (\d+) process")  # a training
 _GOES_ON = re.compile(r"continuing on ([\w, .:-]+) after")
 
 

@@ -1,6 +1,6 @@
 """Numbers of messages and sums between processes that the engine uses and the planner predicts with."""
 
-# rank of the driver, which the others connect to; it has no stage of its own in the pipeline's order
+# rank 0, the driver: it feeds the inputs, receives the results and serves the store that the other ranks connect to
 FEEDER = 0
 # buffers at each end of a cut in each direction, so that a message is processed while the next arrives; and at both
 DEPTH = 2

@@ -16,7 +16,7 @@ from penstock.engine.driver import Microbatch
 from penstock.engine.job import Rotation, StagesJob
 from penstock.errors import ConnectionBroken, PenstockError, RunError, UsageError
 from penstock.graph.ops import State
-from penstock.group.world import check_world
+from penstock.group.world import assign_stages
 from penstock.transport.faulty import Fault
 from penstock.transport.messages import DATA, Message
 from penstock.zoo.weights.weights import ModuleWeights
@@ -356,10 +356,10 @@ def test_weights_are_loaded_one_at_a_time(thirds: Divided) -> None:
 
 def test_stages_are_placed_in_groups_as_even_as_can_be() -> None:
     with memory_world(4) as world:
-        assert check_world(world.feeder, 6) == [1, 1, 2, 2, 3, 4]
-        assert check_world(world.feeder, 2) == [1, 2]
+        assert assign_stages(world.feeder, 6) == [1, 1, 2, 2, 3, 4]
+        assert assign_stages(world.feeder, 2) == [1, 2]
         with pytest.raises(UsageError, match="at least 1"):
-            check_world(world.feeder, 0)
+            assign_stages(world.feeder, 0)
 
 
 def test_a_deployment_on_a_broken_world_says_why(thirds: Divided) -> None:

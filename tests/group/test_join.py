@@ -95,17 +95,17 @@ def test_a_second_process_of_one_rank_is_refused() -> None:
     told = together(lambda: meet(store, 0, 2), lambda: meet(store, 1, 2), lambda: meet(store, 1, 2))
     refused = [one for one in told[1:] if isinstance(one, RunError)]
     assert len(refused) == 1
-    assert "another rank 1 has joined already" in str(refused[0])
+    assert "rank 1 is already taken" in str(refused[0])
     assert isinstance(told[0], Meeting)
 
 
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("__version__", r"rank 1 on \S+ runs penstock '9.9', where rank 0 on \S+ expects '\d.*; install the same"),
-        ("size", r"rank 1 on \S+ has the process count 3, where rank 0 on \S+ expects 2; start all"),
-        ("run", r"""rank 1 on \S+ is of the run "yesterday's", where rank 0 on \S+ expects ''; .*--rdzv-id"""),
-        ("nonsense", f"rank 1 .* than {__version__} here"),
+        ("__version__", r"rank 1 on \S+ runs penstock '9.9', but rank 0 on \S+ expects '\d.*; install the same"),
+        ("size", r"rank 1 on \S+ was started with 3 processes, but rank 0 on \S+ expects 2; start every"),
+        ("run", r"""rank 1 on \S+ belongs to run "yesterday's", but rank 0 on \S+ expects ''; .*--rdzv-id"""),
+        ("nonsense", rf"rank 1 .*\(here {__version__}\)"),
     ],
 )
 def test_who_does_not_fit_is_refused(what: str, message: str) -> None:

@@ -182,7 +182,7 @@ def test_a_board_with_nonsense_is_a_verdict_and_no_silence(pair: Pair) -> None:
     pair.boards[0].set("verdict", "{")
     for health, failed in zip(pair.healths, pair.failed, strict=True):
         assert failed.wait(3.0)
-        with pytest.raises(RunError, match=r"verdict .*version"):
+        with pytest.raises(RunError, match=r"report .*versions"):
             health.check()
 
 

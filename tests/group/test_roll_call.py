@@ -9,7 +9,7 @@ from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
 from penstock.errors import RunError
 from penstock.group.board import PatientStore
-from penstock.group.roll_call import RollCall, await_call, read_run, wait_to_be_taken_in
+from penstock.group.roll_call import RollCall, await_call, read_run, wait_for_admission
 
 
 def answering(store: Store, name: str, after: int = 0) -> tuple[threading.Thread, list[object]]:
@@ -35,8 +35,8 @@ def test_members_come_in_order_then_newcomers() -> None:
     store = HashStore()
     roll = RollCall(store, "run")
     patient = PatientStore(lambda: store, 5.0)
-    wait_to_be_taken_in(patient, "run", "new")
-    wait_to_be_taken_in(patient, "run", "gone")
+    wait_for_admission(patient, "run", "new")
+    wait_for_admission(patient, "run", "gone")
     assert roll.waiting() == ["new", "gone"]
     others = [answering(store, name) for name in ("c", "a", "new")]
     assert roll.call(1, ["a", "b", "c"], answer_s=1.5) == ["a", "c", "new"]
@@ -73,13 +73,13 @@ def test_who_has_failed_twice_stays_out() -> None:
     store = HashStore()
     roll = RollCall(store, "run")
     patient = PatientStore(lambda: store, 5.0)
-    wait_to_be_taken_in(patient, "run", "cut off")
+    wait_for_admission(patient, "run", "cut off")
     for generation in (1, 2):
         assert roll.waiting() == ["cut off"]
         roll.note_failure(roll.waiting())
         assert roll.call(generation, [], answer_s=0.1) == []
-        wait_to_be_taken_in(patient, "run", "cut off")
-    wait_to_be_taken_in(patient, "run", "another")
+        wait_for_admission(patient, "run", "cut off")
+    wait_for_admission(patient, "run", "another")
     assert roll.waiting() == ["another"]
     patient.close()
 

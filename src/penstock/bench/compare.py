@@ -29,7 +29,7 @@ from penstock.graph.cuts import Cut, Cuts
 from penstock.graph.ops import State
 from penstock.graph.stages import divide
 from penstock.graph.work import count_work
-from penstock.group.world import World, check_world
+from penstock.group.world import World, assign_stages
 from penstock.plan.search.partition import stage_sums
 from penstock.runtime.registry import parse_runtime
 from penstock.spec.plan import Plan
@@ -119,7 +119,7 @@ class Comparison:
     def pipeline(self, stages: int, *, policy: str | None = None, cuts: Sequence[str] | None = None) -> dict[str, Any]:
         """Stream through a number of stages."""
         world = dataclasses.replace(self._world, devices=self._world.devices[:stages])
-        ranks = check_world(world, stages)
+        ranks = assign_stages(world, stages)
         chosen = choose_cuts(
             self.graph, Cuts(self.graph), names=cuts, stages=stages, policy=policy or "balanced", sizes=self._sizes,
             places=ranks,

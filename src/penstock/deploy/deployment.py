@@ -21,7 +21,7 @@ from penstock.engine.wiring import feeder_links, stream_links
 from penstock.errors import ConnectionBroken, TransportError, UsageError
 from penstock.graph.program import StageProgram
 from penstock.group.direct import go_direct
-from penstock.group.world import World, check_world
+from penstock.group.world import World, assign_stages
 from penstock.plan.schedule.round_robin import RoundRobin
 from penstock.runtime.registry import RuntimeChoice, StageRuntime
 from penstock.runtime.torch_settings import read_settings
@@ -59,7 +59,7 @@ class Deployment:
         self.stage_bytes = [sum(program.state_bytes() for program in each.items) for each in programs]
         places = [
             Rotation(each.items, each.order) if isinstance(each, RoundRobin) else Rotation((each,))
-            for each in ranks or check_world(world, len(programs))
+            for each in ranks or assign_stages(world, len(programs))
         ]
         runtimes = tuple(runtimes) or (run.runtime,) * len(programs)
         self.job = StagesJob(

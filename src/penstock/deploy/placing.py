@@ -16,7 +16,7 @@ from penstock.errors import PlanError
 from penstock.graph.graph import Graph
 from penstock.graph.ops import Ref
 from penstock.graph.program import StageProgram
-from penstock.group.world import World, check_world
+from penstock.group.world import World, assign_stages
 from penstock.plan.schedule.round_robin import RoundRobin, round_robin
 from penstock.runtime.registry import RuntimeChoice
 from penstock.spec.fields import fingerprint
@@ -70,7 +70,7 @@ def places_in_line(world: World, graph: Graph, num_stages: int) -> list[int]:
 
         images     driver+0 -> 1 -> 2 -> driver         tokens     driver -> 0 -> 1 -> driver+2
     """
-    places = check_world(world, num_stages)
+    places = assign_stages(world, num_stages)
     sizes = graph.sizes(graph.fixed_batch or 1)
     taken = sum(value.num_bytes(sizes) for value in graph.tensor_inputs())
     given = sum(graph.values[output.name].num_bytes(sizes) for output in graph.outputs if isinstance(output, Ref))

@@ -15,7 +15,7 @@ from penstock.spec.plan import CutSet, DeviceLoad, Pipeline, Plan, Prediction, S
 from penstock.train.arrangement import Arrangement
 from penstock.train.captured import Captured
 from penstock.train.planned import grid_of_plan
-from penstock.train.survival.rearrange import alike, assign, missing_bytes
+from penstock.train.survival.rearrange import assign, interchangeable, missing_bytes
 from penstock.train.trainer import Trainer
 
 
@@ -113,5 +113,5 @@ def near(
     names = sorted(costs.ranks, key=lambda name: costs.ranks[name])
     ranks = [costs.ranks[name] for name in names]
     missing = missing_bytes(placed, captured, trainer.tensors, ranks, state_factor)
-    taken = assign(missing, alike([costs.cluster.device(name) for name in names]))
+    taken = assign(missing, interchangeable([costs.cluster.device(name) for name in names]))
     return {name: ranks[device] for name, device in zip(names, taken, strict=True)}

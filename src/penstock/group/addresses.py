@@ -1,4 +1,4 @@
-"""Addresses: listening, reaching the first host, and private folders for the processes of one machine."""
+"""Addresses: listening, reaching rank 0, and private folders for the processes of one machine."""
 
 import contextlib
 import ipaddress
@@ -16,7 +16,7 @@ BIND = "PENSTOCK_BIND"  # the listening address of this process and its children
 # an unassigned address for documentation (RFC 5737): the route to it is the route out
 _ANYWHERE = "192.0.2.1"
 _PREFIX = "penstock-"  # of private folders of one account
-_OWN = {".taken", ".store"}  # other than sockets in such a folder
+_OWN = {".taken", ".store"}  # suffixes of regular files in such a folder
 _MOST_PATH = 94  # of 104 bytes for the path of a socket, the smallest limit of all systems
 _PORT_OF_FOLDER = 29500  # never taken by its processes, which count from 1
 
@@ -47,7 +47,7 @@ def free_port(address: str) -> int:
 
 
 def is_folder(address: str) -> bool:
-    """Return whether an address is a folder of this machine, whose ports are sockets in it (`transport/folder.py`).
+    """Return whether an address is a folder of Unix domain sockets, one for each port (`transport/folder.py`).
 
     >>> is_folder("/tmp/penstock-5f0c"), is_folder("192.168.1.10")
     (True, False)
@@ -66,9 +66,10 @@ def reach(address: str, port: int, timeout_s: float) -> None:
 
 
 def local_address(towards: str) -> str:
-    """Return this machine's address towards another, since its host name often means loopback.
+    """Return this machine's address on the route to another.
 
-    No packet is sent: a connected datagram socket only asks the routing table.
+    This machine's own host name often resolves to a loopback address. No packet is sent: connecting a datagram socket
+    only reads the routing table.
     """
     if is_folder(towards):
         return towards
@@ -78,20 +79,20 @@ def local_address(towards: str) -> str:
             probe.connect(target)
             return str(probe.getsockname()[0])
     except OSError as error:
-        raise RunError(f"no route to {towards!r}: {error}; check the address of the first host") from None
+        raise RunError(f"no route to {towards!r}: {error}; check the address of rank 0") from None
 
 
 def first_address(host: str, *, all_here: bool) -> str:
-    """Return the address of the first host, whose name often means loopback on that host itself.
+    """Return the address of rank 0's host for all ranks of a run.
 
-    A host that does not mean loopback here is returned unchanged. Otherwise it is loopback with `all_here` or if
-    loopback itself was named, else this machine's address on its outgoing route. `all_here` means that the run uses no
-    other machine.
+    A host's own name often resolves to a loopback address on that host. A name that does not is returned unchanged.
+    Otherwise the result is the loopback address with `all_here`, for a run on this machine alone, or if loopback itself
+    was named; else this machine's address on its outgoing route.
 
     >>> first_address("localhost", all_here=False)
     '127.0.0.1'
     """
-    if not _means_loopback(host):
+    if not _resolves_to_loopback(host):
         return host
     if all_here or host == "localhost" or _is_loopback(host):
         return LOOPBACK
@@ -99,12 +100,12 @@ def first_address(host: str, *, all_here: bool) -> str:
         return local_address(_ANYWHERE)
     except RunError:
         raise RunError(
-            f"{host} means loopback on this machine, unreachable for others, and no outgoing route shows its "
-            "address; set --master-addr to the address itself"
+            f"{host} resolves to a loopback address, which other hosts cannot reach, and no outgoing route shows this "
+            "machine's address; set --master-addr to that address"
         ) from None
 
 
-def _means_loopback(host: str) -> bool:
+def _resolves_to_loopback(host: str) -> bool:
     try:
         found = {str(entry[4][0]) for entry in socket.getaddrinfo(host, 9, type=socket.SOCK_STREAM)}
     except OSError:
@@ -113,7 +114,7 @@ def _means_loopback(host: str) -> bool:
 
 
 def is_everywhere(address: str) -> bool:
-    """Return whether an address means all addresses of a machine.
+    """Return whether an address is the wildcard for all addresses of a machine.
 
     >>> is_everywhere("0.0.0.0"), is_everywhere("127.0.0.1")
     (True, False)

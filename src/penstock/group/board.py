@@ -1,8 +1,9 @@
-"""Liveness boards, small stores that other ranks poll, and store calls with a deadline.
+"""Boards, the heartbeat stores that other ranks poll, and store calls with a deadline.
 
-The board's server is a torch thread that never takes the interpreter's lock, so a process answers while it
-computes, loads or imports for any length of time. A stopped process does not answer, and a connection to an exited
-one breaks. A call to a store blocks for as long as the other side is silent, regardless of its timeout: callers
+Over plain links a C++ thread of torch, which never takes the GIL, serves the board: a process answers while it
+computes, loads or imports for any length of time. Over ZeroMQ links (`group/zmq_store.py`) a Python thread serves it,
+and libzmq's own heartbeats prove that the process lives. A stopped process does not answer, and a connection to an
+exited one breaks. A call to a store blocks for as long as the other side is silent, regardless of its timeout: callers
 that must not wait that long make it on a separate thread.
 """
 
@@ -21,7 +22,7 @@ from penstock.errors import RunError
 from penstock.group.addresses import listen, reach
 from penstock.transport.watched import StoreSilent, run_watched
 
-# of torch's waits, which expire only if the other side answers at all
+# timeout of torch's waits; it only expires if the other side answers at all
 _TIMEOUT = datetime.timedelta(seconds=60)
 # Torch resolves the peer's name for its log lines only. A name server that does not answer delays each connection by
 # 5 s, or by 10 s with a second attempt.
@@ -82,7 +83,7 @@ def nobody_listens(address: str, port: int) -> bool:
 
 
 def wait_for_server(address: str, port: int, timeout_s: float) -> None:
-    """Wait until the first host listens on its port; raises `RunError` after the timeout."""
+    """Wait until rank 0 listens on its port; raises `RunError` after the timeout."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:
@@ -90,7 +91,7 @@ def wait_for_server(address: str, port: int, timeout_s: float) -> None:
             return
         except OSError as error:
             if time.monotonic() > deadline:
-                raise RunError(f"the first host {address}:{port} cannot be reached: {error}; start it first") from None
+                raise RunError(f"rank 0 at {address}:{port} cannot be reached: {error}; start it first") from None
             time.sleep(_POLL_S)
 
 

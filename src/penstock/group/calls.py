@@ -1,9 +1,9 @@
-"""Collective calls of a training's methods: all ranks must make the same ones in order, and mismatches are reported.
+"""Collective calls of a training run: all ranks must make the same ones in order, and mismatches are reported.
 
-Each call has a number in its process. Documents that processes exchange carry the call's name, and heartbeats both:
+Each process numbers its calls. Objects that ranks exchange carry the call's name, heartbeats its number and name:
 
     rank 0   … 16 train_step   17 evaluate      waits for all
-    rank 1   … 16 train_step   17 train_step    waits for all       ──▶ the first process ends both waits
+    rank 1   … 16 train_step   17 train_step    waits for all       ──▶ rank 0 ends both waits
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from penstock.errors import ConnectionBroken, RunError, UsageError
 
 _CALL = "call"
 _LOADING = "the loader"
-ADVICE = "every process calls every method, in the same order; take it out of `if rank == 0`"
+ADVICE = "every rank calls every method, in the same order; move the call out of `if rank == 0`"
 
 
 class Calls:
@@ -22,7 +22,7 @@ class Calls:
 
     Example:
         with calls.entered("train_step"):
-            documents = calls.checked(all_gather(transport, calls.marked({"loss": 0.5})), names)
+            gathered = calls.checked(all_gather(transport, calls.marked({"loss": 0.5})), names)
     """
 
     def __init__(self) -> None:
@@ -49,16 +49,16 @@ class Calls:
         finally:
             self._name = ""
 
-    def marked(self, document: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a document tagged with the name of its call."""
-        return {**document, _CALL: self._name or _LOADING}
+    def marked(self, own: Mapping[str, Any]) -> dict[str, Any]:
+        """Return an object tagged with the name of its call."""
+        return {**own, _CALL: self._name or _LOADING}
 
-    def checked(self, documents: Sequence[dict[str, Any]], names: Sequence[str]) -> list[dict[str, Any]]:
-        """Return the documents of all processes; raises `UsageError` if they belong to different calls."""
-        called = [str(document.get(_CALL, ""))[:64] for document in documents]
+    def checked(self, gathered: Sequence[dict[str, Any]], names: Sequence[str]) -> list[dict[str, Any]]:
+        """Return the objects of all processes; raises `UsageError` if they belong to different calls."""
+        called = [str(each.get(_CALL, ""))[:64] for each in gathered]
         if other := next((rank for rank, name in enumerate(called) if name != called[0]), None):
             raise UsageError(mismatch(0, called[0], other, called[other], names, self._number))
-        return list(documents)
+        return list(gathered)
 
 
 def find_mismatch(current: Mapping[int, str], names: Sequence[str]) -> str | None:

@@ -19,8 +19,8 @@ WAYS = ["auto", "gloo", "nccl"]
 def go_direct(world: World, ranks: Collection[int], device: torch.device) -> bool:
     """Negotiate NCCL between these ranks, and switch the world's transport to it if all agree; return whether they do.
 
-    Each of the ranks calls this, and the driver, whose `world.between_gpus` counts: `auto` uses NCCL if each of
-    them has a separate GPU and NCCL, `gloo` never, `nccl` always. Raises `UsageError` on all of them if NCCL is
+    The ranks and the driver call this. The driver's `world.between_gpus` decides: `auto` uses NCCL if every rank has it
+    and a GPU of its own, `gloo` never uses it, `nccl` requires it. Raises `UsageError` on all of them if NCCL is
     required but not usable.
     """
     mine = _describe(device) if world.rank in ranks else {}

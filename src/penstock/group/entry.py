@@ -38,13 +38,13 @@ from penstock.transport.faulty import wrap_if_faulty
 from penstock.transport.memory_network import MemoryNetwork
 from penstock.wire import FEEDER
 
-# a script that creates several pipelines joins several times; all its processes count alike
+# number of the next join: a script joins once for each of its pipelines, in the same order in every process
 _joins = itertools.count()
-# set once this process has been in a group: from then on its errors reach all ranks, rank 0 too
+# set once this process has joined a group: from then on its errors are reported to all ranks
 has_joined = threading.Event()
-# stores served if torchrun serves none: kept, since other ranks may join again before this process does
+# stores that rank 0 serves if torchrun serves none; kept, since other ranks may begin the next join before rank 0
 _serving: dict[tuple[str, int], TCPStore] = {}
-# one per key, and one for folders, for the same reason
+# links by key, and one for all folders; kept, since they serve these stores
 _links: dict[str, Links] = {}
 WORKER = "penstock.deploy.worker"
 _REASON_S = 2.0  # timeout for the reason of a broken connection
@@ -61,7 +61,7 @@ def under_torchrun() -> bool:
 
 
 def links_of_run(address: str) -> Links:
-    """Return the links of this process to its run, which meets at an address.
+    """Return this process's links for a run whose rendezvous is at an address.
 
     Raises `UsageError` if the key is not usable.
     """
@@ -77,9 +77,9 @@ def own_address() -> str:
 
 
 def meeting_place() -> tuple[str, PrivateFolder | None]:
-    """Return the meeting point of local workers: a private folder, closed to other accounts.
+    """Return the rendezvous of local workers: the path of a private folder for Unix domain sockets, and the folder.
 
-    With a chosen address or the key of PENSTOCK_KEY, it is an address, and the folder is None.
+    If PENSTOCK_KEY is set, or PENSTOCK_BIND to a network address, it is a network address and None.
     """
     chosen = _chosen_address()
     if os.environ.get(KEY) or (chosen is not None and not is_folder(chosen)):
@@ -97,10 +97,11 @@ def _chosen_address() -> str | None:
 
 
 def join_torchrun(*, followed: bool = False, again: bool = False) -> World:
-    """Join the processes that torchrun started; with `followed` the other ranks follow the first.
+    """Join the processes that torchrun started.
 
-    With `again` on rank 0, the run continues in another group after losing a rank (`group/regroup.py`),
-    unless torchrun's agents serve the store: they end all processes then.
+    With `followed` the other ranks serve jobs of rank 0 until it dismisses them. With `again` on rank 0, another group
+    follows one that has lost a rank (`group/regroup.py`), unless torchrun's agents serve the store: after a loss they
+    end all processes.
 
     Raises `RunError` if a rank does not join.
     """
@@ -155,9 +156,9 @@ def start_local(
 ) -> World:
     """Start new workers on this machine, with this process as the driver.
 
-    `module` is the program that they run, which exits as `penstock.deploy.worker` does, with extra `arguments`.
-    With `again` the run continues in another group after losing a rank. The processes meet in a private folder
-    (`meeting_place`), or, with `over_network`, connect like processes of several machines.
+    The workers run `module` with extra `arguments`; it must exit as `penstock.deploy.worker` does. With `again` another
+    group follows one that has lost a rank. The processes connect through a private folder (`meeting_place`), or with
+    `over_network` like processes of several machines.
     """
     address, folder = meeting_place() if not over_network else (own_address(), None)
     with contextlib.ExitStack() as where_it_fails:
@@ -203,7 +204,7 @@ def join_local(port: int, rank: int, size: int) -> World:
 def thread_worlds(names: Sequence[str]) -> list[World]:
     """Create a world for each of several threads of this process, connected through memory; rank 0 is the driver.
 
-    A single rank is a device too.
+    A single rank is also the device.
     """
     network, store = MemoryNetwork(len(names)), HashStore()
     return [
@@ -221,9 +222,10 @@ def join_group(
     watch_others: Callable[[], None] = lambda: None, *, again: bool = False, join_s: float = JOIN_S,
     before: Membership | None = None, silence_s: float = SILENCE_S,
 ) -> World:  # fmt: skip
-    """Meet the other processes of a group and connect to them; `before` is the membership in an earlier group, if any.
+    """Rendezvous with the other processes of a group and connect to them.
 
-    Raises `RunError` if a rank does not join, and `DeviceLost` if one is lost in the process.
+    `before` is the membership in an earlier group, if any. Raises `RunError` if a rank does not join, and `DeviceLost`
+    if one is lost meanwhile.
     """
     own, silence_s = (before.own, before.silence_s) if before is not None else (None, silence_s)
     meeting = Meeting(
@@ -245,9 +247,9 @@ def join_group(
             transport = wrap_if_faulty(made)
             health.call_instead(transport.abort)
             if before is not None:
-                _stand_together(transport, health)
+                _wait_for_all(transport, health)
         except BaseException as error:
-            # a silent exit would look orderly; an elastic run tries again without the lost rank
+            # an unreported exit would look orderly; with `again` another group follows, without the lost rank
             health.report(error, again=before is not None and isinstance(error, PenstockError))
             raise
         where_it_fails.pop_all()
@@ -262,7 +264,7 @@ def join_group(
 def _connect(
     rendezvous: Rendezvous, name: str, rank: int, size: int, join_s: float, watch: Callable[[], None]
 ) -> tuple[Transport, Store]:
-    """Connect to the other ranks of a group after they have met; raises `RunError` on any failure."""
+    """Connect to the other ranks of a group after the rendezvous; raises `RunError` on any failure."""
     try:
         return rendezvous.links.make_transport(rendezvous.connect, name, rank, size, rendezvous.address, join_s, watch)
     except PenstockError:
@@ -270,12 +272,12 @@ def _connect(
     # torch's store, gloo and libzmq each raise different errors
     except Exception as error:
         raise RunError(
-            f"rank {rank} has met the others but cannot connect to them: {first_line(error)}; check that every host "
+            f"rank {rank} cannot connect to the other ranks: {first_line(error)}; check that every host "
             "reaches every other, and start again"
         ) from error
 
 
-def _stand_together(transport: Transport, health: Health) -> None:
+def _wait_for_all(transport: Transport, health: Health) -> None:
     """Wait until all ranks of a group have connected (a barrier): a late failure would end a running group.
 
     Each other rank sends rank 0 an empty message, which rank 0 receives once it has connected itself.
@@ -288,11 +290,11 @@ def _stand_together(transport: Transport, health: Health) -> None:
             send_bytes(transport, b"", FEEDER)
     except TransportError as error:
         health.wait_for_failure(_REASON_S)
-        raise RunError(f"the surviving processes met, but not all stayed: {error}") from error
+        raise RunError(f"not all surviving processes completed the rendezvous: {error}") from error
 
 
 def _membership(meeting: Meeting, rendezvous: Rendezvous, before: Membership | None) -> Membership | None:
-    """Return the membership for further groups; None if rank 0 calls none."""
+    """Return the membership for further groups; None if no group can follow this one."""
     if not meeting.hellos[FEEDER].again:
         return None
     members = tuple(hello.nonce for hello in meeting.hellos)
@@ -320,6 +322,6 @@ def _serve(links: Links, address: str, host: str, port: int) -> TCPStore:
         else:
             message = (
                 f"cannot listen on {address}:{port} ({error.strerror or error}); --master-addr must be an address "
-                "of the first host; if it is, choose another of its addresses with --bind"
+                "of rank 0's host; if it is, choose another of its addresses with --bind"
             )
         raise RunError(message) from None

@@ -11,16 +11,16 @@ from penstock.wire import FEEDER
 
 
 class Following:
-    """A background thread that forms the next group as soon as a verdict arrives that the run survives.
+    """A background thread that forms the next group after a failure that the run survives.
 
     The program may compute, load data or write a file at that moment: no other rank waits for it until it requests
     the `newest` group.
 
-        verdict ──▶ connections end ──▶ call, answer, meet (`group/regroup.py`) ──▶ newest
+        verdict ──▶ abort connections ──▶ roll call, rendezvous (`group/regroup.py`) ──▶ newest
 
     Example:
         following = Following(world)
-        ...                            # a message is not received: `error` has the reason
+        ...                            # receiving a message failed with `error`
         world = following.newest(error)
     """
 
@@ -38,7 +38,7 @@ class Following:
         Raises the error if no group follows, or the error that kept one from forming.
         """
         with self._changed:
-            self._changed.wait_for(self._stands)
+            self._changed.wait_for(self._is_settled)
             if self._problem is not None:
                 raise self._problem from error
             if self._world.health.failure is not None:
@@ -53,7 +53,7 @@ class Following:
         if thread is not None:
             thread.join()
 
-    def _stands(self) -> bool:
+    def _is_settled(self) -> bool:
         """Return whether no further group is forming or due after the newest one."""
         if self._thread is not None:
             return False
@@ -110,12 +110,12 @@ def _as_ours(error: BaseException) -> PenstockError:
 
 
 def _go_over(world: World) -> None:
-    """Switch a world to the next group; raises `DeviceLost` if this process gets none."""
+    """Switch a world to the next group; raises `DeviceLost` if it forms without this process."""
     failure = world.health.failure
     if failure is None:
-        raise DeviceLost("a group without a verdict needs no other; nothing was lost")
+        raise DeviceLost("a regroup was requested without a failure; continue with the current group")
     if world.rank == FEEDER:
-        regroup(world, set() if failure.again else {failure.rank}, takes_in=failure.again)
+        regroup(world, set() if failure.again else {failure.rank}, admits=failure.again)
         return
     release(world.transport, world.health)
     if not next_group(world, waits=False):

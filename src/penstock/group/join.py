@@ -1,11 +1,11 @@
-"""Rendezvous: independently started processes form one group through the first one's store.
+"""Rendezvous: independently started processes form one group through rank 0's store.
 
     claim my rank;  publish a hello: versions, size of the run, host, addresses of my board and data connections
-    read all hellos, and refuse a group that does not match
-    watch each other from here on (`group/liveness.py`), then connect for data
+    read all hellos, and reject a group that does not match
+    rank 0 and every other rank watch each other from now on (`group/liveness.py`); then connect for data
 
-Every call to the store has a deadline, and the hello carries the name of this run: a process of another
-run, or a second one with the same rank, is refused.
+Every call to the store has a deadline, and the hello carries the id of this run: a process of another
+run, or a second one with the same rank, is rejected.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ from penstock.version import __version__
 from penstock.wire import FEEDER
 
 JOIN_S = 120.0
-STORE_S = 10.0  # timeout for an answer of the first host
+STORE_S = 10.0  # timeout for an answer of rank 0's store
 _POLL_S = 0.05
 
 
@@ -45,23 +45,23 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     rank: int
     size: int
-    run: str  # the name of the run under torchrun, else empty
-    nonce: str  # of this process, the same in each group of its run; that of rank 0 is in the group's name
+    run: str  # torchrun's id of the run, else empty
+    nonce: str  # id of this process in all groups of its run; rank 0's is part of the group's id
     penstock: str
     torch: str
-    name: str  # for people
-    host: str  # as plans name devices
+    name: str  # display name
+    host: str  # name of the machine, as in plans
     address: str
     board_port: int
     bandwidth_bytes_per_s: float | None = None
-    again: bool = False  # of rank 0: it calls another group after losing a rank
-    silence_s: Annotated[float, msgspec.Meta(gt=0, le=3600.0)] = SILENCE_S  # of rank 0: maximum silence of a rank
+    again: bool = False  # set by rank 0: another group follows one that has lost a rank
+    silence_s: Annotated[float, msgspec.Meta(gt=0, le=3600.0)] = SILENCE_S  # set by rank 0: maximum silence of a rank
 
 
 class Meeting:
     """A completed rendezvous: the hellos of all ranks, and the boards by which they watch each other.
 
-    Raises `RunError` naming ranks that did not join or do not match, and `DeviceLost` if the first host is lost.
+    Raises `RunError` naming ranks that did not join or do not match, and `DeviceLost` if rank 0 is lost.
 
     Example:
         meeting = Meeting(rendezvous, rank=0, size=4, prefix="run0")
@@ -90,12 +90,12 @@ class Meeting:
                 self.hellos = self._meet(store, watch)
             except StoreSilent as error:
                 raise DeviceLost(
-                    f"the first host was lost by rank {rank} during the rendezvous: {error}, so it was stopped, cut "
-                    "off or has lost power; start again"
+                    f"rank {rank} lost contact with rank 0 during the rendezvous ({error}): rank 0's host is stopped, "
+                    "unreachable or off; start again"
                 ) from None
             except RuntimeError as error:
                 raise DeviceLost(
-                    f"the first host was lost by rank {rank} during the rendezvous: {first_line(error)}; start again"
+                    f"rank {rank} lost contact with rank 0 during the rendezvous: {first_line(error)}; start again"
                 ) from error
             finally:
                 store.close()
@@ -103,12 +103,12 @@ class Meeting:
 
     @property
     def own(self) -> str:
-        """Unique name of this process."""
+        """Unique id of this process, the same in all groups of its run."""
         return self._own.nonce
 
     @property
     def name(self) -> str:
-        """Unique name of this group."""
+        """Unique id of this group."""
         return f"{self._prefix}.{self.hellos[FEEDER].nonce}"
 
     @property
@@ -153,7 +153,7 @@ class Meeting:
             missing = ", ".join(str(rank) for rank in range(self._size) if rank not in found)
             raise RunError(
                 f"rank {missing} of {self._size} did not join within {self._join_s:.0f} s; start it, or check that it "
-                "can reach the first host"
+                "can reach rank 0"
             )
         time.sleep(_POLL_S)
 
@@ -192,8 +192,8 @@ class Meeting:
         holder = store.call(lambda s: s.compare_set(key, "", nonce))
         if holder.decode() != nonce:
             raise RunError(
-                f"a run has one process of each rank, but another rank {self._rank} has joined already; end the "
-                "process that is left from an earlier run, or use another port for this run"
+                f"rank {self._rank} is already taken in this run; end the process that is left from an earlier run, or "
+                "use another port for this run"
             )
 
 
@@ -203,18 +203,18 @@ def check_hello(data: bytes, own: Hello, rank: int) -> Hello:
         hello = msgspec.json.decode(data, type=Hello)
     except (msgspec.MsgspecError, UnicodeError):
         raise RunError(
-            f"rank {rank} runs another version of penstock than {__version__} here; install the same everywhere"
+            f"rank {rank} runs a different version of penstock (here {__version__}); install the same one everywhere"
         ) from None
     for what, theirs, ours, mend in (
-        ("runs penstock", hello.penstock, own.penstock, "install the same everywhere"),
-        ("has the process count", hello.size, own.size, "start all of them for the same number"),
-        ("is of the run", hello.run, own.run, "give all of them the same --rdzv-id"),
-        ("calls itself rank", hello.rank, rank, "start again"),
+        ("runs penstock {!r}", hello.penstock, own.penstock, "install the same version everywhere"),
+        ("was started with {!r} processes", hello.size, own.size, "start every process with the same number"),
+        ("belongs to run {!r}", hello.run, own.run, "start every process with the same --rdzv-id"),
+        ("announces rank {!r}", hello.rank, rank, "start again"),
     ):
         if theirs != ours:
             raise RunError(
-                f"processes of a run must match, but rank {rank} on {hello.host} {what} {theirs!r}, where rank "
-                f"{own.rank} on {own.host} expects {ours!r}; {mend}"
+                f"rank {rank} on {hello.host} {what.format(theirs)}, but rank {own.rank} on {own.host} expects "
+                f"{ours!r}; {mend}"
             )
     return hello
 

@@ -142,8 +142,8 @@ class LocalWorkers:
         self._processes = []
         if stuck:
             warnings.warn(
-                f"a killed process must exit within {_KILLED_S:g} s, but worker process {stuck} did not; check what it "
-                "waits for with ps -o pid,stat,wchan,args, such as a disk that does not answer",
+                f"a killed process must exit within {_KILLED_S:g} s, but worker process {stuck} did not; use ps -o "
+                "pid,stat,wchan,args to see what it waits for, for example a disk that does not answer",
                 stacklevel=2,
             )
 

@@ -1,4 +1,4 @@
-"""Connections between the processes of a run: plain, encrypted, or through a folder of one machine."""
+"""Connections between the processes of a run: plain, encrypted, or Unix domain sockets in a private folder."""
 
 import os
 from collections.abc import Callable
@@ -62,7 +62,7 @@ class PlainLinks:
 
 
 class ZmqLinks:
-    """ZeroMQ connections, encrypted or in a folder."""
+    """ZeroMQ connections: encrypted, or Unix domain sockets in a private folder."""
 
     secured = False
 
@@ -121,7 +121,7 @@ def close_store(store: Store) -> None:
 
 
 def choose_links(address: str) -> Links:
-    """Return the links for an address: of a folder, secured with the key of PENSTOCK_KEY, or plain.
+    """Return the links for an address: Unix domain sockets for a folder, encrypted if PENSTOCK_KEY is set, or plain.
 
     Raises `UsageError` if the key is not usable.
     """

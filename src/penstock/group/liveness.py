@@ -1,14 +1,14 @@
-"""Liveness: the first process watches all others, and every other process watches the first.
+"""Liveness: rank 0, the driver, watches all other ranks, and each of them watches rank 0.
 
-Each process has a board (`group/board.py`) that answers for it while it is alive, however busy; the others poll it
+Each process has a board (`group/board.py`) that answers for it while it is alive, however busy; its watchers poll it
 over separate connections, so a stopped process or a cut cable is detected even without traffic. A group has one
-verdict, the first one written on the first process's board.
+verdict, the first one written on rank 0's board.
 
     every process, each BEAT_S:    writes its progress on its board
     rank 0 reads every board, the others that of rank 0; each poll has a thread, which may block forever
     no answer for SILENCE_S, or the connection breaks:   verdict
     a verdict on the board of rank 0:   abort all transports; waits end, and `failure` has the reason
-    a process that leaves announces it on the boards of the ranks that it watches, which watch it
+    a process that exits in order announces it on the boards of the ranks that it watches
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from penstock.transport.base import SILENCE_S
 from penstock.wire import FEEDER
 
 BEAT_S = 0.5
-WATCHFUL_S = 3.0  # where a false alarm costs little, since the process joins again
+WATCHFUL_S = 3.0  # maximum silence if a false alarm costs little: the process joins again
 _FIRST_BEAT = 6  # on a shared board, the first beat may take this many times the limit on silence
 _LAST_WORD_S = 1.0  # after a connection breaks: timeout for the exited process or its parent to report the reason
 _LOOKUP_S = 60.0  # timeout for a name server
@@ -41,8 +41,8 @@ class Boards:
     """The board of this process, and connections to those of the processes that it watches.
 
     If all processes share one board, its answer does not prove that a given process lives: that process's beat must
-    change.
-    `addresses` are those of the others, whose names torch resolves when it connects, which takes up to `connect_s`.
+    change. Torch looks up the names of the others' `addresses` when it connects; the timeout for connecting is
+    `connect_s` plus three times a measured lookup.
     """
 
     own: Store
@@ -80,11 +80,11 @@ class _Peer:
 class Health:
     """Health of one process group, watched from one rank.
 
-    `names` are the display names of all ranks, such as `stage 2 on host3`. `on_failure` is called
-    once, from the watching thread. `why_ended` returns how a rank's process ended, if this process knows.
+    `names` are the display names of all ranks, such as `rank 2 on host2`. `on_failure` is called
+    once, from the watching thread. `why_ended` returns how a rank's process ended, if this process started it.
 
     Example:
-        health = Health(boards, rank=0, names=["driver", "stage 0"], on_failure=transport.abort)
+        health = Health(boards, rank=0, names=["the driver", "worker 1"], on_failure=transport.abort)
     """
 
     def __init__(
@@ -97,8 +97,8 @@ class Health:
         self._on_failure = on_failure
         self._silence_s = silence_s
         self.beat_s = beat_s
-        self.call = ""  # the current call of a training
-        self.status: Callable[[], str] = str  # status sent with every beat; empty
+        self.call = ""  # the current call of a training run
+        self.status: Callable[[], str] = str  # returns the status sent with every beat; default: empty
         self.why_ended: Callable[[int], str | None] = lambda _rank: None
         self.failure: Verdict | None = None
         self._stop, self._wake = threading.Event(), threading.Event()
@@ -123,8 +123,8 @@ class Health:
     def report(self, error: BaseException, *, again: bool = False, lost: bool = False) -> None:
         """Report to all ranks that this process failed; only the first report of a group counts.
 
-        With `again` the survivors form another group. With `lost` they form it without this process, which caused
-        the error.
+        With `again` another group follows, of all ranks that answer. With `lost` it follows without this process, which
+        caused the error.
         """
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
         memory = is_out_of_memory(error)
@@ -197,7 +197,7 @@ class Health:
 
     def _tell(self, peers: list[_Peer], key: str, value: str) -> None:
         """Write a value on the boards of peers, through the threads that poll them."""
-        # also silent peers, since it may be this process that was stopped; not those whose connection broke
+        # silent peers too: this process itself may have been stopped; not peers whose connection broke
         asked = [peer for peer in peers if peer.broken_s is None]
         for peer in asked:
             peer.told.clear()
@@ -237,7 +237,7 @@ class Health:
         for peer in self._peers.values():
             if peer.left:
                 continue
-            # a secured store detects that a connection is alive even before its request is answered
+            # a ZeroMQ store detects that a connection is alive even before its request is answered
             silence_s = now - max(peer.answered_s, getattr(peer.store, "heard_s", 0.0))
             patience_s = self._silence_s * (_FIRST_BEAT if self._boards.shared and not peer.beat else 1)
             patience_s = max(patience_s, peer.connect_s or 0.0)

@@ -1,7 +1,7 @@
-"""Elastic membership: move a run from one process group to the next, in the same processes.
+"""Regrouping: move a run from one process group to the next, in the same processes.
 
-first process   regroup(world, lost={2})     the world becomes the next group: without lost ranks, with newcomers
-others          next_group(world)            likewise, or False if the run is over
+rank 0          regroup(world, lost={2})     the world becomes the next group: without lost ranks, with newcomers
+other ranks     next_group(world)            likewise, or False if the run is over
 a newcomer      join_later(host, port)       a world
 """
 
@@ -19,25 +19,25 @@ from penstock.group.board import CONNECT_S, PatientStore, nobody_listens, wait_f
 from penstock.group.entry import join_group, links_of_run, why_ended
 from penstock.group.join import STORE_S, host_name
 from penstock.group.liveness import Health
-from penstock.group.roll_call import Membership, Rendezvous, await_call, read_run, wait_to_be_taken_in
+from penstock.group.roll_call import Membership, Rendezvous, await_call, read_run, wait_for_admission
 from penstock.group.variables import JOIN
 from penstock.group.world import World
 from penstock.text import first_line
 from penstock.transport.base import Transport
 from penstock.wire import FEEDER
 
-# timeout for ranks that answered a call to meet and connect: they are alive, so one that is late is lost
+# timeout of a rendezvous after a roll call: ranks that answered are alive, so a late one is lost
 _MEET_S = 10.0
 _ATTEMPTS = 5
 _POLL_S = 0.2
-_RETURN_S = 60.0  # retry period of a process that is cut off from the first one
+_RETURN_S = 60.0  # retry period of a process that is cut off from rank 0
 
 
-def regroup(world: World, lost: Collection[int] = (), *, takes_in: bool = True, join_s: float = _MEET_S) -> None:
+def regroup(world: World, lost: Collection[int] = (), *, admits: bool = True, join_s: float = _MEET_S) -> None:
     """Form the next group from the survivors and the waiting newcomers, and switch the world to it.
 
-    The first process calls this, once no connection of the old group is needed any more. Without `takes_in`,
-    newcomers continue to wait. Raises `DeviceLost` if no device is left.
+    Rank 0 calls this, once no connection of the old group is needed any more. Without `admits`, newcomers continue to
+    wait. Raises `DeviceLost` if no device is left.
 
     Example:
         regroup(world, lost={2})
@@ -52,7 +52,7 @@ def regroup(world: World, lost: Collection[int] = (), *, takes_in: bool = True, 
     feeds_only = FEEDER not in world.devices
     expected = [name for rank, name in enumerate(membership.members) if rank not in {FEEDER, *lost}]
     for _ in range(_ATTEMPTS):
-        answered = membership.roll.call(membership.generation + 1, expected, takes_in=takes_in)
+        answered = membership.roll.call(membership.generation + 1, expected, admits=admits)
         if not answered and feeds_only:
             raise DeviceLost("no device is left: all others were lost; start again, or add machines to the run")
         try:
@@ -69,7 +69,7 @@ def regroup(world: World, lost: Collection[int] = (), *, takes_in: bool = True, 
 
 
 def _meet(world: World, membership: Membership, answered: list[str], join_s: float) -> World:
-    """Meet the ranks that have answered, as the first process."""
+    """Rendezvous with the ranks that have answered, on rank 0."""
     old = {membership.members[rank]: index for index, rank in _worker_ranks(world).items()}
     worker_ranks = {old[name]: rank for rank, name in enumerate(answered, start=1) if name in old}
     workers = world.workers
@@ -101,8 +101,8 @@ def release(transport: Transport, health: Health) -> None:
 def next_group(world: World, *, waits: bool = True) -> bool:
     """Wait for the run's next group and switch the world to it; False if this process gets none.
 
-    Every other process calls this after releasing its old group, except a process that failed by itself, which would
-    fail in any group. With `waits`, a process that was left out waits to be admitted again.
+    Every other rank calls this after releasing its old group. A process that failed by itself gets False, since it
+    would fail in any group. With `waits`, a process that was left out waits to be admitted again.
     """
     membership, failure = world.membership, world.health.failure
     itself = failure is not None and failure.rank == world.rank and not failure.lost
@@ -115,7 +115,7 @@ def next_group(world: World, *, waits: bool = True) -> bool:
 
 
 def place_to_join() -> tuple[str, int] | None:
-    """Return the host and port of the training to join, from PENSTOCK_JOIN; None if it is unset."""
+    """Return the host and port of the training run to join, from PENSTOCK_JOIN; None if it is unset."""
     place = os.environ.get(JOIN)
     return read_place(place) if place else None
 
@@ -133,7 +133,7 @@ def read_place(text: str) -> tuple[str, int]:
 
 
 def join_later(host: str, port: int, patience_s: float = 120.0) -> World | None:
-    """Ask a running job to admit this process, and wait until it does; None if the job ends first.
+    """Request admission to a running job and wait for it; None if the job ends first.
 
     Raises `RunError` if no run answers, or if it admits no newcomers.
 
@@ -147,7 +147,7 @@ def join_later(host: str, port: int, patience_s: float = 120.0) -> World | None:
     store = PatientStore(connect, STORE_S + CONNECT_S)
     try:
         run, generation = read_run(store, f"{host}:{port}")
-        wait_to_be_taken_in(store, run, own)
+        wait_for_admission(store, run, own)
     except RuntimeError as error:
         raise RunError(
             f"the run at {host}:{port} cannot be joined: {first_line(error)}; check that it is still running"
@@ -160,13 +160,13 @@ def join_later(host: str, port: int, patience_s: float = 120.0) -> World | None:
 
 
 def _await(membership: Membership, after: int, *, waits: bool = True) -> World | None:
-    """Answer calls until this process is in a group that forms; None once the run has ended."""
+    """Answer roll calls until this process is in a group; None once the run has ended."""
     deadline = time.monotonic() + _RETURN_S
     while True:
         store = PatientStore(membership.rendezvous.connect, STORE_S + CONNECT_S)
         try:
             found = await_call(store, membership.run, membership.own, after, waits=waits)
-        except RuntimeError:  # the first process has exited or is silent, as if this one is cut off
+        except RuntimeError:  # rank 0 has exited, is stopped or cannot be reached
             if nobody_listens(membership.rendezvous.host, membership.rendezvous.port) or time.monotonic() > deadline:
                 return None
             continue
@@ -181,7 +181,7 @@ def _await(membership: Membership, after: int, *, waits: bool = True) -> World |
                 membership.rendezvous, members.index(membership.own) + 1, size, _prefix(after), range(size),
                 join_s=_MEET_S, before=replace(membership, generation=after - 1),
             )  # fmt: skip
-        except PenstockError:  # the first process calls again, or has exited
+        except PenstockError:  # rank 0 calls another group, or has exited
             continue
 
 
@@ -200,9 +200,9 @@ def _prefix(generation: int) -> str:
 def wait_for_newcomers(
     world: World, count: int, wait_s: float = 0.0, check: Callable[[], None] = lambda: None
 ) -> bool:  # fmt: skip
-    """Wait until this many newcomers ask to be admitted; False on timeout. The first process calls this.
+    """Wait until this many newcomers have requested admission; False on timeout.
 
-    `check` is called periodically, and may raise.
+    Rank 0 calls this. `check` is called periodically, and may raise.
     """
     roll = world.membership.roll if world.membership is not None else None
     deadline = time.monotonic() + wait_s

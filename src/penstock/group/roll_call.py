@@ -1,11 +1,12 @@
-"""Roll calls: the first process calls a new group, and survivors and newcomers answer.
+"""Roll calls: rank 0 calls a new group, and survivors and newcomers answer.
 
-    first process    call 2 ──────────────── members of 2: a, c, d ──▶ they meet again (`group/join.py`)
-    others                    answer: a, c
+    rank 0           call 2 ──────────────── members of 2: a, c, d ──▶ rendezvous (`group/join.py`)
+    other ranks               answer: a, c
     a newcomer       waits: d     answer: d
 
-All keys are in the first process's store, under the name of the run. A process that is not among the members waits,
-and is admitted by a later call: one that was suspended and wakes up late, a returning machine, a new one.
+Groups are numbered by generation. All keys are in rank 0's store, under the id of the run; members are listed by the
+ids of their processes. A process that is not among the members waits, and is admitted by a later call: one that was
+suspended and wakes up late, a returning machine, a new one.
 """
 
 import time
@@ -32,14 +33,14 @@ _NEWCOMERS_S = 1.0  # timeout for newcomers, which may have exited
 
 
 class Running(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The first entry that a newcomer reads: the name of the run, and the version of its processes."""
+    """The first entry that a newcomer reads: the id of the run, and the version of its processes."""
 
     run: str
     penstock: str = __version__
 
 
 class RollCall:
-    """Roll calls on the first process: waiting newcomers and surviving members.
+    """Roll calls on rank 0: waiting newcomers and surviving members.
 
     Example:
         roll = RollCall(store, run="5f0c")
@@ -56,12 +57,12 @@ class RollCall:
         store.set(_RUN_KEY, msgspec.json.encode(Running(run=run)).decode())
 
     def waiting(self) -> list[str]:
-        """Return the newcomers that have asked to be admitted."""
+        """Return the ids of newcomers that have requested admission."""
         count = self._store.add(_key(self._run, "waiting"), 0)
         for number in range(self._seen + 1, count + 1):
             key = _key(self._run, "waiting", str(number))
             if not self._store.check([key]):
-                break  # it has incremented the counter but not written its name yet
+                break  # it has incremented the counter but not written its id yet
             name = self._store.get(key).decode()
             self._seen = number
             if name not in self._waiting and self._failures[name] < _MOST_FAILURES:
@@ -73,13 +74,13 @@ class RollCall:
         self._failures.update(names)
 
     def call(
-        self, generation: int, expected: Sequence[str], answer_s: float = ANSWER_S, *, takes_in: bool = True
+        self, generation: int, expected: Sequence[str], answer_s: float = ANSWER_S, *, admits: bool = True
     ) -> list[str]:
-        """Call the group of this number, and return its members: expected ones, in order, then newcomers.
+        """Call the group of this generation, and return its members: expected ones, in order, then newcomers.
 
-        Without `takes_in`, newcomers continue to wait.
+        Without `admits`, newcomers continue to wait.
         """
-        newcomers = [name for name in self.waiting() if name not in expected] if takes_in else []
+        newcomers = [name for name in self.waiting() if name not in expected] if admits else []
         began = time.monotonic()
         self._store.set(_key(self._run, "call"), str(generation))
         there: set[str] = set()
@@ -93,7 +94,7 @@ class RollCall:
             if waited_s > answer_s:
                 break
             time.sleep(_POLL_S / 2)
-        if takes_in:  # newcomers that do not answer are dropped: one that is alive asks again
+        if admits:  # newcomers that do not answer are dropped: one that is alive requests admission again
             self._waiting = []
         members = [name for name in (*expected, *newcomers) if name in there]
         self._store.set(_key(self._run, "members", str(generation)), msgspec.json.encode(members).decode())
@@ -112,7 +113,7 @@ class RollCall:
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """The meeting point of a run, as seen by one process: the first one's store.
+    """The rendezvous point of a run, as seen by one process: rank 0's store at `host` and `port`.
 
     `links` make the connections, `address` is this process's listening address, `name` its display name.
     """
@@ -127,10 +128,10 @@ class Rendezvous:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Membership:
-    """State of a process that outlives its group: the rendezvous, and the members of the current group.
+    """A process's identity and rendezvous, kept across regroups, and the members of its current group.
 
-    `members` are the unique names of this group's processes by rank, and `own` is this one's; they stay
-    the same from group to group. `roll` is set on the first process only.
+    `members` are the ids of this group's processes by rank, and `own` is this process's id; a process keeps its id
+    from group to group. `generation` is the number of the group. `roll` is set on rank 0 only.
     """
 
     rendezvous: Rendezvous
@@ -145,10 +146,10 @@ class Membership:
 def await_call(
     store: PatientStore, run: str, name: str, after: int, *, waits: bool = True
 ) -> tuple[int, list[str]] | None:
-    """Answer calls until this process is a member of a group after `after`; returns its number and members.
+    """Answer calls until the process of id `name` is a member of a group; return its generation and members.
 
-    Returns None once the run is over, or, without `waits`, once this process was left out. Raises
-    `RuntimeError` if the first process has exited or is silent.
+    Only generations beyond `after` count. Returns None once the run is over, or, without `waits`, once a group has
+    formed without this process. Raises `RuntimeError` if rank 0 has exited or is silent.
     """
     answered = 0
     while True:
@@ -167,21 +168,21 @@ def await_call(
                 if not waits:
                     return None
                 after, answered = answered, 0
-                wait_to_be_taken_in(store, run, name)
+                wait_for_admission(store, run, name)
         time.sleep(_POLL_S)
 
 
-def wait_to_be_taken_in(store: PatientStore, run: str, name: str) -> None:
-    """Add a process to the list of waiting newcomers."""
+def wait_for_admission(store: PatientStore, run: str, name: str) -> None:
+    """Add a process, by its id, to the list of waiting newcomers."""
     number = store.call(lambda s: s.add(_key(run, "waiting"), 1))
     store.call(lambda s: s.set(_key(run, "waiting", str(number)), name))
 
 
 def read_run(store: PatientStore, where: str) -> tuple[str, int]:
-    """Return the name of the run that a store serves, and its group's number; raises `RunError` without one."""
+    """Return the id of a store's run and the generation of its group; raises `RunError` without one."""
     text = store.call(lambda s: read_if_there(s, _RUN_KEY))
     if text is None:
-        raise RunError(f"the run at {where} admits no newcomers; start it with --on-loss continue or wait")
+        raise RunError(f"the run at {where} admits no newcomers; start it with --on-loss continue or --on-loss wait")
     try:
         running = msgspec.json.decode(text, type=Running)
     except (msgspec.MsgspecError, UnicodeError):

@@ -1,4 +1,4 @@
-"""Board entries: a process's progress, its exit, and on the first process's board the group's verdict."""
+"""Board entries: a process's heartbeat, its exit, and on rank 0's board the group's verdict."""
 
 import msgspec
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -16,18 +16,18 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     message: str
     lost: bool
     memory: bool = False  # it ran out of memory
-    again: bool = False  # a group of all ranks and the waiting newcomers follows
+    again: bool = False  # another group follows, of all ranks that answer and the waiting newcomers
 
 
 def prepare_board(board: Store, rank: int) -> None:
-    """Write the initial entries of a new board, read before its process writes any."""
+    """Write the initial entries of a new board, for ranks that poll it before the first beat."""
     board.set(beat_key(rank), "")
     if rank == FEEDER:
         board.set(VERDICT_KEY, "")
 
 
 def beat_key(rank: int) -> str:
-    """Return the key of a rank's progress on a board."""
+    """Return the key of a rank's beat on a board."""
     return f"beat/{rank}"
 
 
@@ -42,11 +42,14 @@ def write_verdict(verdict: Verdict) -> str:
 
 
 def read_verdict(text: str) -> Verdict:
-    """Decode a verdict of another process; one that cannot be decoded becomes a verdict as well."""
+    """Decode a verdict of another process; if that fails, return a verdict with the problem."""
     try:
         verdict = msgspec.json.decode(text, type=Verdict)
     except (msgspec.MsgspecError, UnicodeError):
-        message = "the group's verdict cannot be read: a process of another version took part; start again"
+        message = (
+            "the failure report cannot be read, as processes run different versions of penstock; install the same one "
+            "everywhere"
+        )
         return Verdict(rank=FEEDER, message=message, lost=False)
     line = (verdict.message.splitlines() or [""])[0]
     return msgspec.structs.replace(verdict, message=line[:MAX_MESSAGE])

@@ -32,7 +32,7 @@ DISMISS_S = 10.0
 
 
 class Leave(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="leave", forbid_unknown_fields=True):
-    """A dismissal; `message` is for people at that machine."""
+    """Rank 0's dismissal of another rank; `message` is for people at that machine."""
 
     message: str = ""
     again: bool = False  # another group follows this one
@@ -57,8 +57,8 @@ class World:
     """A process group as seen by one rank: its transport, its health and its workers, if any.
 
     Rank 0 is the driver. In a world that this process created, rank 0 is only the driver and the other ranks are
-    `workers`; under torchrun rank 0 is also the first device. If the other ranks follow, working until they are
-    dismissed, the end of rank 0's `with` block dismisses them with its `last_word` for people at their machines.
+    `workers`; under torchrun rank 0 is also the first device. With `followed` the other ranks serve jobs of
+    rank 0; the end of its `with` block dismisses them, with its `last_word` for people at their machines.
 
     Example:
         with start_local(2) as world:
@@ -72,19 +72,19 @@ class World:
     store: Store
     bandwidths: list[float | None]  # bytes per second of each rank's link; None if unknown
     workers: Workers | None = None
-    hosts: list[str] = field(default_factory=list)  # each rank's, as plans name devices
-    position: int = 0  # of this process on its machine, whose processes may share GPUs
+    hosts: list[str] = field(default_factory=list)  # name of each rank's machine, as in plans
+    position: int = 0  # index of this process on its machine, whose processes may share GPUs
     between_gpus: str = "gloo"  # backend for tensors between GPUs: see `transport/nccl.py`
-    cores: int | None = None  # of this process alone, if other processes of the run share its machine
-    secured: bool = False  # its connections prove a key and are encrypted
+    cores: int | None = None  # cores of this process alone, if other processes of the run share its machine
+    secured: bool = False  # connections are authenticated with a key and encrypted
     followed: bool = False
     last_word: str = ""
     reason_s: float = _REASON_S
-    clock: Clock = time.perf_counter  # for everything that is recorded in this process
-    worker_ranks: Mapping[int, int] | None = None  # of `workers`, by index; None: index + 1
+    clock: Clock = time.perf_counter  # clock of everything that is recorded in this process
+    worker_ranks: Mapping[int, int] | None = None  # rank of each of `workers` by index; None: index + 1
     membership: Membership | None = None  # set if the run continues in a new group after losing a rank
-    served: Store | None = None  # by this process, for the workers that it started
-    folder: PrivateFolder | None = None  # their rendezvous
+    served: Store | None = None  # store that this process serves for the workers that it started
+    folder: PrivateFolder | None = None  # rendezvous of these workers, if it is a folder
     unlike: Mapping[int, frozenset[str]] = field(default_factory=dict)  # operators that differ in a rank's torch
 
     @property
@@ -141,7 +141,7 @@ class World:
             raise
 
     def dismiss(self, message: str = "", deadline_s: float = DISMISS_S, *, again: bool = False) -> None:
-        """Dismiss every other rank, with a last word for people at that machine; with `again` for another group.
+        """Dismiss every other rank, with a message for people at that machine; with `again` another group follows.
 
         Waits until all have acknowledged: this process may serve the store, whose end would look like a failure to a
         rank that has not arrived yet. A rank that no longer answers is named in a warning instead.
@@ -166,7 +166,7 @@ class World:
             self.health.wait_for_verdict(0.5)
             failure = self.health.failure
             reason = failure.message if failure else f"no answer for {deadline_s:g} s"
-            warnings.warn(f"the work is done, but not every process has left in order: {reason}", stacklevel=2)
+            warnings.warn(f"the work is done, but not every process shut down cleanly: {reason}", stacklevel=2)
 
     def __enter__(self) -> "World":
         return self
@@ -222,7 +222,7 @@ def _say_leave(transport: Transport, leave: Leave) -> None:
         receive_bytes(transport, rank, limit=WORD_BYTES)
 
 
-def check_world(world: World, num_stages: int) -> list[int]:
+def assign_stages(world: World, num_stages: int) -> list[int]:
     """Assign stages to ranks in contiguous groups whose sizes differ by at most one; return the rank of each stage."""
     if num_stages < 1:
         raise UsageError(f"the number of stages must be at least 1; got {num_stages}")

@@ -29,7 +29,7 @@ from penstock.graph.graph import Graph
 from penstock.graph.program import StageProgram
 from penstock.group.entry import start_local
 from penstock.group.regroup import next_group, release
-from penstock.group.world import World, check_world
+from penstock.group.world import World, assign_stages
 from penstock.measure.counted import counted_profile
 from penstock.plan.schedule.round_robin import RoundRobin
 from penstock.runtime.registry import EAGER
@@ -166,7 +166,7 @@ def _chained(modules: Sequence[nn.Module], call: ModelCall, cut: CutOptions, run
     _, sizes = bind_inputs(graph, call.args, call.kwargs)
     make = runtime_maker(modules, graph)
     start_world = partial(start_threads, len(programs), make)
-    in_order = partial(check_world, num_stages=len(programs))
+    in_order = partial(assign_stages, num_stages=len(programs))
     return Division(graph, (), start_world, _line(run, programs, FromModules(make), sizes, in_order))
 
 

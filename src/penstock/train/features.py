@@ -106,15 +106,15 @@ class Rows(Protocol):
 
 
 class Together(Protocol):
-    """Exchange of documents between processes that may be lost or join."""
+    """Exchange of objects between processes that may be lost or join."""
 
     def together(
-        self, work: Callable[[], dict[str, Any]], undo: Callable[[], None] = lambda: None, *, takes_in: bool = False
+        self, work: Callable[[], dict[str, Any]], undo: Callable[[], None] = lambda: None, *, admits: bool = False
     ) -> list[dict[str, Any]]:
-        """Run `work` and return the documents of all ranks; `work` is repeated if the group has changed.
+        """Run `work` and return the objects of all ranks; `work` is repeated if the group has changed.
 
-        It sends no tensors after its document; `undo` reverts the changes of an attempt that does not count. With
-        `takes_in`, newcomers join before it.
+        `work` must contain all sends and receives of the call; `undo` reverts the changes of an attempt that does not
+        count. With `admits`, newcomers join before the call.
         """
 
     def place(self) -> tuple[int, int] | None:

@@ -186,9 +186,9 @@ class Trainer:
                 health.call = ""
 
     def together(
-        self, work: Callable[[], dict[str, Any]], undo: Callable[[], None] = lambda: None, *, takes_in: bool = False
+        self, work: Callable[[], dict[str, Any]], undo: Callable[[], None] = lambda: None, *, admits: bool = False
     ) -> list[dict[str, Any]]:
-        """Run `work` and return the documents of all ranks; raises the error of any of them, or its loss.
+        """Run `work` and return the objects of all ranks; raises the error of any of them, or its loss.
 
         If the training survives a loss, `work` is repeated in another group, so it must contain all its sends and
         receives, and `undo` must revert its changes.
@@ -199,7 +199,7 @@ class Trainer:
 
         with self.world.explained():
             if self.survivors is not None:
-                documents = self.survivors.together(marked, undo, takes_in=takes_in)
+                documents = self.survivors.together(marked, undo, admits=admits)
             else:
                 documents = all_gather(self.transport, marked())
             return self.calls.checked(documents, self.world.names)
@@ -244,7 +244,7 @@ class Trainer:
             return self._work.run(context, self.now)
 
         # gradient sums are in flight during this, or complete if the step may have to be repeated
-        gathered = self.together(run, self._work.undo, takes_in=True)
+        gathered = self.together(run, self._work.undo, admits=True)
         divisor = self._work.divisor(gathered)
         with self.world.explained():
             gradients = self._work.gradients(divisor)

@@ -1,4 +1,4 @@
-"""Collectives of a training: sums of tensors, and exchange of small documents."""
+"""Collectives of a training: sums of tensors, and exchange of small objects as JSON documents."""
 
 import json
 from collections.abc import Sequence
@@ -72,12 +72,12 @@ def _sum_around(transport: Transport, flat: Tensor, ranks: Sequence[int], tag: i
 
 
 def all_gather(transport: Transport, document: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the documents of all ranks on every rank, in the order of ranks.
+    """Return the objects of all ranks on every rank, in the order of ranks, as `all_gather_object` does.
 
     Example:
         losses = [told["loss"] for told in all_gather(transport, {"loss": 0.5})]
 
-    Every rank sends its document to all others simultaneously; a small one takes one message.
+    Every rank sends its object as JSON to all others simultaneously; a small one takes one message.
     """
     if transport.size == 1:
         return [document]

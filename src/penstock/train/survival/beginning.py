@@ -1,4 +1,4 @@
-"""Start of a training that survives losses: with all of its processes, or in one that joins later."""
+"""Start of a training run that survives losses: with all of its processes, or in one that joins later."""
 
 from dataclasses import replace
 
@@ -26,11 +26,11 @@ from penstock.wire import FEEDER, NUM_BUFFERS
 
 
 def check_survivable(graph: Graph, options: TrainOptions, run: RunOptions, device: torch.device) -> None:
-    """Raise `UsageError` for a training that cannot survive a loss, `PlanError` for another training's profile."""
+    """Raise `UsageError` for a training run that cannot survive losses, `PlanError` for the profile of another one."""
     profile, cluster = run.survival.profile, run.survival.cluster
     if (profile is None) != (cluster is None):
         raise UsageError(
-            "the planner needs both a profile of the training and a cluster with the memory and speed of devices; "
+            "the planner needs both a profile of the model and a cluster with the memory and speed of devices; "
             "set profile and cluster, or neither"
         )
     if profile is not None:
@@ -44,15 +44,14 @@ def check_survivable(graph: Graph, options: TrainOptions, run: RunOptions, devic
 
 
 def survive(trainer: Trainer, outer: World, run: RunOptions) -> None:
-    """Make a new training survive losses; `outer` is the world that it started in.
+    """Make a new training run survive losses; `outer` is its world with the unmetered transport.
 
-    Raises `UsageError` if its processes cannot form another group, `ClusterError` for one that the cluster lacks.
+    Raises `UsageError` if its processes cannot form another group, `ClusterError` if the cluster lacks one of them.
     """
     if outer.membership is None:
         raise UsageError(
-            "on_loss needs several processes that may form another group, but torchrun's agents end them all after a "
-            "loss, and one process has no other; start several with penstock train, a lab or penstock hosts run, or "
-            "leave on_loss out"
+            "on_loss needs at least two processes that torchrun did not start (its agents end all of them when one "
+            "fails); start several with penstock train, a lab or penstock hosts run, or leave on_loss out"
         )
     if run.survival.cluster is not None and outer.rank == FEEDER:
         for name in name_devices(outer):
@@ -63,23 +62,24 @@ def survive(trainer: Trainer, outer: World, run: RunOptions) -> None:
 
 
 def join_training(
-    place: tuple[str, int], captured: Captured, cut: CutOptions, run: RunOptions, options: TrainOptions
+    endpoint: tuple[str, int], captured: Captured, cut: CutOptions, run: RunOptions, options: TrainOptions
 ) -> tuple[Trainer, World]:
-    """Join a running training; returns this process's trainer, which has no stage yet, and the world.
+    """Join a training run at a host and port; returns this process's trainer, which has no stage yet, and the world.
 
-    Raises `RunError` if no training admits this process, `UsageError` if it trains another model.
+    Raises `RunError` if no run admits this process, `UsageError` if it trains another model.
     """
-    outer = join_later(*place)
+    host, port = endpoint
+    outer = join_later(host, port)
     if outer is None:
-        raise RunError(f"the training at {place[0]}:{place[1]} ended before it admitted this process")
+        raise RunError(f"the training run at {host}:{port} ended before it admitted this process")
     world = replace(outer, transport=MeteredTransport(outer.transport))
     try:
         exchanges = Exchanges(world, outer, joins=True)
         told, own = exchanges.described, identity_of(captured, options)
         if (theirs := told["alike"][: len(own)]) != own:
             raise UsageError(
-                f"the training at {place[0]}:{place[1]} has another model or other settings (model, last operation, "
-                f"operations, seed, autocast: {theirs} there, {own} here); run the same script"
+                f"the training run at {host}:{port} has another model or other settings (model, last operation, "
+                f"number of operations, seed, autocast: {theirs} there, {own} here); run the same script"
             )
         choice = ScheduleChoice(options.schedule if cut.plan is None else cut.plan.schedule, NUM_BUFFERS)
         asked = cut.plan is not None or options.microbatches is not None

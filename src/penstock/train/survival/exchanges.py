@@ -1,11 +1,12 @@
 """All-or-nothing exchanges: each one completes on all surviving ranks, or on none.
 
-    a ── work ── sends ──▶ has all documents        c is lost after it sent to a alone: a sends b what b lacks
+    a ── work ── sends ──▶ has all objects          c is lost after it sent to a alone: a sends b what b lacks
     b ── work ── sends ──▶ lacks that of c          c is lost before it sent: no rank has all, a and b repeat the work
     c ── work ── ✗ is lost
 
-An exchange needs every rank, so one process is at most one exchange ahead of another. (Birman and Joseph 1987,
-virtual synchrony: processes that continue from one group to the next have seen the same messages.)
+An exchange gathers an object from every rank, as `all_gather_object` does, so one process is at most one exchange ahead
+of another. (Birman and Joseph 1987, virtual synchrony: processes that continue from one group to the next have seen the
+same messages.)
 """
 
 import time
@@ -19,15 +20,16 @@ from penstock.transport.collectives import all_gather
 from penstock.transport.metered import MeteredTransport
 from penstock.wire import FEEDER
 
-Documents = list[dict[str, Any]]
+Objects = list[dict[str, Any]]
 _NONE = -1  # count of a process that has just joined
 
 
 class Exchanges:
     """One process's exchanges in a run, across its process groups.
 
-    `world` and `outer`, the same world with the unmetered transport, switch to each new group. `changed` is called
-    with the new rank of each surviving old one, `describe` on the first process for newcomers.
+    `outer` is `world` with the unmetered transport; both switch to each new group in place. After a switch `changed` is
+    called with the new rank of each survivor by its old one. `describe` is called on rank 0 and returns its description
+    of the training for newcomers.
 
     Example:
         exchanges = Exchanges(world, outer)
@@ -36,11 +38,11 @@ class Exchanges:
 
     def __init__(self, world: World, outer: World, *, joins: bool = False) -> None:
         if not isinstance(world.transport, MeteredTransport):
-            raise TypeError("a training's transport must be metered, so that it can switch to another group")
+            raise TypeError("the transport of a training run must be metered, so that it can switch to another group")
         self._world, self._outer, self._transport = world, outer, world.transport
         self._following = Following(outer)
         self.count = _NONE if joins else 0
-        self.last: Documents = []
+        self.last: Objects = []
         self.changed: Callable[[Mapping[int, int]], None] = lambda _ranks: None
         self.describe: Callable[[], dict[str, Any]] = dict
         self.described: Mapping[str, Any] = {}
@@ -48,20 +50,20 @@ class Exchanges:
         if joins:
             self._meet_first()
 
-    def once(self, work: Callable[[], dict[str, Any]]) -> Documents | None:
-        """Run `work` and return the documents of all ranks; None if the group has changed and no rank has all of them.
+    def once(self, work: Callable[[], dict[str, Any]]) -> Objects | None:
+        """Run `work` and return the objects of all ranks; None if the group has changed and no rank has all of them.
 
         Raises the error that ends the run.
         """
         before = self.count
         try:
             with self._world.explained():
-                documents = all_gather(self._transport, work())
+                gathered = all_gather(self._transport, work())
         except PenstockError as error:
             self.go_over(error)
             return self.last if self.count > before else None
-        self.count, self.last = before + 1, documents
-        return documents
+        self.count, self.last = before + 1, gathered
+        return gathered
 
     def go_over(self, error: PenstockError) -> None:
         """Switch to the group that follows the one in which an error occurred; raises the error if none does."""
@@ -101,18 +103,18 @@ class Exchanges:
 
     def _become(self, following: World) -> None:
         old, new = _members(self._world), _members(following)
-        places = {name: rank for rank, name in enumerate(new)}
+        ranks = {name: rank for rank, name in enumerate(new)}
         for world in (self._outer, self._world):
             world.become(following)
         self._transport.become(following.transport)
         self._world.transport = self._transport
-        self.changed({rank: places[name] for rank, name in enumerate(old) if name in places})
+        self.changed({rank: ranks[name] for rank, name in enumerate(old) if name in ranks})
 
     def _meet(self) -> None:
-        """Catch up with the other ranks: those that are one exchange late receive its documents."""
+        """Agree on the last exchange; ranks that missed it receive its objects."""
         first = self._transport.rank == FEEDER
         told = all_gather(self._transport, {"count": self.count, "described": self.describe() if first else None})
-        counts = [document["count"] for document in told]
+        counts = [each["count"] for each in told]
         most = max(counts)
         if min(count for count in counts if count != _NONE) < most:
             giver = counts.index(most)

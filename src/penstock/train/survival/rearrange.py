@@ -1,4 +1,7 @@
-"""Assignment of parts to devices that minimizes migration when a training is rearranged; grids as documents."""
+"""Assignment of parts to devices with little migration, and encoding of grids.
+
+A part is the stages that one rank holds in a placement.
+"""
 
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -43,8 +46,8 @@ def missing_bytes(
 def assign(missing: Sequence[Sequence[float]], alike: Sequence[Sequence[int]]) -> list[int]:
     """Return the device of each part, chosen to move few bytes: equivalent devices may swap parts.
 
-    `missing[device][part]` are the bytes that a device lacks of a part; `alike` are groups of devices. Pairs are
-    swapped as long as that helps.
+    `missing[device][part]` are the bytes that a device lacks of a part; `alike` are groups of devices that may
+    swap parts. Pairs are swapped as long as that helps.
 
     >>> assign([[9, 0], [0, 9]], [[0, 1]])
     [1, 0]
@@ -64,8 +67,8 @@ def assign(missing: Sequence[Sequence[float]], alike: Sequence[Sequence[int]]) -
     return taken
 
 
-def alike(devices: Sequence[Device]) -> list[list[int]]:
-    """Group devices of equal links and, within measurement error, equal speed and memory."""
+def interchangeable(devices: Sequence[Device]) -> list[list[int]]:
+    """Group devices that may swap parts: with equal links and, within measurement error, equal speed and memory."""
     groups: list[list[int]] = []
     for number, device in enumerate(devices):
         for group in groups:
@@ -90,10 +93,10 @@ def write_grid(grid: Grid) -> list[dict[str, object]]:
     ]  # fmt: skip
 
 
-def read_grid(document: Sequence[Mapping[str, Any]]) -> Grid:
+def read_grid(encoded: Sequence[Mapping[str, Any]]) -> Grid:
     """Decode the result of `write_grid`."""
     return Grid(tuple(
-        Replica(tuple(each["devices"]), tuple(each["stages"]), each["num_microbatches"]) for each in document
+        Replica(tuple(each["devices"]), tuple(each["stages"]), each["num_microbatches"]) for each in encoded
     ))  # fmt: skip
 
 
@@ -104,8 +107,8 @@ def lost_names(captured: Captured, tensors: HeldTensors) -> Collection[str]:
 
 
 def cuts_here(captured: Captured, names: Sequence[str]) -> list[Cut]:
-    """Find cuts that another process has named; raises `DeviceLost` if this one's model lacks one."""
+    """Find cuts by the names that rank 0 sent; raises `DeviceLost` if this process's model lacks one."""
     try:
         return Cuts(captured.graph).find_all(names)
     except CutError as error:
-        raise DeviceLost(f"this process cannot apply the placement of the first one: {error}") from error
+        raise DeviceLost(f"this process cannot apply the placement of rank 0: {error}") from error

@@ -14,7 +14,7 @@ from penstock.spec.cluster import Cluster
 from penstock.spec.profile import Profile
 from penstock.train.arrangement import Arrangement
 from penstock.train.planned import common_cuts, grid_of_plan, plan_training
-from penstock.train.survival.rearrange import alike, assign, missing_bytes
+from penstock.train.survival.rearrange import assign, interchangeable, missing_bytes
 from penstock.train.trainer import Trainer
 from penstock.wire import FEEDER
 
@@ -45,7 +45,7 @@ def _planned(
     rows = profile.rows[-1] if batch is None else max(1, len(batch.samples) // begun.all_microbatches)
     costs = keep_cuts(profile, common_cuts(trainer.captured))
     plan = plan_training(costs, cluster, begun, rows=rows, state_factor=ADAMW_STATE)
-    return *grid_of_plan(trainer.captured.graph, plan, ranks), alike(cluster.devices)
+    return *grid_of_plan(trainer.captured.graph, plan, ranks), interchangeable(cluster.devices)
 
 
 def _by_number(trainer: Trainer, begun: Arrangement, num_processes: int) -> tuple[Grid, Sequence[Cut]]:

@@ -1,11 +1,11 @@
-"""A training that survives losses, across process groups: recovery, migration and repeated calls.
+"""A training run that survives losses, across process groups: recovery, migration and repeated calls.
 
     a process is lost       survivors form a group ─▶ rearrange ─▶ migrate from replicas ─▶ repeat the call
-    one asks to join        the first process ends the group before a step ─▶ likewise, with the newcomer
+    one asks to join        rank 0 ends the group before a step ─▶ likewise, with the newcomer
     a stage had no replica  ─▶ rearrange ─▶ restore everything from the last checkpoint ─▶ its next batch
 
-A repeated call has no earlier effect: gradients reach parameters only after every rank has confirmed that its
-sums arrived, and buffers that a forward had written to are restored.
+An interrupted call leaves no effects, so it can be repeated: gradients are added to parameters only after every rank
+has acknowledged its sums, and buffers that a forward has written are restored.
 """
 
 import time
@@ -25,7 +25,7 @@ from penstock.train.migration import Prepared, gather_groups, prepare
 from penstock.train.named_optimizer import NamedOptimizer, restore_settings
 from penstock.train.outcome import TrainingChange, everywhere
 from penstock.train.plain_values import decode
-from penstock.train.survival.exchanges import Documents, Exchanges
+from penstock.train.survival.exchanges import Exchanges, Objects
 from penstock.train.survival.rearrange import cuts_here, lost_names, read_grid, write_grid
 from penstock.train.survival.regrid import choose_grid
 from penstock.train.trainer import Trainer
@@ -49,7 +49,7 @@ class Survivors:
         joins: bool = False,
     ) -> None:  # fmt: skip
         self._trainer, self._exchanges, self._options, self._begun = trainer, exchanges, options, begun
-        self._joins = self._changed = joins  # the group differs from the one of the placement
+        self._joins = self._changed = joins  # the current placement is for an earlier group
         self._place: tuple[int, int] | None = None
         self._moving = self._knows_groups = False
         self._prepared: Prepared | None = None
@@ -61,14 +61,14 @@ class Survivors:
         exchanges.changed, exchanges.describe = self._renumber, self._describe
 
     def together(
-        self, work: Callable[[], dict[str, Any]], undo: Callable[[], None] = lambda: None, *, takes_in: bool = False
-    ) -> Documents:
-        """Run `work` and return the documents of all ranks; see `Together`."""
+        self, work: Callable[[], dict[str, Any]], undo: Callable[[], None] = lambda: None, *, admits: bool = False
+    ) -> Objects:
+        """Run `work` and return the objects of all ranks; see `Together`."""
         if self._moving:  # part of a switch to another group, which is repeated as a whole
             return all_gather(self._trainer.world.transport, work())
         while True:
-            self._settle(takes_in=takes_in)
-            found: Documents | None = None
+            self._settle(admits=admits)
+            found: Objects | None = None
             try:
                 found = self._once(work)
             finally:
@@ -80,7 +80,7 @@ class Survivors:
     def place(self) -> tuple[int, int] | None:
         """Return, once, the epoch and the batch at which a newcomer continues."""
         if self._joins and self._place is None:
-            self._settle(takes_in=False)
+            self._settle(admits=False)
         place, self._place = self._place, None
         return place
 
@@ -99,12 +99,12 @@ class Survivors:
             now.tensors.renumber(ranks)
         self._changed = True
 
-    def _settle(self, *, takes_in: bool) -> None:
+    def _settle(self, *, admits: bool) -> None:
         """Rearrange the training for the current group if the group has changed."""
-        if takes_in:
+        if admits:
             self._know_groups()
         while True:
-            if takes_in and self._trainer.world.rank == FEEDER:
+            if admits and self._trainer.world.rank == FEEDER:
                 try:
                     self._look_for_newcomers()
                 except PenstockError as error:  # another rank is lost during the wait
@@ -121,7 +121,7 @@ class Survivors:
                 self._tell(went_back=True)
 
     def _know_groups(self) -> None:
-        """Share each optimizer's groups with all ranks, so that groups of lost parameters stay known."""
+        """Share each optimizer's `param_groups` with all ranks, so that those of lost parameters stay known."""
         while not self._knows_groups and not self._changed:
             self._knows_groups = self._once(self._tell_groups) is not None
 
@@ -134,10 +134,10 @@ class Survivors:
         world, now = self._trainer.world, time.monotonic()
         missing = self._num_begun - world.transport.size
         if self._options.on_loss == "wait" and missing > 0:
-            note(f"waiting up to {self._options.wait_s:g} s for {missing} more processes to join")
+            note(f"waiting up to {self._options.wait_s:g} s for {_count(missing, 'more process', 'es')} to join")
             if not wait_for_newcomers(world, missing, self._options.wait_s, world.check):
                 error = DeviceLost(
-                    f"{missing} of {self._num_begun} processes were lost and no other joined within "
+                    f"lost {missing} of {self._num_begun} processes, and not all replacements joined within "
                     f"{self._options.wait_s:g} s; continue from the last checkpoint"
                 )
                 world.health.report(error)
@@ -149,7 +149,7 @@ class Survivors:
             world.health.announce(Verdict(rank=FEEDER, message="another process joined", lost=False, again=True))
 
     def _describe(self) -> dict[str, Any]:
-        """Return the first process's description of the training for newcomers."""
+        """Return rank 0's description of the training for newcomers."""
         now = self._trainer.now
         return {
             "held": write_grid(now.tensors.grid), "cuts": [cut.name for cut in now.placed.cuts], "number": now.number,
@@ -158,7 +158,7 @@ class Survivors:
         }  # fmt: skip
 
     def _prepare(self) -> dict[str, Any]:
-        """Receive the next placement from the first process, and migrate tensors to it."""
+        """Receive the next placement from rank 0, and migrate tensors to it."""
         trainer = self._trainer
         self._moving = True
         try:
@@ -191,12 +191,12 @@ class Survivors:
         ):
             if own != theirs:
                 self._exchanges.leave(UsageError(
-                    f"a process that joins a training must run its script, but this one has {own} {what} and the "
-                    f"training {theirs}"
+                    f"a process that joins a training run must run the same script; this one has {own} {what}, the "
+                    f"run has {theirs}"
                 ))  # fmt: skip
 
     def _say(self) -> dict[str, Any]:
-        """Return the first process's document on how the training continues."""
+        """Return rank 0's object with the placement and the state to continue with."""
         trainer = self._trainer
         try:
             grid, cuts = choose_grid(trainer, self._begun, self._options)
@@ -245,7 +245,7 @@ class Survivors:
             self._tell(went_back=False)
 
     def _tell(self, *, went_back: bool) -> None:
-        """Record a change of the training, and print a note on the first process."""
+        """Record a change of the training, and print a note on rank 0."""
         trainer = self._trainer
         change = TrainingChange(
             step=trainer.step, why=self._exchanges.why, took_s=time.monotonic() - self._exchanges.ended_s,
@@ -256,8 +256,9 @@ class Survivors:
         if trainer.world.rank == FEEDER:
             back = f" from the checkpoint of step {change.step}" if went_back else ""
             note(
-                f"{change.why}; continues on {change.processes} processes, {change.replicas} x {change.stages} stages, "
-                f"after {change.took_s:.1f} s{back}"
+                f"{change.why}; training continues on {_count(change.processes, 'process', 'es')} "
+                f"({_count(change.replicas, 'replica')} x {_count(change.stages, 'stage')}) after {change.took_s:.1f} s"
+                f"{back}"
             )
 
     def _take_over_settings(self, said: Mapping[str, Any]) -> None:
@@ -286,3 +287,7 @@ class Survivors:
             self._moving = False
         trainer.data.rewound = batch
         return {}
+
+
+def _count(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number} {noun}{plural if number != 1 else ''}"

@@ -18,6 +18,7 @@ from penstock.errors import ProgramError
 Expression: TypeAlias = int | float | str | tuple[Any, ...]
 Number: TypeAlias = int | float
 
+BATCH = "batch"  # the symbol of a microbatch's rows
 # Larger than any tensor dimension of a real model; a forged program must not make us allocate more.
 LARGEST_SIZE = 2**40
 _DEEPEST = 32

@@ -6,13 +6,12 @@ import pytest
 import torch
 
 from penstock.deploy.state import load_state
-from penstock.generate.cached_decoder import decoder_call
+from penstock.generate.cached_decoder import DYNAMIC, CachedDecoder
 from penstock.graph import translate
 from penstock.graph.capture import capture
 from penstock.graph.graph import Graph
 from penstock.graph.stages import divide
 from penstock.runtime.eager import Runtime
-from penstock.spec.plan import Generation
 from penstock.zoo.weights.weights import ModuleWeights
 from tests.generate.decoders import decoder
 
@@ -20,17 +19,17 @@ from tests.generate.decoders import decoder
 @torch.no_grad()
 @pytest.mark.parametrize(("family", "groups"), [("llama", True), ("mistral", True), ("gpt2", False)])
 def test_bits_stay(family: str, groups: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    call = decoder_call(decoder(family), Generation(slots=2, lanes=1, max_length=64))
+    model = CachedDecoder(decoder(family), slots=2, length=64).eval()
 
     def captured() -> Graph:
-        return capture(call.model, (), call.kwargs, dynamic=call.dynamic)
+        return capture(model, (), model.example(2, 32), dynamic=DYNAMIC)
 
     shared = captured()
     monkeypatch.setattr(translate, "share_heads", lambda graph: graph)
     plain = captured()
     counts = [Counter(op.target for op in graph.ops)["aten.expand.default"] for graph in (plain, shared)]
     assert (counts[0] - counts[1] >= 2 * 3) == groups  # keys and values of three layers
-    weights = ModuleWeights(call.model)
+    weights = ModuleWeights(model)
     ids, positions = torch.arange(14).view(2, 7) + 3, torch.arange(7).expand(2, 7).contiguous()
     found = []
     for graph in (plain, shared):
@@ -44,8 +43,8 @@ def test_bits_stay(family: str, groups: bool, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_no_cut_inside_a_norm() -> None:
-    call = decoder_call(decoder("gemma"), Generation(slots=2, lanes=1, max_length=64))
-    graph = capture(call.model, (), call.kwargs, dynamic=call.dynamic)
+    model = CachedDecoder(decoder("gemma"), slots=2, length=64).eval()
+    graph = capture(model, (), model.example(2, 32), dynamic=DYNAMIC)
     kinds = [op.target.split(".")[1] for op in graph.ops]
     norms = [index for index, kind in enumerate(kinds) if kind == "rsqrt"]
     assert len(norms) == 2 * 3 + 1

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from penstock.deploy.state import load_state
 from penstock.errors import PlanError
-from penstock.generate.cached_decoder import decoder_call
+from penstock.generate.cached_decoder import DYNAMIC, CachedDecoder
 from penstock.generate.generator import Generator
 from penstock.graph.caches import add_cache
 from penstock.graph.capture import capture
@@ -18,7 +18,6 @@ from penstock.runtime.onnx.exported import Engine
 from penstock.runtime.onnx.joined import JoinedRuntime
 from penstock.runtime.onnx.onnx_runtime import compile_model
 from penstock.runtime.registry import parse_runtime
-from penstock.spec.plan import Generation
 from penstock.zoo.weights.weights import ModuleWeights
 from tests.generate.decoders import decoder, expected, prompts
 
@@ -28,8 +27,8 @@ _ENGINES = ("onnxruntime", "onnxruntime:int8", "onnxruntime:int4", "openvino")
 
 
 def captured(name: str) -> tuple[Graph, nn.Module]:
-    call = decoder_call(decoder(name), Generation(slots=2, lanes=1, max_length=128))
-    return capture(call.model, (), call.kwargs, dynamic=call.dynamic), call.model
+    model = CachedDecoder(decoder(name), slots=2, length=128).eval()
+    return capture(model, (), model.example(2, 32), dynamic=DYNAMIC), model
 
 
 def states(graph: Graph, model: nn.Module) -> dict[str, Tensor]:
@@ -90,6 +89,8 @@ def test_weights_in_blocks(runtime: str, near: float) -> None:
 
 class Mean(nn.Module):
     """Keeps what it computes of each token, and expands a step's mean to as many tokens as the step has."""
+
+    kept: Tensor
 
     def __init__(self) -> None:
         super().__init__()

@@ -25,8 +25,8 @@ from penstock.graph.fast_paths import fast_layers
 from penstock.graph.graph import Graph
 from penstock.graph.translate import translate
 from penstock.terminal.notes import note
+from penstock.values import BATCH
 
-BATCH = "batch"
 # torch.export takes a size of 0 or 1 for a constant, and so do some models with 2
 _EXAMPLE_ROWS = 3
 _LONGEST = 240

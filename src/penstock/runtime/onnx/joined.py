@@ -9,7 +9,6 @@ from torch import Tensor
 
 from penstock.errors import PlanError
 from penstock.graph.callbacks import Callback
-from penstock.graph.capture import BATCH
 from penstock.graph.ops import CALLBACK, GETITEM, Op, Ref
 from penstock.graph.program import StageProgram
 from penstock.runtime.bfloat16 import check_bfloat16
@@ -20,7 +19,7 @@ from penstock.runtime.onnx.exported import Engine
 from penstock.runtime.onnx.phases import Shapes, phases_of
 from penstock.runtime.onnx.writer import write_model
 from penstock.tensors import HOST
-from penstock.values import Size
+from penstock.values import BATCH, Size
 
 BITS: Mapping[str, int] = {"int8": 8, "int4": 4}
 

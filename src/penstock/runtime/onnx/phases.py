@@ -15,13 +15,12 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from penstock.graph.capture import BATCH
 from penstock.graph.ops import CALLBACK, GETITEM, Op, effect
 from penstock.graph.program import StageProgram
 from penstock.runtime.eager import Runtime
 from penstock.runtime.onnx.onnx_nodes import ELEMENTS
 from penstock.runtime.onnx.writer import Seen, is_supported
-from penstock.values import Size
+from penstock.values import BATCH, Size
 
 # an engine has a constant of its own for a table, of which torch reads a few rows
 _OF_TORCH = {"aten.embedding.default", CALLBACK}

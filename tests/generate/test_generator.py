@@ -213,6 +213,7 @@ def test_tokens_come_one_by_one_and_a_request_may_be_left(generator: Generator) 
         ({"temperature": 0.0, "do_sample": True}, "temperature"),
         ({"stop_strings": ["x"]}, "tokenizer"),
         ({"return_dict_in_generate": True}, "return_dict_in_generate"),
+        ({"num_return_sequences": 3, "do_sample": True}, "num_return_sequences=3"),
     ],
 )
 def test_what_cannot_be_generated_is_refused(generator: Generator, changes: dict[str, Any], value: str) -> None:
@@ -220,9 +221,9 @@ def test_what_cannot_be_generated_is_refused(generator: Generator, changes: dict
         generator.submit(prompts(5)[0], **changes)
 
 
-@pytest.mark.parametrize("prompt", [[], [-1], [120], "text"])
-def test_what_is_no_prompt_is_refused(generator: Generator, prompt: Any) -> None:
-    with pytest.raises(UsageError):
+@pytest.mark.parametrize(("prompt", "value"), [([], "none"), ([5] * 9 + [-1], "-1"), ([120], "120"), ("text", "text")])
+def test_what_is_no_prompt_is_refused(generator: Generator, prompt: Any, value: str) -> None:
+    with pytest.raises(UsageError, match=value):
         generator.submit(prompt, max_new_tokens=3)
 
 

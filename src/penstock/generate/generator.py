@@ -146,11 +146,16 @@ class Generator:
         if self._loop is None:
             raise UsageError("call submit on rank 0; this rank only holds a stage")
         config = read_config(self.model, generation_config, changes)
+        if (count := config.num_return_sequences or 1) > 1:
+            raise UsageError(
+                f"submit makes one sequence, not num_return_sequences={count}; use generate, or submit {count} times"
+            )
         tokens = self._tokens(prompt)
         vocabulary = self.vocabulary
-        if not tokens or not all(0 <= token < vocabulary for token in tokens):
+        wrong = [token for token in tokens if not 0 <= token < vocabulary]
+        if not tokens or wrong:
             raise UsageError(
-                f"a prompt must have at least one token, each from 0 to {vocabulary - 1}; got {tokens[:8]}"
+                f"a prompt must have at least one token, each from 0 to {vocabulary - 1}; got {wrong[:8] or 'none'}"
             )
         most = self._most_tokens(len(tokens), config)
         if config.stop_strings and self.tokenizer is None:
@@ -159,8 +164,8 @@ class Generator:
         if presence_penalty or frequency_penalty:
             processors.append(Penalties(len(tokens), presence=presence_penalty, frequency=frequency_penalty))
         if logit_bias:
-            if wrong := [token for token in logit_bias if not 0 <= token < vocabulary]:
-                raise UsageError(f"keys of logit_bias must be tokens from 0 to {vocabulary - 1}; got {wrong[0]}")
+            if outside := [token for token in logit_bias if not 0 <= token < vocabulary]:
+                raise UsageError(f"keys of logit_bias must be tokens from 0 to {vocabulary - 1}; got {outside[0]}")
             processors.append(LogitBias(logit_bias))
         sampler = Sampler(config, num_prompt=len(tokens), seed=seed, processors=[*processors, *logits_processor])
         request = Request(
@@ -187,16 +192,19 @@ class Generator:
         config = read_config(self.model, generation_config, kwargs)
         if input_ids.dim() != 2 or (attention_mask is not None and attention_mask.shape != input_ids.shape):
             raise UsageError(
-                f"input_ids and attention_mask must have the same shape [B, L]; got {list(input_ids.shape)}"
+                f"input_ids and attention_mask must have the same shape [B, L]; got {list(input_ids.shape)} and "
+                f"{None if attention_mask is None else list(attention_mask.shape)}"
             )
         if streamer is not None and len(input_ids) > 1:
             raise UsageError(f"a streamer takes one prompt at a time, not {len(input_ids)}")
-        prompts = input_ids.repeat_interleave(config.num_return_sequences or 1, 0)
+        count = config.num_return_sequences or 1
+        config.num_return_sequences = 1  # of each request
+        prompts = input_ids.repeat_interleave(count, 0)
         if config.max_new_tokens is None and config.max_length is not None:
             # it counts padding, which requests do not have
             config.max_new_tokens = config.max_length - input_ids.shape[1]
         shown = attention_mask if attention_mask is not None else torch.ones_like(input_ids)
-        shown = shown.repeat_interleave(config.num_return_sequences or 1, 0).bool()
+        shown = shown.repeat_interleave(count, 0).bool()
         requests: list[Request] = []
         try:
             for number, (row, seen) in enumerate(zip(prompts, shown, strict=True)):

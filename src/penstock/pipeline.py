@@ -114,11 +114,12 @@ class Pipeline:
         trace_profile: also run torch.profiler for a few microbatches, in training for one step: operators with their
             shapes and memory.
         on_loss: policy for a lost device: `stop` raises `DeviceLost`; `continue` replans for the survivors, places the
-            stages there and continues, with the same results; `wait` first waits `wait_s` for another device to join
-            (`penstock worker --join`, in training the same script with PENSTOCK_JOIN). With the latter two, joining
-            devices are admitted, and in a stream a device that has become slower gets less work. In training migrated
-            state is read from replicas, or everything from the last checkpoint. Not for lists of modules, traces, or
-            under torchrun's agents, which end all processes. The loss of the first process always ends the run.
+            stages there and continues (a stream with the same bits, a training with the same batches); `wait` first
+            waits `wait_s` for another device to join (`penstock worker --join`, in training the same script with
+            PENSTOCK_JOIN). With the latter two, joining devices are admitted, and in a stream a device that has become
+            slower gets less work. In training migrated state is read from replicas, or everything from the last
+            checkpoint. Not for lists of modules, traces, or under torchrun's agents, which end all processes. The loss
+            of rank 0 always ends the run.
         profile, cluster: inputs of the planner after a loss, or the paths of their files, as with `plan`; a training
             takes both. Without them costs of parts are counted from shapes, and devices are assumed equal until their
             speeds are observed.

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -395,14 +396,29 @@ def test_cores_are_kept_awake_by_what_gives_way() -> None:
     core = max(os.sched_getaffinity(0))
     before = psutil.Process().children()
     awake = Awake([core, core])
-    (spinner,) = set(psutil.Process().children()) - set(before)
+    (helper,) = set(psutil.Process().children()) - set(before)
     try:
-        until(lambda: spinner.cmdline()[:1] == ["sh"])  # empty while one program takes the place of another
+        # empty while one program takes the place of another
+        until(lambda: [child for child in helper.children() if child.cmdline()[:1] == ["sh"]])
+        (spinner,) = helper.children()
         assert os.sched_getscheduler(spinner.pid) == os.SCHED_IDLE
         assert os.sched_getaffinity(spinner.pid) == {core}
     finally:
         awake.release()
-    assert not spinner.is_running()
+    assert not helper.is_running()
+    until(lambda: not spinner.is_running(), 2)
+
+
+@pytest.fixture
+def busy_core() -> Iterator[int]:
+    """A core on which two other processes run all the time."""
+    core = max(os.sched_getaffinity(0))
+    spin = ["taskset", "--cpu-list", str(core), "sh", "-c", "while :; do :; done"]
+    processes = [subprocess.Popen(spin) for _ in range(2)]
+    yield core
+    for process in processes:
+        process.kill()
+        process.wait()
 
 
 class Stuck(subprocess.Popen[str]):
@@ -476,19 +492,24 @@ def test_a_program_keeps_its_own_signals(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 ORPHANS = """
-import os
+import os, sys
+import psutil
 from penstock.cluster.lab.processes import Awake
-Awake(sorted(os.sched_getaffinity(0))[:1])
-print(*[child.pid for child in __import__("psutil").Process().children()], flush=True)
+Awake([int(sys.argv[1])])
+spinners = []
+while not spinners:
+    spinners = [each for each in psutil.Process().children(recursive=True) if each.cmdline()[1:2] == ["-c"]][1:]
+print(*[each.pid for each in spinners], flush=True)
 os._exit(0)
 """
 
 
 @pytest.mark.skipif(shutil.which("chrt") is None, reason="cores are kept awake with chrt")
-def test_nothing_keeps_cores_awake_for_a_process_that_is_gone() -> None:
-    said = subprocess.run([sys.executable, "-c", ORPHANS], capture_output=True, text=True, timeout=60, check=True)
+def test_nothing_keeps_cores_awake_for_a_process_that_is_gone(busy_core: int) -> None:
+    words = [sys.executable, "-c", ORPHANS, str(busy_core)]
+    said = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
     (pid,) = map(int, said.stdout.split())
-    until(lambda: not psutil.pid_exists(pid))
+    until(lambda: not psutil.pid_exists(pid), 3)
 
 
 ASKED_TO_END = """

@@ -33,8 +33,16 @@ while [ $empty -lt 20 ]; do
 done
 """
 
-# as long as the process with the given id exists
-_SPIN = 'while kill -0 "$1" 2>/dev/null; do :; done'
+# Keeps the given cores busy until the pipe closes. What has the lowest priority may get no time to end on a busy
+# machine, so it first gets the usual one.
+_AWAKE = """
+spinners=
+for core in "$@"; do
+    chrt --idle 0 taskset --cpu-list "$core" sh -c 'while :; do :; done' "$0" & spinners="$spinners $!"
+done
+read -r word
+for spinner in $spinners; do chrt --other --pid 0 "$spinner"; kill -9 "$spinner"; done
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,14 +164,9 @@ class Awake:
 
     def __init__(self, cores: Iterable[int], lab: str = "") -> None:
         # the lab's name identifies the helper in a process list
-        spin = ["sh", "-c", _SPIN, "penstock-lab-awake", str(os.getpid()), lab]
-        self._processes = [
-            _start_helper(["chrt", "--idle", "0", "taskset", "--cpu-list", str(core), *spin])
-            for core in sorted(set(cores))
-        ]
+        command = ["sh", "-c", _AWAKE, f"penstock-lab-awake {lab}", *map(str, sorted(set(cores)))]
+        self._process = _start_helper(command, stdin=subprocess.PIPE)
 
     def release(self) -> None:
         """Allow the cores to sleep again."""
-        for process in self._processes:
-            process.kill()
-            process.wait()
+        self._process.communicate()

@@ -67,7 +67,7 @@ def talk(rank: int, store: Store) -> dict[str, Any]:
 
 def test_two_processes_two_groups_one_after_the_other(tmp_path: Path) -> None:
     results = run_ranks(talk, 2, 60.0, tmp_path)
-    assert max(max(result["ended_s"]) for result in results) < 0.5
+    assert max(max(result["ended_s"]) for result in results) < 5.0  # not the 60 s of a deadline
 
 
 def test_messages_wait_for_their_receiver(pair: list[GlooTransport]) -> None:
@@ -92,7 +92,7 @@ def test_abort_ends_waits_and_what_comes_after(pair: list[GlooTransport]) -> Non
     begin = time.perf_counter()
     with pytest.raises(ConnectionBroken, match="rank 0"):
         pending.wait()
-    assert time.perf_counter() - begin < 0.5
+    assert time.perf_counter() - begin < 5.0
     with pytest.raises(ConnectionBroken):
         pair[1].send(torch.zeros(8, dtype=torch.uint8), 0, 1)
 

@@ -28,13 +28,7 @@ def run_watched(
     ended: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
     ends_s = time.monotonic() + deadline_s
 
-    def run() -> None:
-        try:
-            ended.put((function(), None))
-        except BaseException as error:
-            ended.put((None, error))
-
-    threading.Thread(target=run, name="penstock-connect", daemon=True).start()
+    threading.Thread(target=_run, args=(function, ended), name="penstock-connect", daemon=True).start()
     while True:
         try:
             result, error = ended.get(timeout=poll_s)
@@ -51,3 +45,13 @@ def run_watched(
             raise error
         found: T = result
         return found
+
+
+def _run(function: Callable[[], Any], ended: "queue.SimpleQueue[tuple[Any, BaseException | None]]") -> None:
+    try:
+        ended.put((function(), None))
+    except BaseException as error:
+        ended.put((None, error))
+    finally:
+        # the error has this frame: in a cycle through the queue, sockets of the function would stay open for a while
+        del function, ended

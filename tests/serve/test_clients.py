@@ -9,7 +9,7 @@ import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import openai
@@ -89,6 +89,15 @@ def test_completions_are_those_of_transformers(client: openai.OpenAI, model: tup
         assert "".join(part.choices[0].text for part in parts if part.choices) == text
         assert parts[-1].usage == found.usage
         assert [part.choices[0].finish_reason for part in parts[:-1]][-1] == found.choices[0].finish_reason
+    # vLLM's own: counts in every chunk
+    counted = [part.usage for part in client.completions.create(
+        model="small", prompt=PROMPTS[0], max_tokens=20, temperature=0, stream=True,
+        stream_options=cast(Any, {"include_usage": True, "continuous_usage_stats": True}),
+    )]  # fmt: skip
+    numbers = [usage.completion_tokens for usage in counted if usage is not None]
+    assert len(numbers) == len(counted)
+    assert numbers == sorted(numbers)
+    assert numbers[-1] == len(wanted(model, PROMPTS[0], 20)[0])
     # several prompts, as text and as tokens, in one call
     found = client.completions.create(model="small", prompt=PROMPTS, max_tokens=9, temperature=0)
     assert [choice.text for choice in found.choices] == [wanted(model, prompt, 9)[1] for prompt in PROMPTS]

@@ -58,6 +58,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"top_p": 1.1}, "top_p"), ({"n": 0}, "n"), ({"n": 1000}, "n"), ({"n": True}, "n"), ({"seed": 1.5}, "seed"),
     ({"seed": 2**70}, "seed"), ({"stop": ["a"] * 17}, "stop"), ({"stop": [""]}, "stop"), ({"stop": 3}, "stop"),
     ({"stream": "yes"}, "stream"), ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options"),
     ({"stream": True, "stream_options": {"usage": True}}, "stream_options"),
     ({"presence_penalty": 2.5}, "presence_penalty"), ({"frequency_penalty": -3}, "frequency_penalty"),
     ({"logit_bias": {"a": 1}}, "logit_bias"), ({"logit_bias": {"1": 200}}, "logit_bias"),

@@ -21,7 +21,7 @@ from penstock.errors import PenstockError
 from penstock.serve.classes import ClassService
 from penstock.serve.documents import Documents
 from penstock.serve.metrics import Metrics
-from penstock.serve.protocol import ApiError, ChatBody, CompletionBody, openapi, parse_body
+from penstock.serve.protocol import ApiError, ChatBody, CompletionBody, StreamOptions, openapi, parse_body
 from penstock.serve.texts import Choice, Piece, TextService
 from penstock.version import __version__
 
@@ -170,9 +170,16 @@ class _Paths:
         self, request: Request, body: CompletionBody | ChatBody, choices: Sequence[Choice], *, chat: bool
     ) -> Response:
         service = self._texts()
+        options = body.stream_options or StreamOptions()
         if body.stream_options is not None and not body.stream:
             raise ApiError("stream_options needs stream to be true", param="stream_options")
-        documents = Documents(self._served.name, choices, chat=chat)
+        if options.continuous_usage_stats and not options.include_usage:
+            raise ApiError(
+                "stream_options.continuous_usage_stats needs include_usage to be true", param="stream_options"
+            )
+        documents = Documents(
+            self._served.name, choices, chat=chat, counts_in_chunks=options.continuous_usage_stats
+        )  # fmt: skip
         pieces = service.pieces(choices, _client(request))
         if not body.stream:
             async with aclosing(pieces):
@@ -183,8 +190,7 @@ class _Paths:
         except BaseException:
             await pieces.aclose()
             raise
-        usage = body.stream_options is not None and body.stream_options.include_usage
-        return _Events(_events(documents, first, pieces, usage=usage))
+        return _Events(_events(documents, first, pieces, usage=options.include_usage))
 
     def _texts(self) -> TextService:
         self._check_ready()

@@ -11,14 +11,18 @@ from penstock.serve.texts import Choice, Piece, Token
 class Documents:
     """Builds the response to one request, as a completion or as a chat.
 
+    With `counts_in_chunks` every chunk has the counts of tokens so far.
+
     Example:
         documents = Documents("smollm2", choices, chat=True)
         documents.chunk(piece)      # for each piece of a stream, or at the end
         documents.whole(pieces)
     """
 
-    def __init__(self, model: str, choices: Sequence[Choice], *, chat: bool) -> None:
-        self._chat, self._choices = chat, choices
+    def __init__(
+        self, model: str, choices: Sequence[Choice], *, chat: bool, counts_in_chunks: bool = False
+    ) -> None:  # fmt: skip
+        self._chat, self._choices, self._counts_in_chunks = chat, choices, counts_in_chunks
         self._head = {
             "id": f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}", "created": int(time.time()),
             "model": model, "system_fingerprint": None,
@@ -75,7 +79,8 @@ class Documents:
 
     def _chunk(self, index: int, content: dict[str, Any], logprobs: Any, reason: str | None) -> dict[str, Any]:
         choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
-        return self._head | {"object": self._kind(chunk=True), "choices": [choice]}
+        counts = {"usage": self._usage()} if self._counts_in_chunks else {}
+        return self._head | {"object": self._kind(chunk=True), "choices": [choice], **counts}
 
     def _count(self, piece: Piece) -> None:
         self._num_tokens += piece.num_tokens

@@ -44,6 +44,7 @@ class StreamOptions(_Body):
     """Options of a stream."""
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False  # vLLM's: counts of tokens in every chunk
     include_obfuscation: bool | None = None  # padding against traffic analysis; never sent
 
 

@@ -142,6 +142,9 @@ def _texts(settings: ServeSettings, metrics: Metrics, world: World | None) -> It
     with working("putting the stages in place"):
         generator = open_generator(settings.placed, world)
     with contextlib.closing(generator):  # its requests were told of a failure
+        with working("running a first token"):
+            # the first call checks and compiles; a server that is ready answers at once
+            generator.submit([0], max_new_tokens=1, do_sample=False).result()
         admission = Admission(slots=generator.num_slots, most_waiting=settings.most_waiting)
         metrics.watch_guesses(lambda: generator.num_guesses)
         service = TextService(generator, admission, metrics, deadline_s=settings.deadline_s)

@@ -16,7 +16,8 @@ from penstock.runtime.eager import Runtime
 from penstock.runtime.layers import may_be_written, operations_of
 from penstock.runtime.onnx.blocks import Blocks, pack, weight_of
 from penstock.runtime.onnx.exported import Engine
-from penstock.runtime.onnx.phases import Shapes, phases_of
+from penstock.runtime.onnx.phases import phases_of
+from penstock.runtime.onnx.shapes import Shapes
 from penstock.runtime.onnx.writer import write_model
 from penstock.tensors import HOST
 from penstock.values import BATCH, Size

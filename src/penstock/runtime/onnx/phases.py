@@ -17,44 +17,14 @@ from torch import Tensor
 
 from penstock.graph.ops import CALLBACK, GETITEM, Op, effect
 from penstock.graph.program import StageProgram
-from penstock.runtime.eager import Runtime
 from penstock.runtime.onnx.onnx_nodes import ELEMENTS
-from penstock.runtime.onnx.writer import Seen, is_supported
+from penstock.runtime.onnx.shapes import Shapes
+from penstock.runtime.onnx.writer import is_supported
 from penstock.values import BATCH, Size
 
 # an engine has a constant of its own for a table, of which torch reads a few rows
 _OF_TORCH = {"aten.embedding.default", CALLBACK}
 _PRODUCTS = {"aten.linear.default", "aten.addmm.default", "aten.mm.default", "aten.matmul.default", "aten.bmm.default"}
-_KEPT = 2  # a model is written from two
-
-
-class Shapes:
-    """The dtypes and shapes of a program's values, by name, at any sizes."""
-
-    def __init__(self, program: StageProgram) -> None:
-        meta = torch.device("meta")
-        self._program = program
-        states = {
-            state.value.name: torch.empty(state.value.evaluate({}), dtype=state.value.dtype, device=meta)
-            for state in program.states
-        }
-        self._runtime = Runtime(program, states, meta)
-        self._found: dict[tuple[int, ...], Seen] = {}
-
-    def at(self, sizes: Mapping[str, int]) -> Seen:
-        """Return a tensor on the meta device, or a list of them, for each value."""
-        key = tuple(sizes[symbol] for symbol in self._program.symbols)
-        if key in self._found:
-            return self._found[key]
-        inputs = [
-            torch.empty(value.evaluate(sizes), dtype=value.dtype, device="meta") for value in self._program.inputs
-        ]
-        with torch.no_grad():
-            _, seen = self._runtime.likes(sizes, inputs)
-        while len(self._found) >= _KEPT:
-            self._found.pop(next(iter(self._found)))
-        found = self._found[key] = {**self._runtime.constants(sizes), **seen}
-        return found
 
 
 def phases_of(program: StageProgram, shapes: Shapes) -> list[list[Op]]:

@@ -118,6 +118,19 @@ class InPlace(Linears):
         return result
 
 
+class _Heads(nn.Module):
+    def forward(self, x: Tensor, more: Tensor) -> Tensor:
+        split = more.view(*more.shape[:2], -1, 2).reshape(more.shape[0], -1)
+        return x + split.sum(1, keepdim=True)
+
+
+def test_a_view_of_nothing_has_its_shape() -> None:
+    model, x, more = _Heads(), torch.randn(3, 4), torch.randn(3, 5, 8)
+    graph = capture(model, (x, more), dynamic={"length": {"more": 1}})
+    assert torch.equal(split_at(model, graph, [])(x, more[:, :0]), x)  # torch refuses -1 for it
+    assert torch.equal(split_at(model, graph, [])(x, more), model(x, more))
+
+
 def test_writes_in_place_and_views() -> None:
     graph = check_everywhere(InPlace(), torch.randn(2, 4))
     assert 2 < len(graph.allowed) < len(graph.ops) - 1

@@ -28,6 +28,7 @@ _CHECKS = {
     "aten._assert_tensor_metadata.default", "aten._assert_scalar.default", "aten._assert_async.msg",
     "aten.sym_constrain_range_for_size.default", "aten.sym_constrain_range.default",
 }  # fmt: skip
+_SHAPED = {"aten.view.default", "aten.reshape.default", "aten._unsafe_view.default"}
 # Regions that only switch a mode, by the number of their settings.
 _REGIONS: dict[str, int] = {"wrap_with_set_grad_enabled": 1, "wrap_with_autocast": 4}
 
@@ -178,6 +179,9 @@ class _Translator:
             values[node.name] = arguments[0]
             self.visits.append(Visit(calls=calls, op=None, position=len(self.ops)))
             return
+        if target in _SHAPED and -1 in arguments[1]:  # ambiguous for tensors without elements
+            shape = [self._dimension(node.name, size) for size in node.meta["val"].shape]
+            arguments = (arguments[0], [shape[at] if size == -1 else size for at, size in enumerate(arguments[1])])
         if target == GETITEM and not isinstance(arguments[0], Ref):
             values[node.name] = arguments[0][arguments[1]]
             return

@@ -33,14 +33,26 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def answers(folder: Path, prompts: list[str], count: int) -> list[str]:
+@pytest.fixture(scope="module")
+def encoding(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An encoder-decoder with the same tokenizer."""
+    path = tmp_path_factory.mktemp("encoding")
+    transformers.AutoTokenizer.from_pretrained(folder).save_pretrained(path)
+    model = decoder("bart")
+    model.generation_config.num_beams, model.generation_config.early_stopping = 4, True
+    model.save_pretrained(path)
+    return path
+
+
+def answers(folder: Path, prompts: list[str], count: int, kind: Any = transformers.AutoModelForCausalLM) -> list[str]:
     """What transformers writes."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    model = kind.from_pretrained(folder).eval()
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
     found = []
     for prompt in prompts:
         ids = torch.tensor([tokenizer(prompt)["input_ids"]])
-        made = model.generate(ids, max_new_tokens=count, do_sample=False)[0, ids.shape[1] :]
+        before = 1 if model.config.is_encoder_decoder else ids.shape[1]
+        made = model.generate(ids, max_new_tokens=count, do_sample=False, num_beams=1)[0, before:]
         found.append(str(tokenizer.decode(made, skip_special_tokens=True)))
     return found
 
@@ -94,6 +106,13 @@ def test_prompts_on_the_command_line(penstock: Run, folder: Path) -> None:
     assert status == 0
     wanted = answers(folder, PROMPTS[:2], 5)
     assert out.splitlines() == [prompt + answer for prompt, answer in zip(PROMPTS[:2], wanted, strict=True)]
+
+
+def test_an_encoders_prompts_are_not_continued(penstock: Run, encoding: Path) -> None:
+    asked = ("-p", PROMPTS[0], "-p", PROMPTS[2], "--max-new-tokens", 9, "--max-length", 64)
+    status, out, err = penstock("generate", f"hf:{encoding}", *asked)
+    assert (status, "4 beams" in err) == (0, True)
+    assert out.splitlines() == answers(encoding, [PROMPTS[0], PROMPTS[2]], 9, transformers.AutoModelForSeq2SeqLM)
 
 
 def test_a_choice_with_a_seed_is_the_same_again(penstock: Run, folder: Path) -> None:

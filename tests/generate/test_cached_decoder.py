@@ -8,9 +8,10 @@ import transformers
 
 import penstock
 from penstock.errors import OutOfMemory, UsageError
-from penstock.generate.cached_decoder import DYNAMIC, CachedDecoder
+from penstock.generate.cached_decoder import CachedDecoder
 from penstock.generate.generator import Generator
 from penstock.generate.lanes import Lanes, SequenceState
+from penstock.generate.loop import inputs_of
 from penstock.graph.capture import capture
 from penstock.graph.cuts import Cuts
 from penstock.graph.program import read_program, states_of, write_program
@@ -23,34 +24,39 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 NEW = 34  # beyond the window of those that have one
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "mistral", "gemma2", "gemma3", "mixtral", "opt", "falcon"])
+@pytest.mark.parametrize(
+    "name",
+    ["gpt2", "llama", "mistral", "gemma2", "gemma3", "mixtral", "opt", "falcon", "bloom", "falcon-alibi", "mpt",
+     "llama4", "bart-decoder", "mamba2", "jamba", "t5", "bart", "m2m100"],
+)  # fmt: skip
 def test_the_tokens_of_transformers(name: str) -> None:
     model = decoder(name)
     wrapped = CachedDecoder(model, slots=3, length=128).eval()
-    graph = capture(wrapped, (), wrapped.example(3, 32), dynamic=DYNAMIC)
+    graph = capture(wrapped, (), wrapped.example(3, 32), dynamic=wrapped.dynamic)
     split = split_at(wrapped, graph, list(Cuts(graph))[7::40])  # also inside of blocks
-    lanes = Lanes(num_lanes=1, num_used=1, slots=3)
-    sequences = [SequenceState(list(prompt), len(prompt)) for prompt in prompts(5, 33, 70)]
+    lanes = Lanes(num_lanes=1, num_used=1, slots=3, recurrent=wrapped.recurrent)
+    given = prompts(5, 33, 70)
+    if wrapped.encodes:
+        start = model.generation_config.decoder_start_token_id
+        sequences = [SequenceState([start], 1, source=prompt) for prompt in given]
+    else:
+        sequences = [SequenceState(list(prompt), len(prompt)) for prompt in given]
     for sequence in sequences:
         lanes.admit(sequence)
     while (step := lanes.next()) is not None:
-        logits = split(
-            ids=torch.tensor(step.ids), positions=torch.tensor(step.positions), rows=torch.tensor(step.rows),
-            last=torch.tensor(step.last), places=torch.arange(step.room),
-        )  # fmt: skip
+        logits = split(**inputs_of(step))
         for row, sequence in step.continued():
             lanes.add(sequence, int(logits[row, -1].argmax()))
             if len(sequence.tokens) == sequence.num_prompt + NEW:
                 lanes.release(sequence)
-    for sequence in sequences:
-        prompt = sequence.tokens[: sequence.num_prompt]
+    for prompt, sequence in zip(given, sequences, strict=True):
         wanted = expected(model, prompt, max_new_tokens=NEW, do_sample=False)
         assert sequence.tokens[sequence.num_prompt :] == wanted
 
 
 def test_caches_are_no_weights() -> None:
     wrapped = CachedDecoder(decoder("llama"), slots=3, length=100).eval()
-    parts = penstock.split(wrapped, (), wrapped.example(3, 32), stages=2, dynamic=DYNAMIC)
+    parts = penstock.split(wrapped, (), wrapped.example(3, 32), stages=2, dynamic=wrapped.dynamic)
     caches = [state for stage in parts.stages for state in stage.program.states if state.kind == "cache"]
     assert len(caches) == 6  # keys and values of three layers, none in both stages
     assert {state.value.evaluate({}) for state in caches} == {(3, 129, 2, 12)}  # room in blocks of 64, and one
@@ -75,20 +81,36 @@ def test_a_table_of_positions_may_be_used_to_its_end(name: str) -> None:
 def test_what_keeps_something_else_is_refused() -> None:
     with pytest.raises(UsageError, match="not Linear"):
         CachedDecoder(torch.nn.Linear(2, 2), slots=1, length=64)
-    t5 = transformers.T5Config(vocab_size=50, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
-    with pytest.raises(UsageError, match="T5ForConditionalGeneration has an encoder"):
-        CachedDecoder(transformers.T5ForConditionalGeneration(t5), slots=1, length=64)
-    mamba = transformers.MambaConfig(vocab_size=50, hidden_size=16, state_size=4, num_hidden_layers=1)
-    with pytest.raises(UsageError, match="MambaForCausalLM"):
-        CachedDecoder(transformers.MambaForCausalLM(mamba), slots=1, length=64)
-    bloom = transformers.BloomConfig(vocab_size=50, hidden_size=16, n_layer=1, n_head=2)
-    with pytest.raises(UsageError, match="BloomForCausalLM"):
-        CachedDecoder(transformers.BloomForCausalLM(bloom), slots=1, length=64)
+    rwkv = transformers.RwkvConfig(vocab_size=50, hidden_size=16, num_hidden_layers=2, context_length=64)
+    with pytest.raises(UsageError, match="RwkvForCausalLM keeps nothing"):
+        CachedDecoder(transformers.RwkvForCausalLM(rwkv), slots=1, length=64)
+    bert = transformers.BertConfig(
+        vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
+    )
+    with pytest.raises(UsageError, match="BertLMHeadModel asks transformers for no causal mask"):
+        CachedDecoder(transformers.BertLMHeadModel(bert), slots=1, length=64)
+    moshi = transformers.MoshiConfig(
+        vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, ffn_dim=16, sliding_window=8
+    )
+    with pytest.raises(UsageError, match="MoshiForCausalLM has a sliding window in its cache"):
+        CachedDecoder(transformers.MoshiForCausalLM(moshi), slots=1, length=64)
+
+
+def test_attention_that_counts_from_the_cache_is_refused_beyond_its_start() -> None:
+    model = decoder("llama4")
+    assert {layer.self_attn.floor_scale for layer in model.model.layers} == {8192}
+    with pytest.raises(UsageError, match="does not take positions below 8256"):
+        CachedDecoder(model, slots=1, length=8256)
+    inkling = transformers.InklingTextConfig(
+        vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
+    )
+    with pytest.raises(UsageError, match="InklingForCausalLM does not take positions"):
+        CachedDecoder(transformers.AutoModelForCausalLM.from_config(inkling), slots=1, length=64)
 
 
 def test_caches_that_do_not_fit_are_refused_before_they_are_made() -> None:
     wrapped = CachedDecoder(decoder("llama"), slots=3, length=128).eval()
-    graph = capture(wrapped, (), wrapped.example(3, 32), dynamic=DYNAMIC)
+    graph = capture(wrapped, (), wrapped.example(3, 32), dynamic=wrapped.dynamic)
     program = divide(graph, [])[0]
     states = tuple(
         replace(state, value=replace(state.value, shape=(2**18, 2**12, 2, 12))) if state.kind == "cache" else state

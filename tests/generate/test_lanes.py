@@ -23,6 +23,7 @@ class Guesses(Guesser):
         return self._choose.randrange(1, 4) if self._choose.random() < self._right else None
 
 
+# tokens by position, by slot
 Seen = dict[int, dict[int, int]]
 
 
@@ -48,17 +49,33 @@ def follow(step: Step, seen: Seen, known: Sequence[SequenceState]) -> dict[int, 
     return sees
 
 
+def follow_states(step: Step, seen: Seen, known: Sequence[SequenceState]) -> dict[int, list[int]]:
+    """The same for states that each token replaces: tokens come one by one in their order, from position 0."""
+    assert all(len(ids) == 1 for ids in step.ids)
+    assert step.last == [0]
+    in_slots = {each.slot for each in known}
+    for slot, (token,), (position,) in zip(step.rows, step.ids, step.positions, strict=True):
+        if slot in in_slots:
+            state = seen.setdefault(slot, {})
+            if position == 0:
+                state.clear()
+            assert position == len(state)
+            state[position] = token
+    return {row: [*seen[each.slot].values()] for row, each, _, _ in step.sampled}
+
+
 @settings(deadline=None)
 @given(
     lengths=st.lists(st.tuples(st.integers(1, 70), st.integers(1, 9), st.booleans()), min_size=1, max_size=12),
     num_lanes=st.integers(1, 3), slots=st.integers(1, 3), depth=st.integers(1, 6), right=st.sampled_from([0.0, 0.5, 1]),
-    alike=st.booleans(), seed=st.integers(0, 2**16),
+    alike=st.booleans(), recurrent=st.booleans(), seed=st.integers(0, 2**16),
 )  # fmt: skip
 def test_every_sequence_is_continued_to_its_end(
-    lengths: list[tuple[int, int, bool]], num_lanes: int, slots: int, depth: int, right: float, alike: bool, seed: int
-) -> None:
+    lengths: list[tuple[int, int, bool]], num_lanes: int, slots: int, depth: int, right: float, alike: bool,
+    recurrent: bool, seed: int,
+) -> None:  # fmt: skip
     choose = random.Random(seed)
-    lanes = Lanes(num_lanes=num_lanes, num_used=max(1, num_lanes - 1), slots=slots)
+    lanes = Lanes(num_lanes=num_lanes, num_used=max(1, num_lanes - 1), slots=slots, recurrent=recurrent)
     waiting: deque[SequenceState] = deque()
     for prompt, new, wants in lengths:
         tokens = [1 if alike else choose.randrange(1, 4) for _ in range(prompt)]
@@ -69,17 +86,19 @@ def test_every_sequence_is_continued_to_its_end(
     seen: Seen = {}
     scored: dict[int, set[int]] = {id(sequence): set() for sequence in everything if sequence.scored}
     in_flight: deque[tuple[Step, dict[int, list[int]]]] = deque()
-    for _ in range(5000):
+    for _ in range(20_000):
         while waiting and lanes.has_room and choose.random() < 0.7:
             lanes.admit(waiting.popleft())
-        step = lanes.next(guesses=choose.random() < 0.5) if len(in_flight) < depth else None
+        step = lanes.next(guesses=not recurrent and choose.random() < 0.5) if len(in_flight) < depth else None
         if step is not None:
             assert step.lane < 0 or len(step.rows) == slots
-            in_flight.append((step, follow(step, seen, everything)))
+            in_flight.append((step, (follow_states if recurrent else follow)(step, seen, everything)))
         if in_flight and (step is None or choose.random() < 0.5):
             done, sees = in_flight.popleft()
-            if done.scored is not None:
-                scored[id(done.scored)].update(done.positions[0][index] for index in done.last)
+            for row, index, sequence, token in done.scored:
+                assert done.positions[row][index] == token - 1
+                assert index in done.last
+                scored[id(sequence)].add(token)
             for row, sequence in done.continued():
                 # it was right in what it saw, guesses included
                 assert sees[row] == sequence.tokens
@@ -87,15 +106,15 @@ def test_every_sequence_is_continued_to_its_end(
                 assert len(sequence.tokens) <= sequence.most
                 if len(sequence.tokens) == sequence.most:
                     lanes.release(sequence)
-        if choose.random() < 0.02:  # the stages' caches are lost, with what is in flight
+        if choose.random() < (0.002 if recurrent else 0.02):  # the stages' caches are lost, with what is in flight
             in_flight.clear()
             seen.clear()
             lanes.begin_again()
         if not waiting and not in_flight and not list(lanes.sequences):
             break
     assert [len(sequence.tokens) for sequence in everything] == [sequence.most for sequence in everything]
-    # every token of a prompt whose log-probabilities are wanted had its logits looked at
-    assert all(scored[id(each)] == set(range(each.num_prompt)) for each in everything if each.scored)
+    # every token of a prompt whose log-probabilities are wanted, but the first, had its logits looked at
+    assert all(scored[id(each)] == set(range(1, each.num_prompt)) for each in everything if each.scored)
     assert 0 <= lanes.num_right <= lanes.num_guesses
     assert right or not lanes.num_guesses
 
@@ -135,6 +154,39 @@ def test_whole_chunks_that_a_slot_has_are_not_fed_again() -> None:
     lanes.begin_again()
     lanes.admit(first := SequenceState(list(prompt), 100))
     assert first.num_reused == 0
+
+
+def test_rows_without_a_token_use_nobodys_slot() -> None:
+    lanes = Lanes(num_lanes=2, num_used=2, slots=2, recurrent=True)
+    first, second = SequenceState([5, 6, 7], 3), SequenceState([8], 1)
+    for sequence in (first, second):
+        lanes.admit(sequence)
+    steps = [lanes.next() for _ in range(4)]
+    assert [(step.rows, step.ids, step.positions) for step in steps if step is not None] == [
+        ([first.slot, 4], [[5], [0]], [[0], [0]]),
+        ([second.slot, 4], [[8], [0]], [[0], [0]]),
+        ([first.slot, 4], [[6], [0]], [[1], [0]]),
+        ([first.slot, 4], [[7], [0]], [[2], [0]]),
+    ]
+    assert lanes.next() is None
+
+
+def test_an_encoder_runs_with_the_first_chunk() -> None:
+    lanes = Lanes(num_lanes=1, num_used=1, slots=2)
+    sequence = SequenceState([2], 1, source=list(range(1, 71)))
+    lanes.admit(sequence)
+    for _ in range(2):
+        chunk = lanes.next()
+        assert chunk is not None
+        assert chunk.ids == [[2] + [0] * 7]
+        assert chunk.source == [[*range(1, 71)] + [0] * 58]
+        assert (chunk.source_sizes, chunk.source_room) == ([70], 128)
+        lanes.add(sequence, 9)
+        step = lanes.next()
+        assert step is not None
+        assert (step.source, step.source_sizes, step.source_room) == ([[], []], [70, 1], 128)
+        sequence.tokens.pop()
+        lanes.begin_again()
 
 
 def test_a_wrong_guess_is_fed_over_at_once() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from penstock.deploy.state import load_state
-from penstock.generate.cached_decoder import DYNAMIC, CachedDecoder
+from penstock.generate.cached_decoder import CachedDecoder
 from penstock.graph import translate
 from penstock.graph.capture import capture
 from penstock.graph.graph import Graph
@@ -22,7 +22,7 @@ def test_bits_stay(family: str, groups: bool, monkeypatch: pytest.MonkeyPatch) -
     model = CachedDecoder(decoder(family), slots=2, length=64).eval()
 
     def captured() -> Graph:
-        return capture(model, (), model.example(2, 32), dynamic=DYNAMIC)
+        return capture(model, (), model.example(2, 32), dynamic=model.dynamic)
 
     shared = captured()
     monkeypatch.setattr(translate, "share_heads", lambda graph: graph)
@@ -44,7 +44,7 @@ def test_bits_stay(family: str, groups: bool, monkeypatch: pytest.MonkeyPatch) -
 
 def test_no_cut_inside_a_norm() -> None:
     model = CachedDecoder(decoder("gemma"), slots=2, length=64).eval()
-    graph = capture(model, (), model.example(2, 32), dynamic=DYNAMIC)
+    graph = capture(model, (), model.example(2, 32), dynamic=model.dynamic)
     kinds = [op.target.split(".")[1] for op in graph.ops]
     norms = [index for index, kind in enumerate(kinds) if kind == "rsqrt"]
     assert len(norms) == 2 * 3 + 1

@@ -79,8 +79,9 @@ def test_weights_at_the_ends(weight: Tensor) -> None:
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_a_decoder_has_the_same_bits_in_any_company() -> None:
-    model, given = decoder("llama"), prompts(5, 33, 12, 1)
+@pytest.mark.parametrize("name", ["llama", "t5"])
+def test_a_language_model_has_the_same_bits_in_any_company(name: str) -> None:
+    model, given = decoder(name), prompts(5, 33, 12, 1)
     found = []
     for stages, slots in ((1, 3), (2, 3)):
         with Generator(model, stages=stages, slots=slots, max_length=64, runtime="eager:int8") as generator:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from penstock.deploy.state import load_state
 from penstock.errors import PlanError
-from penstock.generate.cached_decoder import DYNAMIC, CachedDecoder
+from penstock.generate.cached_decoder import CachedDecoder
 from penstock.generate.generator import Generator
 from penstock.graph.caches import add_cache
 from penstock.graph.capture import capture
@@ -28,7 +28,7 @@ _ENGINES = ("onnxruntime", "onnxruntime:int8", "onnxruntime:int4", "openvino")
 
 def captured(name: str) -> tuple[Graph, nn.Module]:
     model = CachedDecoder(decoder(name), slots=2, length=128).eval()
-    return capture(model, (), model.example(2, 32), dynamic=DYNAMIC), model
+    return capture(model, (), model.example(2, 32), dynamic=model.dynamic), model
 
 
 def states(graph: Graph, model: nn.Module) -> dict[str, Tensor]:
@@ -143,6 +143,17 @@ def test_a_decoder_has_the_same_bits_in_any_company(runtime: str) -> None:
     if ":" not in runtime:
         wanted = [expected(model, prompt, max_new_tokens=20, do_sample=False) for prompt in given]
         assert [tokens for tokens, _ in found[0]] == wanted
+
+
+@pytest.mark.parametrize("family", ["t5", "bart", "mamba", "jamba", "bloom"])
+def test_other_states_on_an_engine(family: str) -> None:
+    model, given = decoder(family), prompts(5, 19, 1)
+    wanted = []
+    for runtime in ("eager", "onnxruntime"):
+        with Generator(model, stages=2, slots=2, max_length=64, runtime=runtime) as generator:
+            requests = [generator.submit(prompt, max_new_tokens=12) for prompt in given]
+            wanted.append([request.result() for request in requests])
+    assert wanted[0] == wanted[1]
 
 
 def test_a_device_that_has_no_engine() -> None:

@@ -90,9 +90,10 @@ def generate(
     prompts = list(prompt) if prompt else read_prompts(file) if file is not None else []
     with world if world is not None else nullcontext(), open_generator(settings, world) as generator:
         said = answer_prompts(generator, prompts, settings, output)
+        encodes = generator.model.config.is_encoder_decoder
     if output is None:
         for row in said["rows"]:
-            say(f"{row['prompt']}{row['text']}")
+            say(row["text"] if encodes else f"{row['prompt']}{row['text']}")
     say(f"{said['num_tokens']} tokens in {said['seconds']:.1f} s, {said['tokens_per_s']:.1f} tokens/s", err=True)
     opt.write_json(json, said)
 

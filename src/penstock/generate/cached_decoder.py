@@ -4,7 +4,7 @@ Slots and positions are graph inputs, so one graph serves prefill and decode.
 """
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,9 +12,13 @@ from torch import Tensor, nn
 
 from penstock.deploy.run_options import ModelCall
 from penstock.errors import UsageError
+from penstock.generate.masks import MaskFunction, as_added, is_causal, mask_of_rows, masks_by, sees_everything
+from penstock.generate.positions import positions_of_rows, takes_positions
+from penstock.generate.slot_cache import Slots, SlotState, slot_cache, states_in, written_back
 from penstock.graph.caches import add_cache
 from penstock.graph.capture import fake_parameters
 from penstock.spec.plan import Generation
+from penstock.text import one_line
 from penstock.zoo.optional import optional_import
 from penstock.zoo.weights.weights import PrefixedWeights, Weights
 
@@ -22,6 +26,7 @@ BLOCK = 64  # attended lengths are multiples of this: masked positions beyond a 
 WANTED = 8  # a call returns the logits of at most this many of its tokens
 # possible sizes of a prompt's last chunk; the other chunks have the largest
 CHUNKS = (WANTED, 16, 32)
+_SOURCE = "source_"  # names of the keys and values of an encoder's output begin with it
 
 
 class CachedDecoder(nn.Module):
@@ -37,6 +42,12 @@ class CachedDecoder(nn.Module):
         1              k k . . . . . .          k: written by earlier calls, read for rows up to their position
         2              k k k k k W . .
 
+    An encoder runs on the tokens `source` [B, L] and writes the keys and values of its output into the slots; L is 0 in
+    later calls. They are read at `source_places` [U], up to `source_sizes` [B].
+
+    A `recurrent` model has states that each token replaces: S is 1, and rows without a token use the slot after the
+    others. A sequence begins at position 0 with states of zeros.
+
     `length` is the most tokens of a sequence. Raises `UsageError` for a model that does not work this way.
     """
 
@@ -46,51 +57,132 @@ class CachedDecoder(nn.Module):
         _check_positions(model, length)
         self.model, self.config = model, model.config
         self.length = -(-length // BLOCK) * BLOCK
-        self._sliding = _sliding_window(model.config.get_text_config())
-        self._eager = model.config.get_text_config()._attn_implementation == "eager"
-        self._selects = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self._sizes = _cache_sizes(model)
+        self.encodes = bool(getattr(model.config, "is_encoder_decoder", False))
+        parameters = inspect.signature(model.forward).parameters
+        self._selects = "logits_to_keep" in parameters
+        self._takes = "past_key_values" if "past_key_values" in parameters else "cache_params"
+        self._eager = model.config.get_text_config(decoder=True)._attn_implementation == "eager"
+        self._kept = self._probe()
+        extends = [state.extended for layers in self._kept.values() for layer in layers for state in layer]
+        self.recurrent = not all(extends)
+        if any(extends) and not takes_positions(model, length):
+            raise UsageError(
+                f"{type(model).__name__} does not take positions below {length} by row, so that its sequences could "
+                "differ in length; use model.generate"
+            )
         room = self.length + 1  # one extra, since torch.export would specialize a slice of the full length
-        for index, (heads, key_width, value_width, dtype) in enumerate(self._sizes):
-            add_cache(self, f"keys{index}", slots, room, heads, key_width, dtype=dtype)
-            add_cache(self, f"values{index}", slots, room, heads, value_width, dtype=dtype)
+        for prefix, layers in self._kept.items():
+            for index, layer in enumerate(layers):
+                for state in layer:
+                    shape = (room, *state.shape) if state.extended else state.shape
+                    add_cache(self, f"{prefix}{state.name}{index}", slots + self.recurrent, *shape, dtype=state.dtype)
 
-    def forward(self, ids: Tensor, positions: Tensor, rows: Tensor, last: Tensor, places: Tensor) -> Tensor:
+    def forward(
+        self, ids: Tensor, positions: Tensor, rows: Tensor, last: Tensor, places: Tensor, source: Tensor | None = None,
+        source_sizes: Tensor | None = None, source_places: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """Run one microbatch."""
         torch._check(places.shape[0] <= self.length)
-        layers = [(getattr(self, f"keys{index}"), getattr(self, f"values{index}")) for index in range(len(self._sizes))]
-        output = self.model(
-            input_ids=ids, position_ids=positions, attention_mask=self._masks(positions, places), use_cache=True,
-            past_key_values=_slot_cache(layers, rows, positions, places),
-            **({"logits_to_keep": last} if self._selects else {}),
-        )  # fmt: skip
+        caches = [self._cache("", Slots(rows, positions, places))]
+        given: dict[str, Any] = {}
+        if source is not None and source_sizes is not None and source_places is not None:
+            torch._check(source_places.shape[0] <= self.length)
+            torch._check(source.shape[1] <= self.length)
+            written = torch.arange(source.shape[1]).expand(source.shape)
+            caches.append(self._cache(_SOURCE, Slots(rows, written, source_places)))
+            given = self._encoded(source, source_sizes, source_places, ids.shape[1])
+        with (
+            masks_by(lambda function: mask_of_rows(function, positions, places)), written_back(self.model, caches[0])
+        ):  # fmt: skip
+            return self._run(caches, ids, positions, last, places, given)
+
+    def _run(
+        self, caches: Sequence[Any], ids: Tensor, positions: Tensor, last: Tensor, places: Tensor,
+        given: Mapping[str, Any],
+    ) -> Tensor:  # fmt: skip
+        utils = optional_import("transformers.cache_utils", "text")
+        with positions_of_rows(self.model, positions, places) as positioned:
+            output = self.model(**{
+                "decoder_input_ids" if self.encodes else "input_ids": ids, "use_cache": True,
+                self._takes: utils.EncoderDecoderCache(*caches) if self.encodes else caches[0],
+                **positioned, **given, **({"logits_to_keep": last} if self._selects else {}),
+            })  # fmt: skip
         logits: Tensor = output.logits if self._selects else output.logits.index_select(1, last)
         return logits
 
-    def _masks(self, positions: Tensor, places: Tensor) -> Any:
-        """Return the attention mask: each token sees all positions up to its own, or the last ones of a window."""
-        window, kinds = self._sliding
-        own = positions[:, None, :, None]
-        full = places <= own
-        if window is None:
-            return self._as_wanted(full)
-        near = self._as_wanted(full & (places > own - window))
-        return {kind: near if kind == "sliding_attention" else self._as_wanted(full) for kind in kinds} or near
+    def _encoded(self, source: Tensor, sizes: Tensor, places: Tensor, num_queries: int) -> dict[str, Any]:
+        """Run the encoder; returns its output and the mask with which the decoder attends to it."""
+        own, encoder = torch.arange(source.shape[1]), self.model.get_encoder()
+        seen = own < sizes[:, None]
+        with masks_by(lambda function: mask_of_rows(function, own.expand(source.shape), own) & seen[:, None, None, :]):
+            output = encoder(input_ids=source, attention_mask=seen.to(torch.int64))
+        read = (places < sizes[:, None, None, None]).expand(source.shape[0], 1, num_queries, places.shape[0])
+        return {"encoder_outputs": output, "attention_mask": self._as_wanted(read)}
 
     def _as_wanted(self, seen: Tensor) -> Tensor:
-        if not self._eager:
-            return seen
-        dtype = self._sizes[0][-1]
-        hidden = torch.full((), torch.finfo(dtype).min, dtype=dtype)
-        return torch.where(seen, torch.zeros((), dtype=dtype), hidden)
+        return as_added(seen, self.model.dtype) if self._eager else seen
+
+    def _cache(self, prefix: str, slots: Slots) -> Any:
+        """Make the cache of one call for the decoder's own states, or for keys and values of the encoder's output."""
+        return slot_cache(
+            [
+                {state.name: getattr(self, f"{prefix}{state.name}{index}") for state in layer}
+                for index, layer in enumerate(self._kept[prefix])
+            ],
+            slots,
+        )
+
+    def _probe(self) -> dict[str, list[list[SlotState]]]:
+        """Run one token, and return what each layer keeps of it, for the decoder and for the encoder's output."""
+        utils = optional_import("transformers.cache_utils", "text")
+        name, one = type(self.model).__name__, torch.zeros(1, 1, dtype=torch.int64)
+
+        functions: list[MaskFunction] = []
+
+        def mask(function: MaskFunction) -> Tensor:
+            functions.append(function)
+            return torch.ones(1, 1, 1, 1, dtype=torch.bool)
+
+        decoder = (self.model.get_decoder() if self.encodes else self.model).config.get_text_config(decoder=True)
+        caches = {prefix: utils.DynamicCache(config=decoder) for prefix in ("", *([_SOURCE] if self.encodes else []))}
+        try:
+            with fake_parameters(self.model), torch.no_grad(), masks_by(mask):
+                given = self._encoded(one, one[0] + 1, one[0], 1) if self.encodes else {}
+                self._run(list(caches.values()), one, one, one[0], one[0], given)
+        except Exception as error:  # a model may do anything with a cache that it does not know
+            raise UsageError(
+                f"{name} does not run with a cache of transformers ({one_line(error)}); use model.generate"
+            ) from error
+        kept = {prefix: states_in(cache, name) for prefix, cache in caches.items()}
+        if any(state.extended for layer in kept[""] for state in layer):
+            if not any(map(is_causal, functions)):
+                raise UsageError(f"{name} asks transformers for no causal mask; load it with is_decoder=True")
+            if any(caches[""].is_sliding) and all(map(sees_everything, functions)):
+                raise UsageError(f"{name} has a sliding window in its cache and none in its masks; use model.generate")
+        return kept
+
+    @property
+    def dynamic(self) -> dict[str, dict[str | int, int]]:
+        """Return which inputs' dimensions may have other sizes than the example's."""
+        found: dict[str, dict[str | int, int]] = {"room": {"places": 0}}
+        if not self.recurrent:
+            found |= {"step": {"ids": 1, "positions": 1}, "wanted": {"last": 0}}
+        if self.encodes:
+            found |= {"source": {"source": 1}, "source_room": {"source_places": 0}}
+        return found
 
     def example(self, rows: int, chunk: int) -> dict[str, Tensor]:
         """Return the inputs of the largest call: `rows` sequences, `chunk` tokens each, at the full length."""
-        return {
+        chunk = 1 if self.recurrent else chunk
+        found = {
             "ids": torch.zeros(rows, chunk, dtype=torch.int64),
             "positions": torch.arange(chunk).expand(rows, chunk).contiguous(),
-            "rows": torch.arange(rows), "last": torch.arange(WANTED), "places": torch.arange(self.length),
+            "rows": torch.arange(rows), "last": torch.arange(min(chunk, WANTED)), "places": torch.arange(self.length),
         }  # fmt: skip
+        if self.encodes:
+            source = torch.zeros(rows, self.length, dtype=torch.int64)
+            found |= {"source": source, "source_sizes": source[:, 0] + 1, "source_places": torch.arange(self.length)}
+        return found
 
 
 def decoder_call(model: Any, caches: Generation, weights: Weights | None = None) -> ModelCall:
@@ -101,18 +193,9 @@ def decoder_call(model: Any, caches: Generation, weights: Weights | None = None)
     """
     decoder = CachedDecoder(model, slots=caches.slots * caches.lanes, length=caches.max_length).eval()
     return ModelCall(
-        model=decoder, kwargs=decoder.example(caches.slots, CHUNKS[-1]), dynamic=DYNAMIC,
+        model=decoder, kwargs=decoder.example(caches.slots, CHUNKS[-1]), dynamic=decoder.dynamic,
         weights=None if weights is None else PrefixedWeights(weights, "model."),
     )  # fmt: skip
-
-
-# dimensions whose size varies, by symbol: `step` tokens per row, `room` attended positions, `wanted` tokens per row
-# whose logits are returned
-DYNAMIC: Mapping[str, Mapping[str | int, int]] = {
-    "step": {"ids": 1, "positions": 1},
-    "room": {"places": 0},
-    "wanted": {"last": 0},
-}
 
 
 def _check(model: Any) -> None:
@@ -121,15 +204,6 @@ def _check(model: Any) -> None:
         raise UsageError(
             f"a generator takes a language model of transformers, not {type(model).__name__}; load one with "
             "AutoModelForCausalLM.from_pretrained"
-        )
-    if getattr(config, "is_encoder_decoder", False):
-        raise UsageError(
-            f"{type(model).__name__} has an encoder, whose keys a generator does not keep yet; use a decoder alone"
-        )
-    if "position_ids" not in inspect.signature(model.forward).parameters:
-        raise UsageError(
-            f"{type(model).__name__} takes no position_ids, which a batch of sequences of different lengths "
-            "needs; use model.generate"
         )
 
 
@@ -145,78 +219,3 @@ def _check_positions(model: Any, length: int) -> None:
         raise UsageError(
             f"{type(model).__name__} has {limit} positions, but max_length is {length}; use max_length={limit}"
         )
-
-
-def _sliding_window(config: Any) -> tuple[int | None, tuple[str, ...]]:
-    """Return the window, and the kinds of layers that need a mask each; no kinds if one mask serves all layers."""
-    window = getattr(config, "sliding_window", None)
-    kinds = tuple(dict.fromkeys(getattr(config, "layer_types", None) or ()))
-    unknown = [kind for kind in kinds if kind not in {"full_attention", "sliding_attention"}]
-    if unknown:
-        raise UsageError(f"a generator does not support layers of type {unknown[0]}; use model.generate")
-    if kinds and "sliding_attention" not in kinds:
-        return None, ()
-    if not getattr(config, "use_sliding_window", True):
-        return None, ()
-    return window, kinds if window is not None else ()
-
-
-def _cache_sizes(model: Any) -> list[tuple[int, int, int, torch.dtype]]:
-    """Return heads, widths of keys and values, and dtype for each layer, as the model hands them to a cache."""
-    utils = optional_import("transformers.cache_utils", "text")
-    found: dict[int, tuple[Tensor, Tensor]] = {}
-
-    class Probe(utils.DynamicCache):  # type: ignore[misc, name-defined]
-        def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_given: Any, **_named: Any) -> Any:
-            found[layer_idx] = keys, values
-            return keys, values
-
-    ids = torch.zeros(1, 1, dtype=torch.int64)
-    try:
-        with fake_parameters(model), torch.no_grad():
-            model(input_ids=ids, position_ids=torch.zeros_like(ids), past_key_values=Probe(), use_cache=True)
-    except Exception as error:  # a model may do anything with a cache that it does not know
-        raise UsageError(
-            f"{type(model).__name__} does not run with a cache of keys and values ({error}); use model.generate"
-        ) from error
-    number = model.config.get_text_config().num_hidden_layers
-    if sorted(found) != list(range(number)):
-        raise UsageError(
-            f"{type(model).__name__} keeps keys and values for {len(found)} of {number} layers, and something else for "
-            "the others; use model.generate"
-        )
-    return [(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype) for _, (keys, values) in sorted(found.items())]
-
-
-def _slot_cache(layers: list[tuple[Tensor, Tensor]], rows: Tensor, positions: Tensor, places: Tensor) -> Any:
-    """Make transformers' cache of one call, which writes into the slots and reads from them."""
-    utils = optional_import("transformers.cache_utils", "text")
-    written = rows[:, None], positions
-
-    def read(cache: Tensor) -> Tensor:
-        # ten times as fast as indexing rows and places, which copies element by element
-        return cache.narrow(1, 0, places.shape[0]).index_select(0, rows).transpose(1, 2)
-
-    class Layer(utils.CacheLayerMixin):  # type: ignore[misc, name-defined]
-        is_initialized = True
-
-        def __init__(self, keys: Tensor, values: Tensor) -> None:
-            self.keys, self.values = keys, values
-
-        def lazy_initialization(self, *_given: Any) -> None: ...
-
-        def update(self, keys: Tensor, values: Tensor, *_given: Any, **_named: Any) -> tuple[Tensor, Tensor]:
-            self.keys.index_put_(written, keys.transpose(1, 2))
-            self.values.index_put_(written, values.transpose(1, 2))
-            return read(self.keys), read(self.values)
-
-        def get_mask_sizes(self, _query: Any) -> tuple[int, int]:
-            return places.shape[0], 0
-
-        def get_seq_length(self) -> int:
-            return 0
-
-        def get_max_length(self) -> int:
-            return places.shape[0]
-
-    return utils.Cache(layers=[Layer(keys, values) for keys, values in layers])

@@ -14,7 +14,16 @@ from penstock.generate.cached_decoder import decoder_call
 from penstock.generate.lanes import Lanes
 from penstock.generate.loop import GenerationLoop
 from penstock.generate.request import Request
-from penstock.generate.sampling import LogitBias, Penalties, Processor, Sampler, ends_of, read_config
+from penstock.generate.sampling import (
+    LogitBias,
+    Penalties,
+    Processor,
+    Sampler,
+    ends_of,
+    most_tokens,
+    read_config,
+    start_of,
+)
 from penstock.generate.text import TextDecoder
 from penstock.group.entry import under_torchrun
 from penstock.group.world import World
@@ -25,17 +34,16 @@ from penstock.stream.streaming_pipeline import StreamingPipeline
 from penstock.zoo.weights.weights import ModuleWeights, Weights
 
 SLOTS, MAX_LENGTH = 4, 512
-_NEW_TOKENS = 20  # transformers' default
 
 
 class Generator:
     """A language model of transformers, cut into stages, that generates text for many requests at a time.
 
-    Each stage holds the keys and values of its own layers. A lane is a group of `slots` sequences that are decoded
-    together. By default there is one lane more than stages: requests fill one lane per stage first, and once these are
-    full, the extra lane occupies the stage that would wait for sampled tokens. Further requests wait for a free slot. A
-    `plan`, or its file, sets stages, slots, lanes and length. A request gets the same tokens whatever else is served
-    and however the model is cut.
+    Each stage holds the keys and values, or other states, of its own layers. A lane is a group of `slots` sequences
+    that are decoded together. By default there is one lane more than stages: requests fill one lane per stage first,
+    and once these are full, the extra lane occupies the stage that would wait for sampled tokens. Further requests wait
+    for a free slot. A `plan`, or its file, sets stages, slots, lanes and length. A request gets the same tokens
+    whatever else is served and however the model is cut.
 
     Example:
         with penstock.Generator(model, tokenizer, stages=2) as generator:
@@ -43,16 +51,17 @@ class Generator:
             for text in generator.stream("Once upon a time"):
                 print(text, end="")
 
-    `max_length` is the largest number of tokens of a sequence, prompt and answer. With more than one thread per stage,
-    the last bits of a row depend on its position in the batch, so tokens may depend on which other requests are in
-    flight. With `on_loss="continue"` the loss of a machine only pauses generation: the survivors take over its stages,
-    requests in flight are replayed in the same shapes, and their tokens keep the same bits. Idle stages run draft
-    tokens, guessed from repetitions in the sequence (speculative decoding); `speculate=False` turns this off. With
-    `trace`, a folder for `penstock report` is written at the end. Options that are not listed here are those of
-    `penstock.Pipeline`. Under torchrun rank 0 samples and, unless a plan differs, also holds the last stage; the other
-    ranks hold the other stages. Otherwise local workers hold all stages, and this process only samples.
+    `max_length` is the largest number of tokens of a sequence, prompt and answer, or of each if an encoder reads the
+    prompt. With more than one thread per stage, the last bits of a row depend on its position in the batch, so tokens
+    may depend on which other requests are in flight. With `on_loss="continue"` the loss of a machine only pauses
+    generation: the survivors take over its stages, requests in flight are replayed in the same shapes, and their tokens
+    keep the same bits. Idle stages run draft tokens, guessed from repetitions in the sequence (speculative decoding);
+    `speculate=False` turns this off. With `trace`, a folder for `penstock report` is written at the end. Options that
+    are not listed here are those of `penstock.Pipeline`. Under torchrun rank 0 samples and, unless a plan differs, also
+    holds the last stage; the other ranks hold the other stages. Otherwise local workers hold all stages, and this
+    process only samples.
 
-    Raises `UsageError` for a model with other state than keys and values, and the errors of `penstock.Pipeline`.
+    Raises `UsageError` for a model whose state is not in transformers' cache, and the errors of `penstock.Pipeline`.
     """
 
     def __init__(
@@ -95,10 +104,11 @@ class Generator:
         self.pipeline.model_name = type(model).__name__
         self._loop: GenerationLoop | None = None
         if self.pipeline.feeds:
-            self._loop = GenerationLoop(
-                self.pipeline, Lanes(num_lanes=caches.lanes, num_used=min(count, caches.lanes), slots=caches.slots),
-                speculates=speculate and count > 1,
+            planned = Lanes(
+                num_lanes=caches.lanes, num_used=min(count, caches.lanes), slots=caches.slots,
+                longest=caches.max_length, recurrent=getattr(call.model, "recurrent", False),
             )  # fmt: skip
+            self._loop = GenerationLoop(self.pipeline, planned, speculates=speculate and count > 1)
 
     @property
     def weights(self) -> Weights:
@@ -157,20 +167,29 @@ class Generator:
             raise UsageError(
                 f"a prompt must have at least one token, each from 0 to {vocabulary - 1}; got {wrong[:8] or 'none'}"
             )
-        most = self._most_tokens(len(tokens), config)
+        start = start_of(self.model, config)
+        if start and (score_prompt or len(tokens) > self.max_length):
+            raise UsageError(
+                f"an encoder takes at most max_length={self.max_length} tokens and no score_prompt; got {len(tokens)} "
+                f"tokens and score_prompt={score_prompt}"
+            )
+        most = most_tokens(len(start or tokens), config, self.max_length)
         if config.stop_strings and self.tokenizer is None:
             raise UsageError("stop_strings need a tokenizer; give the generator one")
         processors: list[Processor] = []
         if presence_penalty or frequency_penalty:
-            processors.append(Penalties(len(tokens), presence=presence_penalty, frequency=frequency_penalty))
+            processors.append(Penalties(len(start or tokens), presence=presence_penalty, frequency=frequency_penalty))
         if logit_bias:
             if outside := [token for token in logit_bias if not 0 <= token < vocabulary]:
                 raise UsageError(f"keys of logit_bias must be tokens from 0 to {vocabulary - 1}; got {outside[0]}")
             processors.append(LogitBias(logit_bias))
-        sampler = Sampler(config, num_prompt=len(tokens), seed=seed, processors=[*processors, *logits_processor])
-        request = Request(
-            tokens, most, sampler, config, tokenizer=self.tokenizer, num_likeliest=num_likeliest, scored=score_prompt
+        sampler = Sampler(
+            config, num_prompt=len(start or tokens), most=most, seed=seed, processors=[*processors, *logits_processor]
         )
+        request = Request(
+            tokens, most, sampler, config, tokenizer=self.tokenizer, num_likeliest=num_likeliest, scored=score_prompt,
+            start=start,
+        )  # fmt: skip
         self._loop.take(request)
         return request
 
@@ -202,7 +221,7 @@ class Generator:
         prompts = input_ids.repeat_interleave(count, 0)
         if config.max_new_tokens is None and config.max_length is not None:
             # it counts padding, which requests do not have
-            config.max_new_tokens = config.max_length - input_ids.shape[1]
+            config.max_new_tokens = config.max_length - (len(start_of(self.model, config)) or input_ids.shape[1])
         shown = attention_mask if attention_mask is not None else torch.ones_like(input_ids)
         shown = shown.repeat_interleave(count, 0).bool()
         requests: list[Request] = []
@@ -222,7 +241,9 @@ class Generator:
         fill = config.pad_token_id if config.pad_token_id is not None else next(iter(ends_of(config)), 0)
         longest = max(map(len, answers))
         filled = torch.tensor([answer + [fill] * (longest - len(answer)) for answer in answers])
-        return torch.cat([prompts, filled.to(prompts)], 1)
+        # an encoder's prompt is no part of the answer, which begins with the decoder's first tokens
+        before = torch.tensor([request.start for request in requests]) if requests[0].start else prompts
+        return torch.cat([before, filled.to(before)], 1)
 
     def stream(self, prompt: Sequence[int] | str, **kwargs: Any) -> Iterator[str]:
         """Yield the answer's text as it is generated, up to a stop string; `kwargs` are those of `submit`.
@@ -275,24 +296,6 @@ class Generator:
         if self.tokenizer is None:
             raise UsageError("a prompt of text needs a tokenizer; give the generator one, or tokens")
         return list(self.tokenizer(prompt)["input_ids"])
-
-    def _most_tokens(self, num_prompt: int, config: Any) -> int:
-        """Return the limit on new tokens; raises `UsageError` if they do not fit."""
-        if config.max_new_tokens is not None:
-            most = int(config.max_new_tokens)
-        else:
-            most = _NEW_TOKENS if config.max_length is None else int(config.max_length) - num_prompt
-        if most < 1:
-            raise UsageError(
-                f"no tokens to generate after {num_prompt} tokens with max_length={config.max_length}, "
-                f"max_new_tokens={config.max_new_tokens}; give max_new_tokens=20"
-            )
-        if num_prompt + most > self.max_length:
-            raise UsageError(
-                f"a sequence of this generator has at most {self.max_length} tokens, but {num_prompt} of a prompt and "
-                f"{most} new ones were requested; create it with max_length={num_prompt + most}, or request fewer"
-            )
-        return most
 
 
 def _caches_of(plan: Plan, slots: int | None, lanes: int | None, max_length: int | None) -> Generation:

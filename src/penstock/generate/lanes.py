@@ -11,10 +11,14 @@ from penstock.generate.guessing import Guesser
 
 @dataclass(eq=False, slots=True)
 class SequenceState:
-    """A prompt and what has been generated after it, in a slot while it is in flight."""
+    """A prompt and what has been generated after it, in a slot while it is in flight.
+
+    With an encoder, `source` is the prompt, and `tokens` begin with those that the decoder begins with.
+    """
 
     tokens: list[int]
     num_prompt: int
+    source: Sequence[int] = ()
     scored: bool = False  # log-probabilities of the prompt's tokens are requested
     most: int = sys.maxsize  # largest length, prompt and answer
     guesser: Guesser | None = None
@@ -51,12 +55,16 @@ class Step:
     positions: list[list[int]]
     last: list[int]  # token indices whose logits are returned
     room: int  # attended length, a multiple of `BLOCK`
-    scored: SequenceState | None = None
+    # rows whose logits score a token of the prompt: row, index of the token before, sequence, and the token's index
+    scored: list[tuple[int, int, SequenceState, int]] = field(default_factory=list)
     # rows whose logits give a next token: row of the batch, sequence, number of its tokens up to the row's last one,
     # and that token
     sampled: list[tuple[int, SequenceState, int, int]] = field(default_factory=list)
     lane: int = -1  # the lane that steps; -1 for a chunk of a prompt
     guesses: bool = False
+    source: list[list[int]] = field(default_factory=list)  # tokens for the encoder, by row
+    source_sizes: list[int] = field(default_factory=list)  # how many of each row's are not padding
+    source_room: int = 0
 
     def continued(self) -> Iterator[tuple[int, SequenceState]]:
         """Yield each sampled row and its sequence, without rows fed after a wrong guess.
@@ -85,14 +93,19 @@ class Lanes:
         result    a b c d e       e was right: the next token comes from the step that ran e
         result    a b c d e x     f was wrong: x runs next, and the results of f and g are discarded
 
+    `longest` is the largest number of tokens that a model takes. The states of a `recurrent` model cannot go back: its
+    prompts go in steps, a token each, and a row without a token has the slot `num_slots`, which is nobody's.
+
     Example:
         lanes = Lanes(num_lanes=3, num_used=2, slots=4)
         lanes.admit(SequenceState([5, 7, 2], 3))
         step = lanes.next()
     """
 
-    def __init__(self, *, num_lanes: int, num_used: int, slots: int) -> None:
-        self._slots, self._num_used = slots, num_used
+    def __init__(
+        self, *, num_lanes: int, num_used: int, slots: int, longest: int = sys.maxsize, recurrent: bool = False
+    ) -> None:
+        self._slots, self._num_used, self._longest, self.recurrent = slots, num_used, longest, recurrent
         self._in_slots: list[SequenceState | None] = [None] * (num_lanes * slots)
         self._left: list[list[int]] = [[] for _ in self._in_slots]  # by slot: released tokens still in the cache
         self._turns = deque(range(num_lanes))
@@ -132,7 +145,7 @@ class Lanes:
 
     def release(self, sequence: SequenceState) -> None:
         """Free a sequence's slot."""
-        if not sequence.scored:
+        if not sequence.scored and not self.recurrent:
             fed = min(sequence.fed, sequence.num_prompt)
             self._left[sequence.slot] = sequence.tokens[: fed // CHUNKS[-1] * CHUNKS[-1]]
         self._in_slots[sequence.slot] = None
@@ -171,7 +184,7 @@ class Lanes:
         return lane < self._num_used, own.count(None), -lane, -len(self._left[slot])
 
     def _next_chunk(self) -> Step | None:
-        for sequence in self.sequences:
+        for sequence in () if self.recurrent else self.sequences:
             if sequence.fed < sequence.num_prompt:
                 chunks = CHUNKS[:1] if sequence.scored else CHUNKS
                 part = sequence.tokens[sequence.fed : min(sequence.fed + chunks[-1], sequence.num_prompt)]
@@ -183,8 +196,11 @@ class Lanes:
                     positions=[[min(at, sequence.most - 1) for at in range(begin, begin + size)]],
                     room=_room(begin + size),
                     last=list(range(len(part))) if sequence.scored else [len(part) - 1],
-                    scored=sequence if sequence.scored else None,
                 )  # fmt: skip
+                _add_sources(step, [sequence], self._longest if begin == 0 else 0)
+                for index in step.last if sequence.scored else ():
+                    if begin + index + 1 < sequence.num_prompt:
+                        step.scored.append((0, index, sequence, begin + index + 1))
                 if sequence.waits:
                     step.sampled.append((0, sequence, sequence.fed, part[-1]))
                 return step
@@ -196,9 +212,12 @@ class Lanes:
             lane = self._turns[0]
             self._turns.rotate(-1)
             own = self._in_slots[lane * self._slots : (lane + 1) * self._slots]
-            waits = any(each is not None and each.waits and len(each.tokens) > each.num_prompt for each in own)
+            waits = any(
+                each is not None and each.waits and (self.recurrent or len(each.tokens) > each.num_prompt)
+                for each in own
+            )
             if guesses or not waits:
-                following = [_following(sequence, guesses=guesses) for sequence in own]
+                following = [self._following(sequence, guesses=guesses) for sequence in own]
                 # with `guesses`, at least one row must be a guess: rows with a known token wait for the lane's normal
                 # step
                 if any(
@@ -210,9 +229,10 @@ class Lanes:
 
     def _step(self, lane: int, own: Sequence[SequenceState | None], following: Sequence[int | None]) -> Step:
         step = Step(rows=[], ids=[], positions=[], last=[0], room=0, lane=lane)
+        _add_sources(step, own, 0)
         for row, (sequence, token) in enumerate(zip(own, following, strict=True)):
             slot = lane * self._slots + row
-            step.rows.append(slot)
+            step.rows.append(self.num_slots if self.recurrent and token is None else slot)
             step.positions.append([sequence.fed if sequence is not None else len(self._left[slot])])
             step.ids.append([token or 0])
             if sequence is not None and token is not None:
@@ -224,19 +244,33 @@ class Lanes:
                 step.room = max(step.room, _room(sequence.fed))
                 if sequence.waits:  # in a replay the next token is already known
                     step.sampled.append((row, sequence, sequence.fed, token))
+                if sequence.scored and sequence.fed < sequence.num_prompt:
+                    step.scored.append((row, 0, sequence, sequence.fed))
         return step
 
+    def _following(self, sequence: SequenceState | None, *, guesses: bool) -> int | None:
+        """Return the token to feed next in a step: one that is known, or a guess."""
+        if sequence is None or (sequence.fed < sequence.num_prompt and not self.recurrent):
+            return None
+        if not sequence.waits:
+            return sequence.tokens[sequence.fed]
+        # the last allowed token is never run, because nothing is sampled after it
+        if not guesses or sequence.guesser is None or sequence.fed >= sequence.most - 1:
+            return None
+        return sequence.guesser.guess(sequence.guesses)
 
-def _following(sequence: SequenceState | None, *, guesses: bool) -> int | None:
-    """Return the next token to run: a known one, or a guess."""
-    if sequence is None or sequence.fed < sequence.num_prompt:
-        return None
-    if not sequence.waits:
-        return sequence.tokens[sequence.fed]
-    # the last allowed token is never run, because nothing is sampled after it
-    if not guesses or sequence.guesser is None or sequence.fed >= sequence.most - 1:
-        return None
-    return sequence.guesser.guess(sequence.guesses)
+
+def _add_sources(step: Step, own: Sequence[SequenceState | None], longest: int) -> None:
+    """Add what the rows' decoder attends to besides its own tokens, and at most `longest` tokens for the encoder."""
+    if not any(sequence is not None and sequence.source for sequence in own):
+        return
+    for sequence in own:
+        source = sequence.source if sequence is not None else ()
+        size = max(len(source), 1)  # a row that attends to nothing would compute NaN
+        padded = min(_room(size), longest)  # a table of positions may end there
+        step.source.append([*source, *[0] * (padded - size)] if padded else [])
+        step.source_sizes.append(size)
+        step.source_room = max(step.source_room, _room(size))
 
 
 def _room(length: int) -> int:

@@ -30,7 +30,7 @@ class GenerationLoop:
     """
 
     def __init__(self, pipeline: StreamingPipeline, lanes: Lanes, *, speculates: bool = True) -> None:
-        self._pipeline, self._lanes, self._speculates = pipeline, lanes, speculates
+        self._pipeline, self._lanes, self._speculates = pipeline, lanes, speculates and not lanes.recurrent
         self._condition = threading.Condition()
         self._waiting: deque[Request] = deque()
         self._requests: dict[SequenceState, Request] = {}
@@ -134,9 +134,10 @@ class GenerationLoop:
                 if request.cancelled:
                     request.finish("cancelled")
                     continue
+                begin = request.start or request.prompt
                 sequence = SequenceState(
-                    list(request.prompt), len(request.prompt), scored=request.scored, most=request.most,
-                    guesser=Guesser(request.prompt) if self._speculates else None,
+                    list(begin), len(begin), source=request.prompt if request.start else (), scored=request.scored,
+                    most=request.most, guesser=Guesser(begin) if self._speculates else None,
                 )  # fmt: skip
                 self._lanes.admit(sequence)
                 request.num_reused = sequence.num_reused
@@ -150,22 +151,15 @@ class GenerationLoop:
         return True
 
     def _feed(self, driver: Driver, step: Step) -> Mapping[str, int]:
-        tensors, sizes = bind_inputs(
-            self._pipeline.graph, (),
-            {
-                "ids": torch.tensor(step.ids), "positions": torch.tensor(step.positions),
-                "rows": torch.tensor(step.rows), "last": torch.tensor(step.last), "places": torch.arange(step.room),
-            },
-        )  # fmt: skip
+        tensors, sizes = bind_inputs(self._pipeline.graph, (), inputs_of(step))
         driver.feed(tensors, [sizes[symbol] for symbol in self._deployment.symbols])
         return sizes
 
     def _sample(self, step: Step, logits: Tensor) -> None:
         """Sample the next token of each row that needs one."""
-        if step.scored is not None and (scored := self._requests.get(step.scored)) is not None:
-            for index, position in enumerate(step.positions[0][: len(step.last)]):
-                if position + 1 < step.scored.num_prompt:
-                    scored.score(position + 1, logits[0, index])
+        for row, index, sequence, token in step.scored:
+            if (scored := self._requests.get(sequence)) is not None:
+                scored.score(token, logits[row, index])
         for row, sequence in step.continued():
             request = self._requests[sequence]
             if request.cancelled:
@@ -188,3 +182,17 @@ class GenerationLoop:
         if self._record is not None:
             self._record.requests.append(request)
         return request
+
+
+def inputs_of(step: Step) -> dict[str, Tensor]:
+    """Return the inputs of a call that runs one microbatch."""
+    found = {
+        "ids": torch.tensor(step.ids), "positions": torch.tensor(step.positions), "rows": torch.tensor(step.rows),
+        "last": torch.tensor(step.last), "places": torch.arange(step.room),
+    }  # fmt: skip
+    if step.source:
+        found |= {
+            "source": torch.tensor(step.source, dtype=torch.int64), "source_sizes": torch.tensor(step.source_sizes),
+            "source_places": torch.arange(step.source_room),
+        }  # fmt: skip
+    return found

@@ -31,9 +31,11 @@ class Request:
 
     def __init__(
         self, prompt: Sequence[int], most: int, sampler: Sampler, config: Any, *, tokenizer: Any = None,
-        num_likeliest: int = 0, scored: bool = False,
+        num_likeliest: int = 0, scored: bool = False, start: Sequence[int] = (),
     ) -> None:  # fmt: skip
         self.prompt = tuple(prompt)
+        self.start = tuple(start)  # the decoder's first tokens, if the prompt is for an encoder
+        self._num_before = len(self.start or self.prompt)
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.likeliest: list[list[tuple[int, float]]] = []
@@ -42,7 +44,7 @@ class Request:
         self.prompt_likeliest: list[list[tuple[int, float]]] = [[] for _ in self.prompt_logprobs]
         self.finish_reason: str | None = None
         self.cancelled = False
-        self.most = len(prompt) + most  # tokens, the prompt's and the answer's
+        self.most = self._num_before + most  # the decoder's tokens, those before the answer and the answer's
         self.num_reused = 0
         self.asked_s, self.came_s = time.perf_counter(), array("d")  # of the submission, and of each token
         self._num_likeliest = num_likeliest
@@ -113,7 +115,7 @@ class Request:
         self._tell()
         if token in self._ends or (self._text is not None and self._stops(self._text, token)):
             return "stop"
-        return "length" if len(self.prompt) + len(self.tokens) >= self.most else None
+        return "length" if self._num_before + len(self.tokens) >= self.most else None
 
     def score(self, index: int, logits: Tensor) -> None:
         """Record the log-probability of a prompt token."""

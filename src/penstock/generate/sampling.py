@@ -12,18 +12,20 @@ from penstock.errors import RunError, UsageError
 from penstock.text import nearest, one_line
 from penstock.zoo.optional import optional_import
 
+_NEW_TOKENS = 20  # transformers' default
 # supported options; any other one that is set is rejected with an error that names it
 _SAMPLING = {
     "do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "no_repeat_ngram_size",
     "bad_words_ids", "suppress_tokens", "min_length", "min_new_tokens",
 }  # fmt: skip
 _ENDS = {"max_length", "max_new_tokens", "eos_token_id", "pad_token_id", "bos_token_id", "stop_strings"}
+_FORCED = {"decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id"}
 _IGNORED = {"transformers_version", "use_cache", "cache_implementation", "num_return_sequences"}
+_OF_BEAMS = {"num_beam_groups", "length_penalty", "early_stopping", "diversity_penalty"}  # without effect for one beam
 # defaults, with which a feature is off
 _OFF: dict[str, tuple[object, ...]] = {
-    "num_beams": (1,), "num_beam_groups": (1,), "length_penalty": (1.0,), "early_stopping": (False,),
-    "output_scores": (False,), "output_logits": (False,), "output_attentions": (False,),
-    "output_hidden_states": (False,), "return_dict_in_generate": (False,), "diversity_penalty": (0.0,),
+    "num_beams": (1,), "output_scores": (False,), "output_logits": (False,), "output_attentions": (False,),
+    "output_hidden_states": (False,), "return_dict_in_generate": (False,),
     "epsilon_cutoff": (0.0,), "eta_cutoff": (0.0,), "encoder_repetition_penalty": (1.0,),
     "renormalize_logits": (False,), "encoder_no_repeat_ngram_size": (0,), "remove_invalid_values": (False,),
     "token_healing": (False,),
@@ -44,7 +46,7 @@ def read_config(model: Any, config: Any, changes: dict[str, Any]) -> Any:
         name = next(iter(unknown))
         raise UsageError(f"unknown generation option {name}{nearest(name, vars(found))}")
     for name, value in vars(found).items():
-        known = name.startswith("_") or name in _SAMPLING | _ENDS | _IGNORED
+        known = name.startswith("_") or name in _SAMPLING | _ENDS | _FORCED | _IGNORED | _OF_BEAMS
         if not known and value is not None and value not in _OFF.get(name, ()):
             raise UsageError(f"a generator does not support {name}={value!r}; leave it out, or use model.generate")
     if found.do_sample and (found.temperature is not None and found.temperature <= 0):
@@ -61,17 +63,19 @@ class Sampler:
     Example:
         token, logprob = Sampler(config, num_prompt=4, seed=0)([5, 7, 2, 9], logits)
 
-    With `seed` the sequence has its own random generator, otherwise torch's global one is used. `processors` map
+    With `seed` the sequence has its own random generator, otherwise torch's global one is used. `most` is the
+    largest number of new tokens. `processors` map
     tokens [1, L] and scores [1, V] to scores, like transformers' own; they run after its penalties and bans, and before
     temperature, top-k, top-p, min-p and typical-p. The log-probability is that of the unprocessed logits. Raises
     `RunError` if the largest logit is not finite.
     """
 
     def __init__(
-        self, config: Any, *, num_prompt: int, seed: int | None = None, processors: Sequence[Processor] = ()
-    ) -> None:
+        self, config: Any, *, num_prompt: int, most: int = 0, seed: int | None = None,
+        processors: Sequence[Processor] = (),
+    ) -> None:  # fmt: skip
         self._sample = bool(config.do_sample)
-        self._processors = _processors(config, num_prompt, processors)
+        self._processors = _processors(config, num_prompt, most, processors)
         self._random = None if seed is None else torch.Generator().manual_seed(seed)
 
     def __call__(self, tokens: Sequence[int], logits: Tensor) -> tuple[int, float]:
@@ -119,7 +123,7 @@ class LogitBias:
         return scores.index_add(1, self._tokens, self._biases.to(scores)[None])
 
 
-def _processors(config: Any, num_prompt: int, own: Sequence[Processor]) -> Any:
+def _processors(config: Any, num_prompt: int, most: int, own: Sequence[Processor]) -> Any:
     """Return transformers' processors in the order in which it applies them."""
     kinds = optional_import("transformers.generation.logits_process", "text")
     found = kinds.LogitsProcessorList()
@@ -134,6 +138,10 @@ def _processors(config: Any, num_prompt: int, own: Sequence[Processor]) -> Any:
         found.append(kinds.MinLengthLogitsProcessor(config.min_length, ends))
     if config.min_new_tokens and ends:
         found.append(kinds.MinNewTokensLengthLogitsProcessor(num_prompt, config.min_new_tokens, ends))
+    if config.forced_bos_token_id is not None:
+        found.append(kinds.ForcedBOSTokenLogitsProcessor(config.forced_bos_token_id))
+    if config.forced_eos_token_id is not None:
+        found.append(kinds.ForcedEOSTokenLogitsProcessor(num_prompt + most, config.forced_eos_token_id))
     if config.suppress_tokens:
         found.append(kinds.SuppressTokensLogitsProcessor(config.suppress_tokens))
     found.extend(own)
@@ -150,6 +158,38 @@ def _processors(config: Any, num_prompt: int, own: Sequence[Processor]) -> Any:
         if config.typical_p is not None and config.typical_p < 1.0:
             found.append(kinds.TypicalLogitsWarper(config.typical_p))
     return found
+
+
+def start_of(model: Any, config: Any) -> list[int]:
+    """Return the tokens with which a model's decoder begins if an encoder reads the prompt; no tokens without one.
+
+    Raises `UsageError` if neither the configuration nor the model has one.
+    """
+    if not getattr(model.config, "is_encoder_decoder", False):
+        return []
+    for token in (config.decoder_start_token_id, config.bos_token_id):
+        if token is not None:
+            return [int(token)]
+    raise UsageError(f"{type(model).__name__} has no decoder_start_token_id; give decoder_start_token_id=0, or the one")
+
+
+def most_tokens(num_before: int, config: Any, max_length: int) -> int:
+    """Return the limit on new tokens; raises `UsageError` if they do not fit."""
+    if config.max_new_tokens is not None:
+        most = int(config.max_new_tokens)
+    else:
+        most = _NEW_TOKENS if config.max_length is None else int(config.max_length) - num_before
+    if most < 1:
+        raise UsageError(
+            f"no tokens to generate after {num_before} tokens with max_length={config.max_length}, "
+            f"max_new_tokens={config.max_new_tokens}; give max_new_tokens=20"
+        )
+    if num_before + most > max_length:
+        raise UsageError(
+            f"a sequence of this generator has at most {max_length} tokens, but {num_before} of a prompt and "
+            f"{most} new ones were asked for; make it with max_length={num_before + most}, or ask for fewer"
+        )
+    return most
 
 
 def ends_of(config: Any) -> list[int]:

@@ -82,11 +82,16 @@ def profile_generation(
     graph = capture(call.model, call.args, call.kwargs, dynamic=call.dynamic)
     more_bytes = script_bytes(base_bytes)
     room = -(-caches.max_length // (2 * BLOCK)) * BLOCK
+    # in a step the encoder has nothing to do
+    step = {"room": room, "source": 0, "source_room": room}
     # a chunk of a prompt is one row, and has at most as many tokens as a lane's step of so many
-    chunk = {"step": -(-CHUNKS[-1] // caches.slots), "room": caches.max_length, "wanted": -(-WANTED // caches.slots)}
+    chunk = {
+        "step": -(-CHUNKS[-1] // caches.slots), "room": caches.max_length, "wanted": -(-WANTED // caches.slots),
+        "source": -(-caches.max_length // caches.slots), "source_room": caches.max_length,
+    }  # fmt: skip
     made = profile_graph(
         graph, partial(load_state, graph, weights=call.weights), rows=(caches.slots,), threads=threads,
-        repeats=repeats, messages=messages, sizes={"room": room}, largest=chunk, integer=0,
+        repeats=repeats, messages=messages, sizes=step, largest=chunk, integer=0,
     )  # fmt: skip
     return msgspec.structs.replace(
         made, model=name, calibration_s=calibrate(threads=threads), base_bytes=base_bytes, script_bytes=more_bytes,

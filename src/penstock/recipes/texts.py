@@ -16,6 +16,7 @@ from penstock.generate.generator import Generator
 from penstock.generate.request import Request
 from penstock.group.world import World
 from penstock.recipes.predictions import PredictionFile, go_on_with
+from penstock.terminal.notes import note
 from penstock.text import one_line
 from penstock.zoo.models.language import load_generation_config, load_tokenizer
 from penstock.zoo.models.models import load_model
@@ -63,9 +64,11 @@ def open_generator(settings: TextSettings, world: World | None = None) -> Genera
             f"the tokenizer beside {settings.model} has {len(tokenizer)} tokens, and the model {vocabulary}: it is of "
             "another model"
         )
-    zoo.module.generation_config = (
-        load_generation_config(settings.model, pretrained=settings.pretrained) or zoo.module.generation_config
-    )
+    own: Any = load_generation_config(settings.model, pretrained=settings.pretrained) or zoo.module.generation_config
+    if (own.num_beams or 1) > 1:
+        note(f"{settings.model} is meant for {own.num_beams} beams; each token is the likeliest instead, or sampled")
+        own.num_beams = 1
+    zoo.module.generation_config = own
     return Generator(
         zoo.module, tokenizer, weights=zoo.weights, stages=settings.stages, policy=settings.policy, cuts=settings.cuts,
         plan=settings.plan, slots=settings.slots, max_length=settings.max_length, threads=settings.threads, world=world,

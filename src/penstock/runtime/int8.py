@@ -1,6 +1,7 @@
 """The precision int8 of the eager runtime: weights of linear layers in 8 bits, for decoders bound by memory traffic."""
 
 import copy
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -116,7 +117,8 @@ class _Rows:
 
     def of(self, inputs: Tensor, width: int) -> Tensor:
         """Return inputs [..., I] as rows [N, width], padded with zeros."""
-        rows = inputs.reshape(-1, inputs.shape[-1]).to(torch.bfloat16)
+        # there may be none, which makes -1 ambiguous
+        rows = inputs.reshape(math.prod(inputs.shape[:-1]), inputs.shape[-1]).to(torch.bfloat16)
         missing = width - rows.shape[1]
         self.last = functional.pad(rows, (0, missing)) if missing else rows
         return self.last
@@ -128,7 +130,7 @@ def _linear(weight: Tensor, scale: Tensor, rows: _Rows, *, again: bool) -> Calla
 
     def call(inputs: Tensor, _weight: Tensor, bias: Tensor | None = None) -> Tensor:
         given = rows.last if again else rows.of(inputs, width)
-        result: Tensor = multiply(given, weight, scale).float().view(*inputs.shape[:-1], -1)
+        result: Tensor = multiply(given, weight, scale).float().view(*inputs.shape[:-1], weight.shape[0])
         return result if bias is None else result.add_(bias)
 
     return call

@@ -182,7 +182,8 @@ class TextService:
             )
         except UsageError as error:
             raise ApiError(str(error)) from None
-        decoder = TextDecoder(self.generator.tokenizer, request.stops, before=choice.prompt[-_BEFORE:])
+        before = request.start or choice.prompt  # an encoder's prompt is not continued
+        decoder = TextDecoder(self.generator.tokenizer, request.stops, before=before[-_BEFORE:])
         given, last_s = 0, asked_s
         try:
             async with aclosing(aiter(request)) as tokens:

@@ -145,8 +145,11 @@ def _model_class(name: str, config: Any, wanted: Head | None) -> Any:
         if found is not None:
             return found
     auto = optional_import("transformers.models.auto.modeling_auto", "text")
-    heads = _SEQUENCE_HEADS if getattr(config, "is_encoder_decoder", False) else _HEADS
-    for head in heads if wanted is None else (_WANTED[wanted],):
+    encodes = getattr(config, "is_encoder_decoder", False)
+    heads: tuple[str, ...] = _SEQUENCE_HEADS if encodes else _HEADS
+    if wanted is not None:
+        heads = heads[:1] if encodes and wanted == "language" else (_WANTED[wanted],)
+    for head in heads:
         mapping = getattr(auto, head)
         if type(config) in mapping:
             found = mapping[type(config)]

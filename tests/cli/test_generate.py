@@ -89,9 +89,8 @@ def test_weights_in_8_bits(penstock: Run, folder: Path, tmp_path: Path) -> None:
     assert json.loads(output.read_text())["num_tokens"] == 5
     status, _, err = penstock(*words)  # in float32 the rows may be others
     assert (status, "runtime" in err) == (2, True)
-    status, _, err = penstock("generate", f"hf:{folder}", "-p", "w9", "--runtime", "eager:int3")
+    status, _, err = penstock("generate", f"hf:{folder}", "-p", "w9", "--runtime", "onnxruntime:int3")
     assert (status, "int3" in err) == (2, True)
-    assert penstock("generate", f"hf:{folder}", "-p", "w9", "--runtime", "onnxruntime")[0] in {1, 2}
 
 
 def test_answers_as_a_table(penstock: Run, folder: Path, tmp_path: Path) -> None:

@@ -1,5 +1,8 @@
 """A decoder's stage on an engine: eager's numbers, one model for all sizes, each row by itself."""
 
+from collections.abc import Callable
+from functools import partial
+
 import onnx
 import pytest
 import torch
@@ -17,13 +20,12 @@ from penstock.runtime.eager import Runtime
 from penstock.runtime.onnx.exported import Engine
 from penstock.runtime.onnx.joined import JoinedRuntime
 from penstock.runtime.onnx.onnx_runtime import compile_model
+from penstock.runtime.onnx.openvino_runtime import compile_model as compile_openvino
 from penstock.runtime.registry import parse_runtime
 from penstock.zoo.weights.weights import ModuleWeights
 from tests.generate.decoders import decoder, expected, prompts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-_ENGINES = ("onnxruntime", "onnxruntime:int8", "onnxruntime:int4", "openvino")
 
 
 def captured(name: str) -> tuple[Graph, nn.Module]:
@@ -50,8 +52,11 @@ CALLS = (call(8, 0, 64, 8), call(16, 8, 64, 8), call(1, 24, 64), call(1, 25, 128
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3", "gpt-neox", "mixtral"])
-def test_numbers_are_those_of_eager(family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "engine"), [("llama", compile_model), ("gpt2", compile_model), ("gemma3", compile_model),
+                           ("mixtral", compile_model), ("llama", partial(compile_openvino, precision="float32"))],
+)  # fmt: skip
+def test_numbers_are_those_of_eager(family: str, engine: Callable[[onnx.ModelProto], Engine]) -> None:
     graph, model = captured(family)
     (program,) = divide(graph, [])
     tensors = states(graph, model)
@@ -59,7 +64,7 @@ def test_numbers_are_those_of_eager(family: str) -> None:
 
     def compile_counted(model: onnx.ModelProto) -> Engine:
         models.append(model)
-        return compile_model(model)
+        return engine(model)
 
     eager, joined = Runtime(program, tensors), JoinedRuntime(program, tensors, compile_model=compile_counted)
     counts = []
@@ -126,26 +131,21 @@ def test_a_model_for_each_size_where_they_differ() -> None:
     assert len(models) == 1 + 3  # the first product's model serves all
 
 
-@pytest.mark.parametrize("runtime", _ENGINES)
+@pytest.mark.parametrize("runtime", ["onnxruntime", "onnxruntime:int4"])
 def test_a_decoder_has_the_same_bits_in_any_company(runtime: str) -> None:
-    model, given = decoder("llama"), prompts(5, 33, 12, 1)
+    model, given = decoder("llama"), prompts(5, 33, 1)
     found = []
-    for stages, slots in ((1, 3), (2, 3)):
+    for stages, slots in ((1, 2), (2, 3)):
         with Generator(model, stages=stages, slots=slots, max_length=64, runtime=runtime) as generator:
-            requests = [generator.submit(prompt, max_new_tokens=20) for prompt in given]
+            requests = [generator.submit(prompt, max_new_tokens=12) for prompt in given]
             found.append([(request.result(), request.logprobs) for request in requests])
-            alone = generator.submit(given[1], max_new_tokens=20)
-            assert (alone.result(), alone.logprobs) == found[-1][1]
-    if runtime == "openvino":
-        assert [tokens for tokens, _ in found[0]] == [tokens for tokens, _ in found[1]]
-    else:
-        assert found[0] == found[1]
+    assert found[0] == found[1]
     if ":" not in runtime:
-        wanted = [expected(model, prompt, max_new_tokens=20, do_sample=False) for prompt in given]
+        wanted = [expected(model, prompt, max_new_tokens=12, do_sample=False) for prompt in given]
         assert [tokens for tokens, _ in found[0]] == wanted
 
 
-@pytest.mark.parametrize("family", ["t5", "bart", "mamba", "jamba", "bloom"])
+@pytest.mark.parametrize("family", ["t5", "jamba"])
 def test_other_states_on_an_engine(family: str) -> None:
     model, given = decoder(family), prompts(5, 19, 1)
     wanted = []

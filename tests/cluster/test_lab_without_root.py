@@ -336,6 +336,7 @@ def test_processes_get_torchruns_environment() -> None:
         "PENSTOCK_HOST": "host2",
         "PENSTOCK_CPU": "0.5",
         "PENSTOCK_BANDWIDTH": "1.25e+08",
+        "PENSTOCK_TRUSTED": "1",
         "PYTHONUNBUFFERED": "1",
     }
 
@@ -391,6 +392,9 @@ def test_out_of_memory_names_host_limit_and_users(tmp_path: Path) -> None:
     )
 
 
+SPINS = ["sh", "-c", "while :; do :; done"]
+
+
 @pytest.mark.skipif(shutil.which("chrt") is None, reason="cores are kept awake with chrt")
 def test_cores_are_kept_awake_by_what_gives_way() -> None:
     core = max(os.sched_getaffinity(0))
@@ -398,8 +402,8 @@ def test_cores_are_kept_awake_by_what_gives_way() -> None:
     awake = Awake([core, core])
     (helper,) = set(psutil.Process().children()) - set(before)
     try:
-        # empty while one program takes the place of another
-        until(lambda: [child for child in helper.children() if child.cmdline()[:1] == ["sh"]])
+        # it is the helper, and then other programs, before it is the one that spins
+        until(lambda: [child for child in helper.children() if child.cmdline()[:3] == SPINS])
         (spinner,) = helper.children()
         assert os.sched_getscheduler(spinner.pid) == os.SCHED_IDLE
         assert os.sched_getaffinity(spinner.pid) == {core}
@@ -498,7 +502,8 @@ from penstock.cluster.lab.processes import Awake
 Awake([int(sys.argv[1])])
 spinners = []
 while not spinners:
-    spinners = [each for each in psutil.Process().children(recursive=True) if each.cmdline()[1:2] == ["-c"]][1:]
+    children = psutil.Process().children(recursive=True)
+    spinners = [each for each in children if each.cmdline()[2:3] == ["while :; do :; done"]]
 print(*[each.pid for each in spinners], flush=True)
 os._exit(0)
 """

@@ -129,6 +129,12 @@ def test_check_names_what_is_missing() -> None:
     )
 
 
+def test_another_depth_is_no_other_spelling() -> None:
+    expected = {f"blocks.{index}.weight": ((2,), F32) for index in range(5)}
+    with pytest.raises(ModelError, match=r"blocks\.2\.weight.*options"):
+        check_weights(TensorWeights({f"blocks.{index}.weight": torch.ones(2) for index in range(2)}), expected)
+
+
 def test_check_names_wrong_shapes_and_kinds() -> None:
     source = TensorWeights({"a": torch.ones(2, 3), "b": torch.ones(2, dtype=torch.int64)})
     with pytest.raises(ModelError) as caught:

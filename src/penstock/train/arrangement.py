@@ -112,7 +112,7 @@ def make_grid(devices: Sequence[int], stages: int | None, replicas: int | None, 
         raise UsageError(
             f"{count} processes do not fit {replicas} replicas of {stages} stages: each replica needs a process, and "
             f"each process a stage; start {replicas * stages}, as with torchrun --nproc-per-node {replicas * stages}, "
-            f"or use {count} as stages={count}, or as replicas={count}"
+            f"or pass stages={count}, replicas=1, or stages=1, replicas={count}"
         )
     each, more = divmod(count, replicas)
     made, first = [], 0

@@ -38,7 +38,8 @@ def check_weights(
             del sources[name]
     missing = [name for name in expected if name not in sources and name not in optional]
     if missing:
-        hint = nearest(missing[0], weights.names())
+        unused = set(weights.names()) - set(sources.values())
+        hint = nearest(missing[0], unused, otherwise="; give the model the options that the weights were made with")
         raise ModelError(f"the weights lack {_some(missing, len(expected))} of the model{hint}")
     wrong = [
         f"{name} ({_describe(weights.shape(source), weights.dtype(source))} in the weights, "

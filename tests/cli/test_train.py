@@ -1,6 +1,7 @@
 """`penstock train`: what it prints, and what it refuses."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 from PIL import Image
 
 from penstock.recipes import several
-from penstock.recipes.settings import FitSettings
+from penstock.recipes.settings import SETTINGS, FitSettings
 from penstock.recipes.several import Place, Row
 from tests.cli.conftest import SMALL
 from tests.recipes.test_fit import VIT
@@ -29,6 +30,34 @@ def test_a_run_on_the_command_line(penstock: Run, tmp_path: Path) -> None:
     status, out, _ = penstock("report", tmp_path / "trace", "--no-pictures")
     assert status == 0
     assert "synchronization" in out
+
+
+def test_a_resumed_run_keeps_the_values_of_options_that_are_left_out(penstock: Run, tmp_path: Path) -> None:
+    folder, again = tmp_path / "run", ["train", VIT, "--data", "digits", "--threads", 1, "--resume"]
+    again += ["-o", folder]
+    started = ["--num-rows", 100, "--epochs", 3, "--seed", 2, "--batch-size", 30, "--lr", 0.01, "--clip", 1.0]
+    assert penstock(*again[:-3], "-o", folder, *started, "--checkpoint-every", 2)[0] == 0
+    shutil.rmtree(folder / "checkpoints" / "step-000009")
+    before = json.loads((folder / SETTINGS).read_text())
+    status, _, err = penstock(*again)
+    assert (status, err) == (0, "note: resuming from the checkpoint of step 8, to step 9\n")
+    assert json.loads((folder / SETTINGS).read_text()) == before | {"resume": True, "checkpoint_every": None}
+    status, _, err = penstock(*again, "--steps", 10)
+    assert status == 0
+    assert err.splitlines() == [
+        "note: resuming with steps 10 (not set before)", "note: resuming from the checkpoint of step 9, to step 10",
+    ]  # fmt: skip
+    status, _, err = penstock(*again, "--epochs", 4)
+    assert status == 0
+    assert err.splitlines() == [
+        "note: resuming with epochs 4 instead of 3, no steps (10 before)",
+        "note: resuming from the checkpoint of step 10, to step 12",
+    ]
+    status, _, err = penstock(*again, "--num-rows", 90, "--teacher", "x")
+    assert (status, err.count("\n")) == (2, 1)
+    status, _, err = penstock(*again, "--teacher", "x")
+    assert status == 2
+    assert "expected a run without teacher; got x; leave --teacher out" in err
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ import pytest
 
 from penstock.cli.main import main
 from penstock.cluster.ssh.schedulers import slurm_script
-from penstock.recipes.metrics import SETTINGS, newest_checkpoint
-from penstock.recipes.settings import read_settings
+from penstock.recipes.metrics import newest_checkpoint
+from penstock.recipes.settings import SETTINGS, read_settings
 from tests.cluster.labs import until
 from tests.cluster.slurm_nodes import FIRST, SECOND, SlurmNodes, needs_slurm, slurm_nodes
 from tests.processes import run_python

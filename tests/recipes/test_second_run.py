@@ -11,8 +11,8 @@ import pytest
 
 from penstock.errors import UsageError
 from penstock.recipes.launch import fit
-from penstock.recipes.metrics import LOCK, SETTINGS
-from penstock.recipes.settings import FitSettings, check_resumed
+from penstock.recipes.metrics import LOCK
+from penstock.recipes.settings import SETTINGS, FitSettings, check_resumed
 from tests.recipes.test_fit import lines, settings
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -51,6 +51,12 @@ def takes_settings(
     return decorate
 
 
+def named_options(context: typer.Context) -> set[str]:
+    """Return the names of the parameters that were given on the command line or in the environment."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    return {name for name, source in sources.items() if source is not None and source.name != "DEFAULT"}
+
+
 def _parameters(struct: type[msgspec.Struct], shared: Mapping[str, Any]) -> Iterator[inspect.Parameter]:
     fields = {field.name: field for field in msgspec.structs.fields(struct)}
     for name, base, extra in _fields(struct):

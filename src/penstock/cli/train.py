@@ -9,12 +9,12 @@ import typer
 from rich.table import Table
 
 from penstock.cli import options as opt
-from penstock.cli.settings_options import Given, takes_settings
+from penstock.cli.settings_options import Given, named_options, takes_settings
 from penstock.cluster.lab import lab_session, read_lab
 from penstock.cores import available_cores
 from penstock.errors import RunError, UsageError
 from penstock.plan.check import read_plan
-from penstock.recipes.settings import FitSettings, make_settings
+from penstock.recipes.settings import SETTINGS, FitSettings, keep_settings, make_settings, read_settings
 from penstock.units import format_bytes, format_seconds, parse_bytes
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ _SHARED = {
 
 @takes_settings(FitSettings, _SHARED)
 def train(
+    context: typer.Context,
     *,
     given: Given,
     bind: opt.Bind = None,
@@ -56,10 +57,16 @@ def train(
 
     opt.check_profiled(profile=given["profile"], trace=given["trace"])
     opt.bind_to(bind, cluster)
+    named = named_options(context)
     if given["batch_size"] is None:
         planned = read_plan(given["plan"]).batch_rows if given["plan"] is not None else None
         given["batch_size"] = planned or 32
-    settings = make_settings(given | {"track": given["track"] or []})
+        named |= {"batch_size"} if planned else set()
+    given["track"] = given["track"] or []
+    written = Path(given["output"]) / SETTINGS
+    if given["resume"] and written.exists():
+        given = keep_settings(given, named, read_settings(written))
+    settings = make_settings(given)
     several = {
         "--compare": compare, "--sweep": sweep, "--ablation": ablation, "--find-max-batch": find_max_batch,
     }  # fmt: skip

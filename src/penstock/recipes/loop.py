@@ -127,6 +127,8 @@ class _Fit:
         if settings.join is None:
             self._resume()
         self._first = self._trainer.step
+        if settings.resume and self._world.rank == FEEDER and self._first < self._num_steps:
+            note(f"resuming from the checkpoint of step {self._first}, to step {self._num_steps}")
         self._saved = self._trainer.step if settings.resume else -1
         self._folder = RunFolder(settings, self._world.rank, self._first)
         self._epochs: list[EpochResult] = []

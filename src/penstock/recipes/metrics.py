@@ -23,14 +23,14 @@ import msgspec
 
 from penstock.errors import ModelError, UsageError
 from penstock.files import LineFile, locked, written_whole
-from penstock.recipes.settings import FitSettings, check_resumed, read_settings, write_settings
+from penstock.recipes.settings import SETTINGS, FitSettings, check_resumed, read_settings, write_settings
 from penstock.terminal.notes import note
 from penstock.train.checkpoint_folder import INDEX, check_whole, read_index
 from penstock.zoo.optional import optional_import
 from penstock.zoo.weights.weight_files import FileWeights
 
 _KEPT = 2  # checkpoints
-LOCK, SETTINGS = "run.lock", "settings.json"
+LOCK = "run.lock"
 _STEP = re.compile(r"step-\d{1,18}", re.ASCII)
 
 

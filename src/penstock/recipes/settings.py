@@ -1,5 +1,6 @@
 """Settings of a training run, storable in a file."""
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -20,6 +21,7 @@ from penstock.spec.profile import read_profile
 if TYPE_CHECKING:
     from penstock.deploy.run_options import SurvivalOptions
 
+SETTINGS = "settings.json"  # in a run's folder
 Positive = Annotated[int, Meta(ge=1)]
 Rate = Annotated[float, Meta(ge=0.0)]
 # paths, which are text in a file: one kind as it was given, and one that is the same in every folder
@@ -30,7 +32,7 @@ _KEPT = (
     "model", "data", "validation", "batch_size", "length", "num_rows", "hold_out", "seed", "optimizer", "lr_schedule",
     "weights", "pretrained", "teacher", "elastic",
 )  # fmt: skip
-# settings that may change on resuming; changes are printed
+# settings that may change on resuming; changes are reported
 _CHANGEABLE = ("lr", "weight_decay", "clip", "autocast", "epochs", "steps", "freeze")
 
 
@@ -232,6 +234,20 @@ def read_settings(path: Path) -> FitSettings:
         raise UsageError(f"{path} holds no settings of a training run ({error})") from None
 
 
+def keep_settings(fields: dict[str, Any], named: Collection[str], before: FitSettings) -> dict[str, Any]:
+    """Return the fields of a resumed run, with the values of the original run for settings that are not `named`.
+
+    Of `epochs` and `steps` the named one determines the length of the run.
+
+    Example:
+        keep_settings({"model": "m", "data": "d", "epochs": 1}, {"model", "data"}, before)    # before's epochs
+    """
+    kept = {name: getattr(before, name) for name in (*_KEPT, *_CHANGEABLE) if name not in named}
+    if "epochs" in named and "steps" not in named:
+        kept["steps"] = None
+    return fields | kept
+
+
 def check_resumed(settings: FitSettings, before: FitSettings) -> list[str]:
     """Compare a resumed run's settings with its original ones; return the changes.
 
@@ -244,13 +260,25 @@ def check_resumed(settings: FitSettings, before: FitSettings) -> list[str]:
         now, was = getattr(settings, name), getattr(before, name)
         if not _means_same(now, was):
             option = name.replace("_", "-")
-            way = f"give --{option} {was}" if was not in (None, True, False) else f"leave --{option} out"
+            way = f"leave --{option} out" if was in (None, True, False) else f"give --{option} {was}"
+            expected = f"run without {name}" if was is None else f"run with {name} {was}"
             raise UsageError(
-                f"a resumed run must keep its {name} of {was}; got {now}; {way}, or start another run with another "
-                "--output"
+                f"a resumed run must keep its {name}: expected a {expected}; got {'none' if now is None else now}; "
+                f"{way}, or start another run with another --output"
             )
     pairs = ((name, getattr(settings, name), getattr(before, name)) for name in _CHANGEABLE)
-    return [f"{name} {now} instead of {was}" for name, now, was in pairs if now != was]
+    return [_change(name, now, was) for name, now, was in pairs if now != was]
+
+
+def _change(name: str, now: Any, was: Any) -> str:
+    """Return a changed setting in words.
+
+    >>> _change("lr", 0.1, 0.01), _change("steps", 60, None), _change("clip", None, 1.0)
+    ('lr 0.1 instead of 0.01', 'steps 60 (not set before)', 'no clip (1.0 before)')
+    """
+    if was is None:
+        return f"{name} {now} (not set before)"
+    return f"no {name} ({was} before)" if now is None else f"{name} {now} instead of {was}"
 
 
 def _means_same(now: Any, was: Any) -> bool:

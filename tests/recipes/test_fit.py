@@ -82,6 +82,8 @@ def test_a_run_is_continued_where_it_stopped(tmp_path: Path) -> None:
         line["loss"] for line in lines(tmp_path / "whole", "step")
     ]
     assert rest.epochs[-1].validation_loss == whole.epochs[-1].validation_loss
+    # also of the steps before it stopped
+    assert rest.epochs[0].train_loss == pytest.approx(whole.epochs[0].train_loss)
     with pytest.raises(UsageError, match="leave --resume out"):
         fit(settings(tmp_path / "nothing", resume=True))
 

@@ -2,6 +2,7 @@
 
 import json
 import signal
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,68 @@ def test_a_run_waits_for_another_that_joins(tmp_path: Path) -> None:
     assert [(line["step"], line["processes"], line["went_back"]) for line in changes] == [(7, 4, False)]
     losses = [line["loss"] for line in lines if line["kind"] == "step"]
     assert losses[-1] < losses[0]
+    epochs = [line for line in lines if line["kind"] == "epoch"]
+    # another process joined at step 7, in the middle of an epoch
+    assert [(line["epoch"], line["step"], line["batch_rows"]) for line in epochs] == [
+        (0, 9, 64),
+        (1, 18, 64),
+        (2, 24, 64),
+    ]
+    assert [line["train_loss"] for line in epochs] == pytest.approx(
+        [sum(losses[start:end]) / (end - start) for start, end in pairwise([0, 9, 18, 24])]
+    )
+
+
+LOST_AT_AN_END = """
+import os, signal, sys
+from pathlib import Path
+from penstock.recipes.launch import fit
+from penstock.recipes import loop
+from penstock.recipes.settings import FitSettings
+
+os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+folder, port, moment, rank = Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(os.environ["RANK"])
+os.environ["MASTER_PORT"] = port
+settings = FitSettings(
+    model="timm:vit_tiny_patch16_224,img_size=8,patch_size=2,depth=2,embed_dim=24,num_heads=3", data="digits",
+    stages=2, threads=1, batch_size=64, num_rows=600, steps=24, checkpoint_every=4, on_loss="continue", clip=1.0,
+    output=str(folder / "run"), lr_schedule="cosine",
+)
+function = getattr(loop._Fit, moment)
+
+
+def dies(fit, *args):
+    if rank == 1 and fit._trainer.step == 9 and fit._loader.position == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return function(fit, *args)
+
+
+setattr(loop._Fit, moment, dies)
+result = fit(settings)
+(folder / "epochs").write_text(str([(each.epoch, each.step) for each in result.epochs]))
+"""
+
+
+@pytest.mark.parametrize("moment", ["_update", "_validate", "_checkpoint"])
+def test_an_epoch_whose_end_was_taken_back_is_recorded_when_it_ends_again(moment: str, tmp_path: Path) -> None:
+    script, given = tmp_path / "script.py", [str(tmp_path), str(free_port()), moment]
+    script.write_text(LOST_AT_AN_END)
+    (ended,) = run_groups(script, [(2, given)], 120.0)
+    assert [end.status for end in ended] == [0, -signal.SIGKILL]
+    assert (tmp_path / "epochs").read_text() == "[(0, 9), (1, 18), (2, 24)]"
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["went_back"]) for line in lines if line["kind"] == "change"] == [(8, True)]
+    losses = [line["loss"] for line in lines if line["kind"] == "step"]
+    assert [line["step"] for line in lines if line["kind"] == "step"] == list(range(1, 25))
+    epochs = [line for line in lines if line["kind"] == "epoch"]
+    assert [(line["epoch"], line["step"], line["batch_rows"]) for line in epochs] == [
+        (0, 9, 64),
+        (1, 18, 64),
+        (2, 24, 64),
+    ]
+    assert [line["train_loss"] for line in epochs] == pytest.approx(
+        [sum(losses[start:end]) / (end - start) for start, end in pairwise([0, 9, 18, 24])]
+    )
 
 
 class Ending:

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -90,16 +90,16 @@ def make_pipeline(settings: FitSettings, task: Task, world: World | None) -> Tra
     return TrainingPipeline(call, cut, run, options, world)
 
 
-@dataclass(slots=True)
-class _Tally:
-    """One process's part of an epoch."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _StepNote:
+    """One process's part of a step; of a step before a resume only the loss is known."""
 
-    losses: list[float] = field(default_factory=list)
-    batch_rows: int = 0
+    epoch: int
+    loss: float
+    batch_rows: int = 0  # over all replicas
     counted_s: float = 0.0
-    counted_units: int = 0
+    counted_units: int = 0  # over all replicas
     sent_bytes: int = 0
-    peak_memory_bytes: int = 0
 
 
 class _Fit:
@@ -133,6 +133,10 @@ class _Fit:
         self._folder = RunFolder(settings, self._world.rank, self._first)
         self._epochs: list[EpochResult] = []
         self._num_changes = 0
+        self._steps: dict[int, _StepNote] = {}  # of each epoch that has not ended, or may be repeated
+        if settings.resume and settings.join is None:
+            losses = self._folder.losses(self._first - self._loader.position, self._first)
+            self._steps = {step: _StepNote(epoch=self._loader.epoch, loss=loss) for step, loss in losses.items()}
 
     def _changed(self, change: PlanChange) -> None:
         """Record a change of the training's plan."""
@@ -201,12 +205,13 @@ class _Fit:
             look = self._trainer.watch.stage_states if self._settings.live else None
             with FitProgress(self._num_steps, unit, shown=shown, done=self._first, look=look) as progress:
                 while self._trainer.step < self._num_steps:
-                    epochs.append(self._epoch(progress))
+                    self._iterate(progress)
             if self._settings.save:
                 self._checkpoint()
                 self._pipe.save(self._settings.folder / "model.safetensors", self._task.metadata)
                 if self._task.save_beside is not None and self._world.rank == FEEDER:
                     self._task.save_beside(self._settings.folder)
+            self._note_changes()
         finally:
             self._folder.close()
         return FitResult(
@@ -214,19 +219,29 @@ class _Fit:
             new_tensors=list(self._task.new_tensors),
         )  # fmt: skip
 
-    def _epoch(self, progress: FitProgress) -> EpochResult:
-        epoch, tally = self._loader.epoch, _Tally()
-        for inputs, labels, begin in self._batches_of_epoch():
+    def _iterate(self, progress: FitProgress) -> None:
+        """Train until an iteration over the data is over: an epoch, or several after a rollback."""
+        for inputs, labels, begin in self._batches():
             loss = float(self._pipe.train_step(inputs, labels, self._task.loss_fn))
-            if self._note_changes():
-                tally = _Tally()
-            self._update()
-            self._note(tally, loss, len(labels), time.perf_counter() - begin)
-            rate = tally.counted_units * len(self._trainer.grid.replicas) / (tally.counted_s or 1.0)
+            self._note_changes()
+            if self._update():
+                continue
+            self._note(loss, time.perf_counter() - begin)
+            epoch = self._steps[self._trainer.step].epoch
+            notes = self._notes_of(epoch)
+            counted_s = sum(each.counted_s for each in notes)
+            rate = sum(each.counted_units for each in notes) / (counted_s or 1.0)
             progress.advance(loss=loss, rate=rate)
-            if self._is_checkpoint_due() and self._loader.position:  # an epoch's last is written once it is validated
-                self._checkpoint()
-        return self._finish(epoch, tally)
+            if self._loader.position and self._trainer.step < self._num_steps:
+                if self._is_checkpoint_due():  # an epoch's last is written once it is validated
+                    self._checkpoint()
+            elif self._trainer.survivors is not None:  # within the iteration, which a rollback then continues
+                self._finish(epoch)
+        if self._trainer.survivors is None:
+            self._finish(self._steps[self._trainer.step].epoch)
+
+    def _notes_of(self, epoch: int) -> list[_StepNote]:
+        return [each for each in self._steps.values() if each.epoch == epoch]
 
     def _note_changes(self) -> bool:
         """Record a recovery from a loss; return True if the training returned to a checkpoint."""
@@ -236,14 +251,15 @@ class _Fit:
                 went_back = True
                 self._folder.go_back(change.step)
                 self._epochs[:] = [result for result in self._epochs if result.step <= change.step]
+                self._steps = {step: each for step, each in self._steps.items() if step <= change.step}
             if self._world.rank == FEEDER:
                 fields = dataclasses.asdict(change)
                 self._folder.write("change", step=fields.pop("step"), **fields)
         self._num_changes = len(self._trainer.changes)
         return went_back
 
-    def _batches_of_epoch(self) -> Iterator[tuple[Any, Any, float]]:
-        """Return batches until the epoch or the run is over, with the time at which each began to be loaded."""
+    def _batches(self) -> Iterator[tuple[Any, Any, float]]:
+        """Return batches until the iteration or the run is over, with the time at which each began to be loaded."""
         begin = time.perf_counter()
         for inputs, labels in self._loader:
             yield inputs, labels, begin
@@ -251,66 +267,76 @@ class _Fit:
                 return
             begin = time.perf_counter()
 
-    def _update(self) -> None:
+    def _update(self) -> bool:
+        """Apply the gradients; return True if the training returned to a checkpoint instead."""
         if self._settings.clip:
             self._pipe.clip_grad_norm_(self._settings.clip)
+            if self._note_changes():
+                return True
         self._optimizer.step()
         self._optimizer.zero_grad()
         if self._scheduler is not None:
             self._scheduler.step()
+        return False
 
-    def _note(self, tally: _Tally, loss: float, rows: int, seconds: float) -> None:
+    def _note(self, loss: float, seconds: float) -> None:
         report: StepReport = self._pipe.last_step
-        tally.losses.append(loss)
-        tally.batch_rows = max(tally.batch_rows, rows)
-        tally.sent_bytes += report.sent_bytes
-        tally.peak_memory_bytes = report.peak_memory_bytes
+        epoch, rows = self._loader.epoch, self._loader.last_rows
         warm = self._trainer.step - self._first > min(WARM_UP, self._num_steps - self._first - 1)
-        if warm:
-            tally.counted_s += seconds
-            tally.counted_units += rows * self._task.units_per_row
+        self._steps[self._trainer.step] = _StepNote(
+            epoch=epoch if self._loader.position else epoch - 1, loss=loss, batch_rows=rows,
+            counted_s=seconds if warm else 0.0, counted_units=rows * self._task.units_per_row if warm else 0,
+            sent_bytes=report.sent_bytes,
+        )  # fmt: skip
         self._folder.write(
             "step", step=self._trainer.step, loss=loss, seconds=seconds, warm_up=not warm,
             synchronizations_per_s=report.num_synchronizations / seconds, **dataclasses.asdict(report),
         )  # fmt: skip
 
-    def _finish(self, epoch: int, tally: _Tally) -> EpochResult:
-        """Evaluate, gather the devices' costs, and record the epoch."""
-        loss, accuracy = self._validate() if self._settings.validate else (None, None)
+    def _finish(self, epoch: int) -> None:
+        """Evaluate, gather the devices' costs, and record the epoch; stops if the training returns to a checkpoint."""
+        found = self._validate() if self._settings.validate else (None, None)
+        if found is None:
+            return
+        loss, accuracy = found
         if self._elastic is not None:
             self._elastic.validated(loss=loss, accuracy=accuracy)
-        mine = {"s": tally.counted_s, "units": tally.counted_units, "sent": tally.sent_bytes,
-                "memory": tally.peak_memory_bytes, "rows": tally.batch_rows, "best": self._best}  # fmt: skip
+        notes = self._notes_of(epoch)
+        mine = {"steps": sum(1 for each in notes if each.batch_rows), "s": sum(each.counted_s for each in notes),
+                "units": sum(each.counted_units for each in notes), "sent": sum(each.sent_bytes for each in notes),
+                "memory": self._pipe.last_step.peak_memory_bytes, "rows": max(each.batch_rows for each in notes),
+                "loss": sum(each.loss for each in notes) / len(notes), "best": self._best}  # fmt: skip
         gathered = self._trainer.together(lambda: mine)
-        rate = 0.0
-        replicas = self._trainer.grid.replicas
-        for replica in replicas:
-            seconds = sum(gathered[rank]["s"] for rank in replica.devices) / len(replica.devices)
-            rate += gathered[replica.devices[0]]["units"] / seconds if seconds else 0.0
+        if self._note_changes():
+            return
+        first = gathered[FEEDER]
+        # a process that joined later has only a part of the epoch
+        whole = [document["s"] for document in gathered if document["steps"] == first["steps"]]
+        train_s = sum(whole) / len(whole)
         result = EpochResult(
-            epoch=epoch, step=self._trainer.step, unit=self._task.unit,
-            batch_rows=sum(gathered[replica.devices[0]]["rows"] for replica in replicas),
-            train_loss=sum(tally.losses) / len(tally.losses),
-            train_s=sum(document["s"] for document in gathered) / len(gathered), units_per_s=rate,
+            epoch=epoch, step=self._trainer.step, unit=self._task.unit, batch_rows=first["rows"],
+            train_loss=first["loss"], train_s=train_s, units_per_s=first["units"] / train_s if train_s else 0.0,
             validation_loss=loss, accuracy=accuracy, peak_memory_bytes=[document["memory"] for document in gathered],
             sent_bytes=[document["sent"] for document in gathered],
         )  # fmt: skip
+        self._epochs.append(result)
         self._folder.write("epoch", **msgspec.structs.asdict(result))
-        if self._settings.save or self._is_checkpoint_due():
-            self._checkpoint()
-        self._best = gathered[FEEDER]["best"]  # a process that joined meanwhile does not have it
+        self._best = first["best"]  # a process that joined meanwhile does not have it
+        if (self._settings.save or self._is_checkpoint_due()) and not self._checkpoint():
+            return
+        if self._trainer.survivors is None:
+            self._steps.clear()
         keeps = self._settings.save and self._settings.keep_best
         if keeps and accuracy is not None and (self._best is None or accuracy > self._best):
             self._best = accuracy
             self._pipe.save(best_model(self._settings), {**self._task.metadata, ACCURACY: repr(accuracy)})
-        return result
 
     def _is_checkpoint_due(self) -> bool:
         every = self._settings.checkpoint_every
         return every is not None and self._trainer.step % every == 0
 
-    def _validate(self) -> tuple[float, float]:
-        """Return loss and accuracy over the validation rows."""
+    def _validate(self) -> tuple[float, float] | None:
+        """Return loss and accuracy over the validation rows, or None if the training returned to a checkpoint."""
         given, task = self._settings, self._task
         if task.batches is None:
             loader = Loader(self._trainer, task.validation, batch_size=given.batch_size)
@@ -321,15 +347,24 @@ class _Fit:
         totals = [(0.0, 0.0)] * len(measures)
         for inputs, labels in loader:
             found = evaluate_all(self._trainer, inputs, labels, measures)
+            if self._note_changes():
+                return None
             totals = [(a + x, b + y) for (a, b), (x, y) in zip(totals, found, strict=True)]
         self._trainer.load_s = 0.0
         return totals[0][0] / totals[0][1], totals[1][0] / totals[1][1]
 
-    def _checkpoint(self) -> None:
+    def _checkpoint(self) -> bool:
+        """Write a checkpoint of this step, once; return False if the training returned to an earlier one instead."""
         if self._saved == self._trainer.step:
-            return
+            return True
         self._saved = self._trainer.step
         folder = checkpoint_folder(self._settings, self._saved)
         self._pipe.save_checkpoint(folder, self._optimizer, self._scheduler)
+        if self._note_changes():
+            self._saved = -1  # written again when this step is reached
+            return False
+        epoch = self._loader.epoch
+        self._steps = {step: each for step, each in self._steps.items() if each.epoch >= epoch}
         if self._world.rank == FEEDER:
             drop_old_checkpoints(self._settings, folder)
+        return True

@@ -51,8 +51,9 @@ def best_accuracy(settings: FitSettings) -> float | None:
 class EpochResult(msgspec.Struct, frozen=True, kw_only=True):
     """Results and costs of one epoch.
 
-    `train_s` is the mean over devices and `units_per_s` the sum over them, both without the first steps of the run.
-    `batch_rows` are those of the largest batch. Peaks of memory and bytes are by device.
+    `train_loss` is the mean over all steps of the epoch. `train_s` is the mean over devices that took part in all of
+    them, and `units_per_s` the sum over replicas, both without the first steps of the run. `batch_rows` are those of
+    the largest batch, over all replicas. Peaks of memory and bytes are by device.
     """
 
     epoch: int
@@ -149,6 +150,15 @@ class RunFolder:
         if damaged := steps[:-1].count(None):  # the last line may be incomplete after a crash
             note(f"{damaged} damaged line{'s' * (damaged > 1)} of {self._metrics} left out")
         return [line for line, step in zip(lines, steps, strict=True) if step is not None and step <= first_step]
+
+    def losses(self, after: int, last: int) -> dict[int, float]:
+        """Return the losses by step of an earlier process of this run, for the steps after `after` up to `last`."""
+        found: dict[int, float] = {}
+        for line in self._before(last):
+            fields = json.loads(line)
+            if fields.get("kind") == "step" and fields["step"] > after and isinstance(fields.get("loss"), float):
+                found[fields["step"]] = fields["loss"]
+        return found
 
     def go_back(self, step: int) -> None:
         """Remove the lines of later steps, which will be written again; if this fails, they stay."""

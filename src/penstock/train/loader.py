@@ -38,6 +38,7 @@ class Loader:
         seed = trainer.seed if seed is None else seed
         self._epoch = 0
         self.position = 0  # the next batch of the epoch
+        self.last_rows = 0  # of the last batch, over all replicas
         self._known: tuple[int, list[list[int]]] | None = None  # the order of an epoch
         self._reached = 0  # all epochs before this one have ended
         self._iterations = Iterations()
@@ -116,6 +117,7 @@ class Loader:
     def _go_on(self, loaded: Any, order: Sequence[Sequence[int]]) -> None:
         """Report the loaded batch to the trainer, and advance to the next one."""
         trainer, position = self._trainer, self.position
+        self.last_rows = len(order[position])
         # the cache belongs to the followed loader's data
         if self.follower is not None or trainer.survivors is not None:
             following = order[position + 1] if position + 1 < len(order) else None

@@ -88,6 +88,16 @@ def test_every_verb_on_a_real_lab(tmp_path: Path) -> None:
         assert isinstance(failed.exception, RunError)
         assert "host1 ended with status 3" in str(failed.exception)
         assert "must be up" not in failed.output
+        last = ["--on-loss", "continue", "--", "sh", "-c"]
+        said = done("run", file, "--json", record, *last, "[ $RANK = 1 ] && kill -9 $$; sleep 1; echo $PENSTOCK_HOST")
+        assert sorted(said.splitlines()) == [
+            "host0 | host0", "note: host1 ended with SIGKILL; the run continued on the other hosts",
+        ]  # fmt: skip
+        assert json.loads(record.read_text())["exit_codes"] == {"host0": 0, "host1": -9}
+        failed = invoke("run", file, *last, "[ $RANK = 1 ] || exit 3; sleep 60")
+        assert isinstance(failed.exception, RunError)
+        assert "rank 0 must exit with status 0, but host0 ended with status 3" in str(failed.exception)
+        assert isinstance(invoke("run", file, "--on-loss", "wait", "--", "true").exception, UsageError)
     finally:
         assert done("down", name) == f"{name} is down\n"
     assert done("down", file) == f"{name} is down\n"

@@ -19,9 +19,10 @@ from penstock.cluster.lab import (
 )
 from penstock.cluster.lab.machine import num_cores
 from penstock.cluster.lab.signals import ended_by_signals
+from penstock.cluster.output import EndTogether, exit_name
 from penstock.errors import ClusterError, RunError, UsageError
 from penstock.files import write_whole
-from penstock.terminal.notes import say
+from penstock.terminal.notes import note, say
 from penstock.terminal.progress import working
 from penstock.units import format_bytes, format_rate, parse_bytes, parse_rate
 
@@ -97,20 +98,34 @@ def run(
     on: Annotated[list[str] | None, typer.Option(help="Host to run on; may be repeated. Default: all hosts.")] = None,
     nproc_per_host: Annotated[int, typer.Option(help="Processes per host.")] = 1,
     port: Annotated[int, typer.Option(help="Port of rank 0.")] = DEFAULT_PORT,
+    on_loss: Annotated[
+        str, typer.Option(metavar="ACTION", help="If a process other than rank 0 fails, stop or continue.")
+    ] = "stop",
     json: JsonFile = None,
 ) -> None:
-    """Run a command on the lab's hosts with torchrun's environment; the first failure ends all."""
+    """Run a command on the lab's hosts with torchrun's environment; by default the first failure ends all."""
+    if on_loss not in {"stop", "continue"}:
+        raise UsageError(f"--on-loss must be stop or continue; got {on_loss!r}")
+    ends: EndTogether = "first-failed" if on_loss == "continue" else True
     with (
         lab_session(_find(lab).spec, warn=_warn) as target,
-        target.start(command, on=on, nproc_per_host=nproc_per_host, port=port) as started,
+        target.start(command, on=on, nproc_per_host=nproc_per_host, port=port, end_together=ends) as started,
     ):
         try:
             started.wait()
         finally:
             result = {"exit_codes": started.exit_codes, "first_failure": started.first_failure}
             write_json(json, {"lab": target.spec.name, **result})
-    if started.first_failure:
-        raise RunError(f"every process must exit with status 0, but {started.first_failure}; its output is above")
+    failed = [f"{host} ended with {exit_name(code)}" for host, code in started.exit_codes.items() if code]
+    if on_loss == "stop" and started.first_failure:
+        raise RunError(
+            f"every process must exit with status 0, but {started.first_failure}; its output is above; a "
+            "script that outlives a loss needs lab run --on-loss continue"
+        )
+    if started.first_code:
+        raise RunError(f"rank 0 must exit with status 0, but {', '.join(failed)}; its output is above")
+    if failed:
+        note(f"{', '.join(failed)}; the run continued on the other hosts")
 
 
 @app.command()

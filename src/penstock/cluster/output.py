@@ -20,8 +20,9 @@ class OutputLine:
 
 
 Output = Callable[[OutputLine], None]
-# True if the first failing process ends the others; "first" if only the exit of the first host's process does
-EndTogether = bool | Literal["first"]
+# True if the first failing process ends the others; "first" if only the exit of the first host's process does, and
+# "first-failed" if only its failure does
+EndTogether = bool | Literal["first", "first-failed"]
 
 
 def print_line(line: OutputLine) -> None:

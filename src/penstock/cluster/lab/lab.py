@@ -132,8 +132,8 @@ class Lab:
         """Start a command on every host, or on those named by `on`, with torchrun's environment.
 
         With `end_together` the first process that fails ends the others: SIGTERM, and SIGKILL for the remaining ones
-        after `grace_s`. With "first" only the exit of the first host's process does. Raises `ClusterError` if the lab
-        is not up, a host is unknown or still busy, or the command is empty.
+        after `grace_s`. With "first" only the exit of the first host's process does, with "first-failed" only its
+        failure. Raises `ClusterError` if the lab is not up, a host is unknown or still busy, or the command is empty.
         """
         if not command:
             raise ClusterError("a run needs a command; write it after --, as in -- python train.py")

@@ -88,6 +88,11 @@ class LabRun:
         return codes
 
     @property
+    def first_code(self) -> int | None:
+        """Exit code of rank 0, or None while it runs."""
+        return self._members[0].process.returncode
+
+    @property
     def first_failure(self) -> str | None:
         """The process that failed first, as in `host1 ended with status 3`; None if none did."""
         return self._first_failure
@@ -95,7 +100,8 @@ class LabRun:
     def wait(self, timeout_s: float | None = None) -> dict[str, int]:
         """Wait until every process has exited; return each host's exit code.
 
-        Raises `OutOfMemory` if a host ran out of memory, and `RunError` on a timeout (the run continues).
+        Raises `OutOfMemory` if a host ran out of memory that the run does not outlive, and `RunError` on a timeout (the
+        run continues).
         """
         if not self._done.wait(timeout_s):
             running = [host for host, code in self.exit_codes.items() if code is None]
@@ -105,7 +111,8 @@ class LabRun:
             )
         if self._failure is not None:
             raise self._failure
-        if self._out_of_memory is not None and self._end_together != "first":
+        outlived = self._end_together == "first" or (self._end_together == "first-failed" and not self.first_code)
+        if self._out_of_memory is not None and not outlived:
             raise OutOfMemory(self._out_of_memory)
         return {host: code if code is not None else 0 for host, code in self.exit_codes.items()}
 
@@ -178,7 +185,9 @@ class LabRun:
                 self._first_failure = f"{member.target.host} ended with {exit_name(code)}"
         if self._end_together is True and (self._first_failure or self._out_of_memory):
             self._ending.set()
-        if self._end_together == "first" and self._members[0].process.returncode is not None:
+        if self._end_together == "first" and self.first_code is not None:
+            self._ending.set()
+        if self._end_together == "first-failed" and self.first_code:
             self._ending.set()
         return running
 

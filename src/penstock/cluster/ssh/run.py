@@ -92,6 +92,7 @@ class RemoteRun:
         deadline = time.monotonic() + timeout_s if timeout_s is not None else None
         while None in (codes := [member.process.poll() for member in self._members]):
             over = codes[0] is not None if self._end_together == "first" else any(codes)
+            over = bool(codes[0]) if self._end_together == "first-failed" else over
             if over and self._end_together:
                 self.end()
             if self._failure is not None:

@@ -176,6 +176,35 @@ def test_resume_goes_on_behind_complete_rows(penstock: Run, photos: Path, tmp_pa
     assert "resume with the same images" in err
 
 
+@pytest.mark.parametrize("name", ["out.csv", "out.jsonl"])
+def test_an_unfinished_file_is_not_replaced(penstock: Run, photos: Path, tmp_path: Path, name: str) -> None:
+    output = tmp_path / name
+    arguments = ["infer", SMALL, "--images", photos, "-o", output]
+    assert penstock(*arguments, "--num-images", 5)[0] == 0
+    whole = output.read_bytes()
+    assert penstock(*arguments, "--num-images", 5)[0] == 0  # a finished one is
+    assert output.read_bytes() == whole
+    torn = whole[:-3]
+    output.write_bytes(torn)
+    for more in ([], ["--num-images", 2]):
+        status, _, err = penstock(*arguments, *more)
+        assert (status, err.count("\n")) == (2, 2)  # and the note on random weights
+        assert f"{output} already holds 4 of 5 predictions; continue with --resume" in err
+        assert output.read_bytes() == torn
+    assert penstock(*arguments, "--resume")[0] == 0
+    unfinished = output.read_bytes()[:-3]
+    output.write_bytes(unfinished)
+    assert "already holds 6 of 7 predictions" in penstock(*arguments)[2]
+    record = tmp_path / f"{name}.run.json"
+    fields = json.loads(record.read_text())
+    del fields["num_images"]  # as an earlier version has written it
+    record.write_text(json.dumps(fields))
+    assert "already holds 6 of 7 predictions" in penstock(*arguments)[2]
+    assert output.read_bytes() == unfinished
+    record.unlink()
+    assert penstock(*arguments)[0] == 0
+
+
 @pytest.mark.parametrize("other", [["--seed", 1], ["--runtime", "eager:bfloat16"]])
 def test_resume_adds_no_rows_of_another_model(penstock: Run, photos: Path, tmp_path: Path, other: list[object]) -> None:
     output = tmp_path / "out.csv"

@@ -13,7 +13,7 @@ from penstock.group.world import World
 from penstock.pipeline import Pipeline
 from penstock.plan.check import read_plan
 from penstock.recipes.classify import Prediction, classify, example_call, labels_comparable, names_of_classes
-from penstock.recipes.predictions import PredictionFile, PredictionRun, go_on_with
+from penstock.recipes.predictions import PredictionFile, PredictionRun, check_replaceable, go_on_with
 from penstock.spec.cluster import read_cluster
 from penstock.spec.plan import Plan, runtime_name
 from penstock.spec.profile import read_profile
@@ -79,8 +79,10 @@ def predict_images(asked: PredictSettings, world: World | None = None) -> tuple[
         microbatch_size = asked.microbatch_size if plan is None else plan.microbatch_rows
         about = PredictionRun(
             model=asked.model, weights=fingerprint_of(zoo.weights), images=asked.images,
-            runtimes=[asked.runtime] if plan is None else _runtimes(plan),
+            runtimes=[asked.runtime] if plan is None else _runtimes(plan), num_images=len(chosen),
         )  # fmt: skip
+        if not asked.resume:
+            check_replaceable(asked.output, len(chosen))
         with PredictionFile(asked.output, resume=asked.resume) as file:
             _check_done(file, chosen)
             go_on_with(file, about)

@@ -35,7 +35,7 @@ class PredictionFile:
     ) -> None:  # fmt: skip
         self.path, self.anew = path, anew
         self._columns, self._again = columns, again
-        self._is_csv = path.suffix.lower() == ".csv"
+        self._is_csv = _is_csv(path)
         self.done: list[dict[str, Any]] = []
         try:
             if resume and path.exists():
@@ -77,30 +77,24 @@ class PredictionFile:
 
     def _keep_complete_rows(self) -> list[dict[str, Any]]:
         """Read the rows of an earlier run; a last row without its end was being written and is dropped."""
-        data = self.path.read_bytes()
-        complete = data[: _end_of_rows(data, quoted=self._is_csv)]
-        # at line ends only: JSON and CSV rows may hold other characters that `splitlines` takes for one
-        lines = io.StringIO(complete.decode("utf-8", errors="surrogateescape"), newline="\n")
         try:
-            if self._is_csv:
-                rows = [_unguarded(row) for row in csv.DictReader(lines, strict=True)]
-            else:
-                rows = [json.loads(line) for line in lines]
+            rows, num_bytes = _complete_rows(self.path, is_csv=self._is_csv)
         except (ValueError, csv.Error) as error:
             raise UsageError(f"{self.path} is not a file of predictions ({error}); {self.anew}") from None
         first = self._columns[0]
         if not all(isinstance(row, dict) and first in row for row in rows):
             raise UsageError(f"{self.path} is not a file of predictions (no column {first!r}); {self.anew}")
-        if complete != data:
+        if num_bytes != self.path.stat().st_size:
             with self.path.open("r+b") as file:
-                file.truncate(len(complete))
+                file.truncate(num_bytes)
         return rows
 
 
 class PredictionRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The run that wrote a prediction file, saved next to it as FILE.run.json and compared on `--resume`.
 
-    `weights` is the fingerprint of the model's tensors, `runtimes` lists those of its stages.
+    `weights` is the fingerprint of the model's tensors, `runtimes` lists those of its stages. `num_images` is the
+    number of rows of the finished file, which a resumed run may change; None in a record of an earlier version.
     """
 
     format: Literal["penstock-predictions"] = "penstock-predictions"
@@ -108,6 +102,25 @@ class PredictionRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     weights: str
     images: str
     runtimes: list[str]
+    num_images: int | None = None
+
+
+def check_replaceable(path: Path, num_images: int) -> None:
+    """Raise `UsageError` for an unfinished file of predictions, which a run without `--resume` would overwrite.
+
+    Finished files and other ones may be replaced. `num_images` is assumed for a record without a number.
+    """
+    try:
+        record = msgspec.json.decode(_record_of(path).read_bytes(), type=PredictionRun)
+        rows, _ = _complete_rows(path, is_csv=_is_csv(path))
+    except (OSError, ValueError, csv.Error, msgspec.MsgspecError):
+        return
+    expected = record.num_images or num_images
+    if 0 < len(rows) < expected:
+        raise UsageError(
+            f"{path} already holds {len(rows)} of {expected} predictions; continue with --resume, or choose another "
+            "--output"
+        )
 
 
 def go_on_with(file: PredictionFile, run: msgspec.Struct) -> None:
@@ -115,22 +128,42 @@ def go_on_with(file: PredictionFile, run: msgspec.Struct) -> None:
 
     Raises `UsageError` naming the difference.
     """
-    path = file.path.with_name(f"{file.path.name}.run.json")
+    path = _record_of(file.path)
     if file.done and path.exists():
         before = decode_json(
             read_bytes(path, "the record of a prediction file", UsageError), type(run), f"{path}", UsageError
         )
         for name in run.__struct_fields__:
+            if name == "num_images":
+                continue
             now, was = getattr(run, name), getattr(before, name)
             if now != was:
                 raise UsageError(
                     f"{file.path} was written with the {name} {was}, not {now}; resume with the same {name}, or "
                     f"{file.anew}"
                 )
-        return
-    if file.done:
+    elif file.done:
         note(f"{path} is missing, so it is unknown which model wrote the {len(file.done)} rows of {file.path}")
     write_json(path, run)
+
+
+def _record_of(path: Path) -> Path:
+    return path.with_name(f"{path.name}.run.json")
+
+
+def _is_csv(path: Path) -> bool:
+    return path.suffix.lower() == ".csv"
+
+
+def _complete_rows(path: Path, *, is_csv: bool) -> tuple[list[Any], int]:
+    """Return the complete rows of a file and their bytes; raises `ValueError` and `csv.Error` for anything else."""
+    data = path.read_bytes()
+    complete = data[: _end_of_rows(data, quoted=is_csv)]
+    # at line ends only: JSON and CSV rows may hold other characters that `splitlines` takes for one
+    lines = io.StringIO(complete.decode("utf-8", errors="surrogateescape"), newline="\n")
+    if is_csv:
+        return [_unguarded(row) for row in csv.DictReader(lines, strict=True)], len(complete)
+    return [json.loads(line) for line in lines], len(complete)
 
 
 def _end_of_rows(data: bytes, *, quoted: bool) -> int:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from penstock.recipes import several
+from penstock.errors import DeviceLost, RunError
+from penstock.recipes import loop, several
 from penstock.recipes.settings import SETTINGS, FitSettings
 from penstock.recipes.several import Place, Row
 from tests.cli.conftest import SMALL
@@ -58,6 +59,37 @@ def test_a_resumed_run_keeps_the_values_of_options_that_are_left_out(penstock: R
     status, _, err = penstock(*again, "--teacher", "x")
     assert status == 2
     assert "expected a run without teacher; got x; leave --teacher out" in err
+
+
+def test_a_run_that_ends_early_reports_how_to_continue(
+    penstock: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = ["train", VIT, "--data", "digits", "--num-rows", 100, "--threads", 1, "--steps", 4, "-o", tmp_path / "run"]
+    ending: list[BaseException] = [DeviceLost("rank 1 is lost")]
+
+    def ends(*_: object) -> None:
+        raise ending[-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop._Fit, "_note", ends)
+        assert penstock(*given)[::2] == (
+            1, f"error: rank 1 is lost; no checkpoint was written yet; remove {tmp_path / 'run'}, or choose another "
+            "--output, and start again\n",
+        )  # fmt: skip
+    for more in ([], ["--resume"]):
+        status, _, err = penstock(*given, *more)
+        assert (status, "remove the folder, or choose another --output" in err) == (2, True)
+    shutil.rmtree(tmp_path / "run")
+    assert penstock(*given)[0] == 0
+    monkeypatch.setattr(loop._Fit, "_note", ends)
+    again = [*given, "--steps", 6, "--resume"]
+    assert penstock(*again)[2].endswith("error: rank 1 is lost; continue with --resume from step 4\n")
+    ending.append(RunError("the disk is full; free space and continue with --resume"))
+    assert penstock(*again)[2].endswith("error: the disk is full; free space and continue with --resume\n")
+    ending.append(KeyboardInterrupt())
+    status, _, err = penstock(*again)
+    assert status == 130
+    assert err.endswith("interrupted; continue with --resume from step 4\n")
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from penstock.cores import available_cores
 from penstock.errors import RunError, UsageError
 from penstock.plan.check import read_plan
 from penstock.recipes.settings import SETTINGS, FitSettings, keep_settings, make_settings, read_settings
+from penstock.terminal.notes import say
 from penstock.units import format_bytes, format_seconds, parse_bytes
 
 if TYPE_CHECKING:
@@ -52,7 +53,6 @@ def train(
     json: opt.JsonFile = None,
 ) -> None:
     """Train a model: in one process, in stages, in replicas, in both, with metrics and checkpoints in a folder."""
-    from penstock.recipes.launch import fit
     from penstock.recipes.several import Place
 
     opt.check_profiled(profile=given["profile"], trace=given["trace"])
@@ -75,7 +75,7 @@ def train(
     if weak_scaling and compare is None:
         raise UsageError("--weak-scaling requires --compare; add it, or leave --weak-scaling out")
     if not chosen:
-        _show_one(fit(settings, cluster), json)
+        _show_one(_train_one(settings, cluster), json)
         return
     with contextlib.nullcontext() if cluster is None else lab_session(read_lab(cluster)) as lab:
         place = Place(lab=lab, memory_bytes=parse_bytes(memory) if memory else None)
@@ -168,11 +168,33 @@ def _table(rows: "list[Row]") -> Table:
     return table
 
 
-def _show_one(result: "FitResult", json: Path | None) -> None:
+def _train_one(settings: FitSettings, cluster: Path | None) -> "FitResult":
+    """Train, and add to the error of a run that ends early how it can be continued."""
+    from penstock.recipes.launch import fit
+    from penstock.recipes.metrics import how_to_continue
+
+    try:
+        return fit(settings, cluster)
+    except RunError as error:
+        if settings.join is not None or "--resume" in str(error):
+            raise
+        raise type(error)(f"{error}; {how_to_continue(settings)}") from error
+    except KeyboardInterrupt:
+        if settings.join is None and _is_first():
+            say(f"interrupted; {how_to_continue(settings)}", err=True)
+        raise typer.Exit(130) from None
+
+
+def _is_first() -> bool:
+    """Return whether this process prints the result: alone, or as the first of torchrun's."""
     from penstock.group.entry import under_torchrun
     from penstock.wire import FEEDER
 
-    if under_torchrun() and int(os.environ["RANK"]) != FEEDER:
+    return not under_torchrun() or int(os.environ["RANK"]) == FEEDER
+
+
+def _show_one(result: "FitResult", json: Path | None) -> None:
+    if not _is_first():
         return
     console = opt.make_console()
     opt.write_json(json, {"processes": result.num_processes, "epochs": result.epochs})

@@ -263,15 +263,36 @@ def _step(folder: Path) -> int:
 
 def check_new(settings: FitSettings) -> None:
     """Check that the folder is empty, or that `--resume` continues the same run; raises `UsageError`."""
-    there = (settings.folder / "metrics.jsonl").exists()
-    written = settings.folder / SETTINGS
+    folder, written = settings.folder, settings.folder / SETTINGS
     changes = check_resumed(settings, read_settings(written)) if settings.resume and written.exists() else []
     if changes:
         note(f"resuming with {', '.join(changes)}")
-    if settings.resume and newest_checkpoint(settings) is None:
-        raise UsageError(f"{settings.folder} holds no complete checkpoint; leave --resume out to start")
-    if there and not settings.resume:
-        raise UsageError(f"{settings.folder} already holds a run; continue with --resume, or choose another --output")
+    there = _holds_run(settings)
+    if there or settings.resume:
+        found = newest_checkpoint(settings)
+        if found is None and there:
+            raise UsageError(
+                f"{folder} holds a run without a complete checkpoint, which cannot be continued; remove the folder, or "
+                "choose another --output"
+            )
+        if found is None:
+            raise UsageError(f"{folder} holds no complete checkpoint; leave --resume out to start")
+        if not settings.resume:
+            raise UsageError(f"{folder} already holds a run; continue with --resume, or choose another --output")
+
+
+def how_to_continue(settings: FitSettings) -> str:
+    """Return the next step after a run that has ended early, for an error."""
+    found = newest_checkpoint(settings)
+    if found is not None:
+        return f"continue with --resume from step {_step(Path(found.name))}"
+    if not _holds_run(settings):
+        return "no checkpoint was written yet; start again"
+    return f"no checkpoint was written yet; remove {settings.folder}, or choose another --output, and start again"
+
+
+def _holds_run(settings: FitSettings) -> bool:
+    return (settings.folder / "metrics.jsonl").exists()
 
 
 class Tracker(Protocol):

@@ -24,7 +24,7 @@ def test_a_schedule_of_ones_own(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     assert main(["schedule", str(file)]) == 0
     assert "peak, by device: 2, 2" in capsys.readouterr().out
     file.write_text("B0 F0\n")
-    assert main(["schedule", str(file)]) == 1
+    assert main(["schedule", str(file)]) == 2
     assert "does B0.0 before F0.0" in capsys.readouterr().err
     assert main(["schedule", "2f2b"]) == 2
     assert "'2f2b' is neither" in capsys.readouterr().err

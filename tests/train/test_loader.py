@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
 
 from penstock.engine.placement import shares
+from penstock.errors import UsageError
 from penstock.group.world import World
 from penstock.train.arrangement import ScheduleChoice, make_grid
 from penstock.train.captured import Captured
@@ -120,8 +121,14 @@ def test_grids() -> None:
     assert dealt.stages_of(1) == [1, 3]
     with pytest.raises(Exception, match=r"3 processes .* 1 replicas of 2 stages"):
         make_grid(range(3), 2, None, choice)
-    with pytest.raises(Exception, match="your schedule is for 1 stages"):
+    with pytest.raises(UsageError, match=r"your schedule is for 1 stages.*give stages=1 \(--stages 1\), or write"):
         make_grid(range(2), 2, None, ScheduleChoice("F0 B0 ", 4))
+    with pytest.raises(UsageError, match=r"stages=1 \(--stages 1\) and microbatches=1 \(--microbatches 1\), or write"):
+        ScheduleChoice("F0 B0 ", 4).make(2, 4, 2)
+    with pytest.raises(UsageError, match=r"has no backwards.*; write one"):
+        ScheduleChoice("F0 ", 4).make(2, 4, 2)
+    with pytest.raises(UsageError, match=r"does B0\.0 before F0\.0"):
+        ScheduleChoice("B0 F0 ", 4).make(1, 1, 1)
 
 
 _SLOW = """

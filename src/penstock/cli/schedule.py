@@ -8,7 +8,7 @@ from penstock.cli.options import JsonFile, make_console, write_json
 from penstock.plan.schedule.actions import placement, text
 from penstock.plan.schedule.picture import bubble_formula, draw, find_schedule, read_schedule
 from penstock.plan.schedule.schedules import SCHEDULES, interleaves, make_schedule
-from penstock.plan.schedule.validate import check_schedule
+from penstock.plan.schedule.validate import check_given, check_schedule
 
 _NAMES = "".join(f"{name}: {known.help}; " for name, known in SCHEDULES.items())
 
@@ -27,7 +27,7 @@ def schedule(
         devices = max(1, stages // 2)
     known = name in SCHEDULES
     actions = make_schedule(name, stages, microbatches, devices) if known else read_schedule(find_schedule(name))
-    checked = check_schedule(actions)
+    checked = check_schedule(actions) if known else check_given(actions)
     result: dict[str, Any] = {
         "schedule": name, "devices": [text(device) for device in actions], "bubble": checked.bubble_fraction,
         "peak_in_flight": list(checked.peak_in_flight),

@@ -27,7 +27,7 @@ from penstock.plan.schedule.schedules import (
     with_recompute,
     with_updates,
 )
-from penstock.plan.schedule.validate import check_schedule
+from penstock.plan.schedule.validate import check_given, check_schedule
 from penstock.spec.plan import Plan
 from penstock.wire import NUM_BUFFERS
 
@@ -71,12 +71,12 @@ class ScheduleChoice:
     def make(self, num_stages: int, num_microbatches: int, num_devices: int) -> Schedule:
         """Return a validated schedule for these counts.
 
-        Raises `PlanError` for one that cannot run, `UsageError` if a custom one is for other counts.
+        Raises `UsageError` for a custom one that cannot run or is for other counts.
         """
         key = (num_stages, num_microbatches, num_devices)
         if key not in self._made:
             made = self._own or make_schedule(self.name, *key)
-            check_schedule(made, num_buffers=self._num_buffers)
+            (check_given if self._own else check_schedule)(made, num_buffers=self._num_buffers)
             self._check_counts(made, *key)
             self._made[key] = made
         return self._made[key]
@@ -92,10 +92,13 @@ class ScheduleChoice:
         backwards = any(action.kind in {"B", "I"} for actions in made for action in actions)
         has = (len(placement(made)), num_microbatches and microbatches, len(made))
         if has != (num_stages, num_microbatches, num_devices) or not backwards:
+            pairs = {"stages": (has[0], num_stages), "microbatches": (microbatches, num_microbatches or microbatches)}
+            fixes = [f"{name}={its} (--{name} {its})" for name, (its, now) in pairs.items() if its != now]
+            way = f"give {' and '.join(fixes)}, or write" if fixes and backwards else "write"
             raise UsageError(
                 f"your schedule is for {has[0]} stages, {microbatches} microbatches and {has[2]} devices"
                 f"{'' if backwards else ' and has no backwards'}, but the training has {num_stages}, "
-                f"{num_microbatches or microbatches} and {num_devices}; write one for these counts"
+                f"{num_microbatches or microbatches} and {num_devices}; {way} one for these counts"
             )
 
 

@@ -4,7 +4,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-from penstock.errors import PlanError
+from penstock.errors import PlanError, UsageError
 from penstock.plan.schedule.actions import STAGE_KINDS, Action, Kind, Schedule, placement
 from penstock.plan.schedule.simulate import Simulation, simulate
 from penstock.wire import NUM_BUFFERS
@@ -32,6 +32,14 @@ def check_schedule(schedule: Schedule, *, num_buffers: int | None = NUM_BUFFERS)
     _check_complete(schedule)
     _check_channels(schedule)
     return simulate(schedule, num_buffers=num_buffers)
+
+
+def check_given(schedule: Schedule, *, num_buffers: int | None = NUM_BUFFERS) -> Simulation:
+    """Check a schedule that the caller wrote, as `check_schedule` does; raises `UsageError` instead of `PlanError`."""
+    try:
+        return check_schedule(schedule, num_buffers=num_buffers)
+    except PlanError as error:
+        raise UsageError(str(error)) from error
 
 
 def _check_places(schedule: Schedule) -> None:

@@ -147,3 +147,53 @@ def test_only_the_first_process_ends_a_run_that_outlives_others(monkeypatch: pyt
     assert watched(lost, first, outlives=True) is None
     assert "rank 3" in str(watched(lost, first, outlives=False))
     assert "rank 0" in str(watched(lost, WorkerExit(0, 1), outlives=True))
+
+
+JOINED = """
+import os, signal, sys, time
+from pathlib import Path
+from penstock.recipes.launch import fit
+from penstock.recipes.loop import _Fit
+from penstock.recipes.settings import FitSettings
+
+os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+folder, port, rank = Path(sys.argv[1]), sys.argv[2], int(os.environ.get("RANK", "-1"))
+os.environ["MASTER_PORT"] = port
+settings = FitSettings(
+    model="timm:vit_tiny_patch16_224,img_size=8,patch_size=2,depth=2,embed_dim=24,num_heads=3", data="digits",
+    stages=1, replicas=2, threads=1, batch_size=8, num_rows=600, steps=67, on_loss="continue",
+    output=str(folder / "run"),
+)
+update = _Fit._update
+
+
+def dies(fit):
+    if rank == 1 and fit._trainer.step == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 0 and len(fit._trainer.changes) == 1:
+        (folder / "alone").touch()
+        time.sleep(0.4)
+    return update(fit)
+
+
+_Fit._update = dies
+if rank < 0:
+    while not (folder / "alone").exists():
+        time.sleep(0.05)
+    settings = settings.replace(join=f"127.0.0.1:{port}")
+result = fit(settings)
+(folder / f"rank{rank}").write_text(f"{result.last.batch_rows} {result.last.train_loss:.6f}")
+"""
+
+
+def test_an_epoch_that_a_process_joins_has_the_rows_and_losses_of_whole_batches(tmp_path: Path) -> None:
+    script, given = tmp_path / "script.py", [str(tmp_path), str(free_port())]
+    script.write_text(JOINED)
+    ended, (joined,) = run_groups(script, [(2, given), (0, given)], 120.0)
+    assert [end.status for end in (*ended, joined)] == [0, -signal.SIGKILL, 0]
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["processes"] for line in lines if line["kind"] == "change"] == [1, 2]
+    losses = [line["loss"] for line in lines if line["kind"] == "step"]
+    assert len(losses) == 67
+    expected = f"8 {sum(losses) / len(losses):.6f}"
+    assert (tmp_path / "rank0").read_text() == (tmp_path / "rank-1").read_text() == expected

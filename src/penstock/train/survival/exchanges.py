@@ -58,6 +58,8 @@ class Exchanges:
         before = self.count
         try:
             with self._world.explained():
+                if self._transport.size == 1:
+                    self._world.check()  # no message of another rank ends the group when a process joins
                 gathered = all_gather(self._transport, work())
         except PenstockError as error:
             self.go_over(error)

@@ -293,7 +293,7 @@ def test_a_step_that_fails_leaves_buffers_as_they_were() -> None:
             {"cluster": Cluster(devices=(Device(name="a", speed=1.0, memory_bytes=1),))},
             "profile and cluster, or neither",
         ),
-        ({}, "one process has no other"),
+        ({}, "at least two processes"),
     ],
 )
 def test_what_cannot_go_on_after_a_loss(asked: dict[str, Any], message: str) -> None:

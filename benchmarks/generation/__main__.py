@@ -1,7 +1,8 @@
-"""Run with `python -m benchmarks.generation --json FILE [--model hf:FOLDER] [--quick]`; the speeds need root.
+"""Run with `python -m benchmarks.generation --json FILE [--model hf:FOLDER] [--quick] [--only PART]`.
 
 `equal` and `invariant` need nothing but this repository. `--model` is a folder with a language model and its tokenizer,
-for the speeds: one process beside `model.generate`, and one and four hosts of a lab with 0.35 of a core each.
+for the speeds: one process beside `model.generate`, and, as root, one and four hosts of a lab with 0.35 of a core each.
+`--runtime` is that of the speeds.
 """
 
 import argparse
@@ -33,17 +34,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.generation", description=__doc__)
     parser.add_argument("--json", type=Path, required=True, help="where to write rows and summary")
     parser.add_argument("--model", help="hf:FOLDER, for speeds")
-    parser.add_argument("--quick", action="store_true", help="four families, 8 requests")
+    parser.add_argument("--quick", action="store_true", help="one family of eight, 8 requests")
+    parser.add_argument("--only", choices=["equal", "alone", "lab"], help="one part")
+    parser.add_argument("--runtime", default="eager", help="such as onnxruntime, for speeds")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    names = list(FAMILIES)[:: 8 if given.quick else 1]
-    found: dict[str, Any] = {
-        "families": [family(name) for name in names],
-        "invariant": invariant(20 if given.quick else 200),
-    }
-    if given.model:
-        found["alone"] = beside_transformers(given.model)
-        found["lab"] = in_lab(given.model, (1, 4), 8 if given.quick else 16)
+    found: dict[str, Any] = {}
+    if given.only in {None, "equal"}:
+        found["families"] = [family(name) for name in list(FAMILIES)[:: 8 if given.quick else 1]]
+        found["invariant"] = invariant(20 if given.quick else 200)
+    if given.model and given.only in {None, "alone"}:
+        found["alone"] = beside_transformers(given.model, given.runtime)
+    if given.model and given.only in {None, "lab"}:
+        found["lab"] = in_lab(given.model, (1, 4), 8 if given.quick else 16, given.runtime)
     found["summary"] = summarize(found)
     given.json.write_text(json.dumps(found, indent=1) + "\n")
     print(json.dumps(found["summary"]))
@@ -51,12 +54,14 @@ def main() -> None:
 
 def summarize(found: dict[str, Any]) -> dict[str, Any]:
     """Count what is equal, and divide speeds."""
-    summary: dict[str, Any] = {
-        "families": len(found["families"]), "equal": sum(row["equal"] for row in found["families"]),
-        "invariant": found["invariant"]["equal"], "requests": found["invariant"]["requests"],
-    }  # fmt: skip
-    if "alone" in found:
-        summary |= {f"vs_hf_{row['sequences']}": row["ratio"] for row in found["alone"]}
+    summary: dict[str, Any] = {}
+    if "families" in found:
+        summary |= {
+            "families": len(found["families"]), "equal": sum(row["equal"] for row in found["families"]),
+            "invariant": found["invariant"]["equal"], "requests": found["invariant"]["requests"],
+        }  # fmt: skip
+    summary |= {f"vs_hf_{row['sequences']}": row["ratio"] for row in found.get("alone", ())}
+    if "lab" in found:
         one, four = found["lab"]
         summary["speedup_4"] = round(four["tokens_per_s"] / one["tokens_per_s"], 3)
         summary["equal_in_lab"] = one["texts"] == four["texts"]
@@ -104,7 +109,7 @@ def invariant(num_requests: int) -> dict[str, Any]:
     return {"requests": num_requests, "equal": all(each == found[0] for each in found)}
 
 
-def beside_transformers(name: str) -> list[dict[str, Any]]:
+def beside_transformers(name: str, runtime: str) -> list[dict[str, Any]]:
     """Measure one process with one thread beside `model.generate`, one sequence and eight, in turns."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -116,7 +121,7 @@ def beside_transformers(name: str) -> list[dict[str, Any]]:
         ids = torch.tensor([tokenizer(_PROMPTS[0])["input_ids"]] * count)
         settings: dict[str, Any] = {"max_new_tokens": 32, "min_new_tokens": 32, "do_sample": False}
         ours, theirs = [], []
-        with Generator(model, stages=1, slots=count, lanes=1, max_length=128) as generator:
+        with Generator(model, stages=1, slots=count, lanes=1, max_length=128, runtime=runtime) as generator:
             generator.generate(ids, **settings)
             for _ in range(3):
                 begin = time.perf_counter()
@@ -133,7 +138,7 @@ def beside_transformers(name: str) -> list[dict[str, Any]]:
     return rows
 
 
-def in_lab(name: str, counts: tuple[int, ...], num_requests: int) -> list[dict[str, Any]]:
+def in_lab(name: str, counts: tuple[int, ...], num_requests: int, runtime: str) -> list[dict[str, Any]]:
     """Measure `penstock generate` on so many hosts of a lab, all with as many sequences in flight."""
     rows = []
     with tempfile.TemporaryDirectory() as place:
@@ -147,7 +152,7 @@ def in_lab(name: str, counts: tuple[int, ...], num_requests: int) -> list[dict[s
                 subprocess.run(
                     [sys.executable, "-m", "penstock", "generate", name, "--file", str(file), "--cluster", str(lab),
                      "--stages", str(count), "--slots", str(_SLOTS), "--max-new-tokens", "24", "--max-length", "128",
-                     "--json", str(output)],
+                     "--runtime", runtime, "--json", str(output)],
                     check=True,
                 )  # fmt: skip
             said = json.loads(output.read_text())

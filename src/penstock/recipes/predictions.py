@@ -38,7 +38,7 @@ class PredictionFile:
         self._is_csv = _is_csv(path)
         self.done: list[dict[str, Any]] = []
         try:
-            if resume and path.exists():
+            if resume and path.is_file():
                 self.done = self._keep_complete_rows()
             self._file = LineFile(path, append=bool(self.done))
         except OSError as error:
@@ -110,6 +110,8 @@ def check_replaceable(path: Path, num_images: int) -> None:
 
     Finished files and other ones may be replaced. `num_images` is assumed for a record without a number.
     """
+    if not path.is_file():  # /dev/stdout, or a device that is read without an end
+        return
     try:
         record = msgspec.json.decode(_record_of(path).read_bytes(), type=PredictionRun)
         rows, _ = _complete_rows(path, is_csv=_is_csv(path))
@@ -129,6 +131,8 @@ def go_on_with(file: PredictionFile, run: msgspec.Struct) -> None:
     Raises `UsageError` naming the difference.
     """
     path = _record_of(file.path)
+    if not file.path.is_file():
+        return
     if file.done and path.exists():
         before = decode_json(
             read_bytes(path, "the record of a prediction file", UsageError), type(run), f"{path}", UsageError

@@ -1,7 +1,7 @@
 """Encoding of operations' arguments as JSON and back, limited to a list of types."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -31,6 +31,23 @@ class StageDevice:
 
 
 STAGE_DEVICE = StageDevice()
+
+
+def settled(argument: Argument, sizes: Mapping[str, int], device: torch.device, value_of: Callable[[str], Any]) -> Any:
+    """Return an operation's argument with sizes as numbers, the stage's device, and values by name from `value_of`.
+
+    >>> settled([Ref("x"), Size(("*", 2, "batch"))], {"batch": 3}, torch.device("cpu"), str.upper)
+    ['X', 6]
+    """
+    if isinstance(argument, Ref):
+        return value_of(argument.name)
+    if isinstance(argument, Size):
+        return argument.evaluate(sizes)
+    if isinstance(argument, StageDevice):
+        return device
+    if isinstance(argument, (list, tuple)):
+        return [settled(item, sizes, device, value_of) for item in argument]
+    return argument
 
 
 def encode(argument: Argument) -> Any:

@@ -9,13 +9,14 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from penstock.errors import ProgramError, UsageError
-from penstock.graph.encoding import StageDevice
+from penstock.graph.encoding import settled
 from penstock.graph.graph import Graph
 from penstock.graph.ops import CALLBACK, GETITEM, Op, Ref, is_random, resolve_operator
 from penstock.graph.prepare import Storage
@@ -34,6 +35,7 @@ from penstock.graph.row_labels import (
 )
 from penstock.graph.row_reading import Labelled, Reading
 from penstock.graph.row_rules import apply_rule
+from penstock.tensors import HOST
 from penstock.values import Size, Value, write_expression
 
 BATCH = Size("batch")
@@ -194,24 +196,13 @@ class _Labelling:
         """Compute a constant, for both numbers of rows."""
 
         def compute(sizes: Mapping[str, int], which: int) -> Any:
-            def settle(argument: Any) -> Any:
-                if isinstance(argument, Ref):
-                    return self._values[argument.name][which]
-                return self._plain(argument, sizes, settle)
-
+            settle = partial(settled, sizes=sizes, device=HOST, value_of=lambda name: self._values[name][which])
             arguments = [settle(argument) for argument in op.arguments]
             if op.target == GETITEM:
                 return arguments[0][arguments[1]]
             return resolve_operator(op.target)(*arguments, **{key: settle(item) for key, item in op.keywords.items()})
 
         return compute(self._sizes, 0), compute(self._twice, 1)
-
-    def _plain(self, argument: Any, sizes: Mapping[str, int], settle: Any) -> Any:
-        if isinstance(argument, Size):
-            return argument.evaluate(sizes)
-        if isinstance(argument, StageDevice):
-            return torch.device("cpu")
-        return [settle(item) for item in argument] if isinstance(argument, (list, tuple)) else argument
 
     def _of(self, name: str) -> Any:
         """Return a value's labels; those of a constant are computed at its first use with other values."""
@@ -252,7 +243,7 @@ class _Labelling:
         return label_callback(
             self._graph.callbacks[which], values, [self._of(value.name) for value in values],
             [value.evaluate(self._sizes) for value in values],
-            *([self._plain(n, sizes, lambda item: item) for n in numbers] for sizes in (self._sizes, self._twice)),
+            *(settled(numbers, sizes, HOST, self._of) for sizes in (self._sizes, self._twice)),
         )  # fmt: skip
 
     def _completed(self, name: str, labels: Tensor) -> Tensor:
@@ -292,13 +283,11 @@ class _Labelling:
         parameters = {parameter.name: parameter for parameter in operator._schema.arguments}
         given = dict(zip(parameters, op.arguments, strict=False)) | dict(op.keywords)
 
-        def settle(argument: Any) -> Any:
-            if isinstance(argument, Ref):
-                return Labelled(self._of(argument.name), self._values.get(argument.name, (None,))[0])
-            return self._plain(argument, self._sizes, settle)
+        def labelled(name: str) -> Labelled:
+            return Labelled(self._of(name), self._values.get(name, (None,))[0])
 
         named = {key: item.default_value for key, item in parameters.items() if item.has_default_value()}
-        named |= {key: settle(item) for key, item in given.items()}
+        named |= {key: settled(item, self._sizes, HOST, labelled) for key, item in given.items()}
         named = {key: named[key] for key in parameters if key in named}
         shown = self._graph.values.get(op.name) or self._graph.values.get(self._items.get(op.name, ""))
         packet = op.target.split(".")[1]

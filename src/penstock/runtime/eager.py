@@ -10,15 +10,14 @@ import torch
 from torch import Tensor
 
 from penstock.errors import OutOfMemory, PenstockError, ProgramError, RunError
-from penstock.graph.encoding import StageDevice
-from penstock.graph.ops import CALLBACK, GETITEM, Op, Ref, State, is_factory, references, resolve_operator
+from penstock.graph.encoding import settled
+from penstock.graph.ops import CALLBACK, GETITEM, Op, State, is_factory, references, resolve_operator
 from penstock.graph.program import StageProgram
 from penstock.graph.schema import check_amounts
 from penstock.memory import allowed_bytes, is_out_of_memory
 from penstock.runtime.results import check_result
 from penstock.tensors import HOST, copy_exactly, moved
 from penstock.text import first_line
-from penstock.values import Size
 
 # Number of microbatch sizes for which bound programs are kept; a stream has two, as the last one is ragged.
 _KEPT_SIZES = 8
@@ -329,15 +328,7 @@ class Runtime:
             raise RunError(f"operation {op.name} failed: {first_line(error)}") from error
 
     def _settle(self, argument: Any, sizes: Mapping[str, int]) -> Any:
-        if isinstance(argument, Ref):
-            return _Register(self._indices[argument.name])
-        if isinstance(argument, Size):
-            return argument.evaluate(sizes)
-        if isinstance(argument, StageDevice):
-            return self.device
-        if isinstance(argument, (list, tuple)):
-            return [self._settle(item, sizes) for item in argument]
-        return argument
+        return settled(argument, sizes, self.device, lambda name: _Register(self._indices[name]))
 
 
 def _check_caches(program: StageProgram, tensors: Mapping[str, Tensor]) -> None:

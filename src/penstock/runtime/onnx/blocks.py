@@ -14,7 +14,7 @@ from penstock.graph.ops import Op, Ref
 BLOCK = 32
 # place of the weight [O, I] of a linear layer, and of the weight [I, O] of GPT-2's layers
 _WEIGHTS = {"aten.linear.default": 1, "aten.addmm.default": 2}
-_AT_ONCE = 2**22  # numbers of a weight that are rounded at once, which bounds the memory beside it
+_AT_ONCE = 2**22  # elements rounded at a time, to bound temporary memory
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""A decoder's stage on an engine: what lies between the caches' operations is one ONNX model for each layer."""
+"""A decoder's stage on an engine: the operations from one layer's caches to the next layer's are one ONNX model."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -17,7 +17,7 @@ from penstock.runtime.layers import may_be_written, operations_of
 from penstock.runtime.onnx.blocks import Blocks, pack, weight_of
 from penstock.runtime.onnx.exported import Engine
 from penstock.runtime.onnx.phases import phases_of
-from penstock.runtime.onnx.shapes import Shapes
+from penstock.runtime.onnx.value_shapes import Shapes
 from penstock.runtime.onnx.writer import write_model
 from penstock.tensors import HOST
 from penstock.values import BATCH, Size

@@ -10,19 +10,20 @@ Every phase runs after the one before it.
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from penstock.graph.ops import CALLBACK, GETITEM, Op, effect
+from penstock.graph.ops import CALLBACK, GETITEM, Op
+from penstock.graph.prepare import Storage
 from penstock.graph.program import StageProgram
 from penstock.runtime.onnx.onnx_nodes import ELEMENTS
-from penstock.runtime.onnx.shapes import Shapes
+from penstock.runtime.onnx.value_shapes import Shapes
 from penstock.runtime.onnx.writer import is_supported
 from penstock.values import BATCH, Size
 
-# an engine has a constant of its own for a table, of which torch reads a few rows
+# tables of embeddings would be copied into an engine, and torch reads only a few rows of them
 _OF_TORCH = {"aten.embedding.default", CALLBACK}
 _PRODUCTS = {"aten.linear.default", "aten.addmm.default", "aten.mm.default", "aten.matmul.default", "aten.bmm.default"}
 
@@ -33,10 +34,11 @@ def phases_of(program: StageProgram, shapes: Shapes) -> list[list[Op]]:
     An operation is in the first phase of its kind in which all that it needs has been computed. Torch runs what
     touches a cache or has the attended length in a shape, so that neither is copied, and what has integers.
     """
-    after = _dependencies(program)
-    engine = _for_engine(program, shapes)
+    storage = Storage(program.ops, [state.value.name for state in program.states])
+    after = _dependencies(program, storage)
+    engine = _for_engine(program, shapes, storage)
     phases = _in_phases(program, engine, after)
-    # without a product there is nothing to gain
+    # operations without a product gain nothing from an engine
     engine -= {op.name for ops in phases[1::2] if not any(op.target in _PRODUCTS for op in ops) for op in ops}
     return _in_phases(program, engine, after)
 
@@ -52,33 +54,27 @@ def _in_phases(program: StageProgram, engine: Collection[str], after: Mapping[st
     return [phases[index] for index in range(max(phases, default=0) + 1)]
 
 
-def _dependencies(program: StageProgram) -> dict[str, set[str]]:
+def _dependencies(program: StageProgram, storage: Storage) -> dict[str, set[str]]:
     """Return the operations that must come before each: what it reads, and earlier uses of memory that is written."""
-    memory: dict[str, str] = {}  # the value whose memory a value has
     writer: dict[str, str] = {}
     readers: dict[str, set[str]] = defaultdict(set)
     found: dict[str, set[str]] = {}
     for op in program.ops:
-        changes = effect(op)
-        used = {memory.get(name, name) for name in op.uses()}
+        used = {storage.root(name) for name in op.uses()}
         found[op.name] = {name for name in op.uses() if name in found} | {writer[m] for m in used if m in writer}
-        for place in {memory.get(name, name) for name in changes.writes}:
-            found[op.name] |= readers.pop(place, set())
-            writer[place] = op.name
-        for place in used:
-            readers[place].add(op.name)
-        if changes.shares:
-            memory[op.name] = memory.get(changes.shares[0], changes.shares[0])
-        found[op.name].discard(op.name)
+        for memory in {storage.root(name) for name in storage.effects[op.name].writes}:
+            found[op.name] |= readers.pop(memory, set())
+            writer[memory] = op.name
+        for memory in used:
+            readers[memory].add(op.name)
     return found
 
 
-def _for_engine(program: StageProgram, shapes: Shapes) -> set[str]:
+def _for_engine(program: StageProgram, shapes: Shapes, storage: Storage) -> set[str]:
     """Return the names of the operations that an engine may run."""
-    torch_only = {state.value.name for state in program.caches}
-    touched = {op.name: op for op in _touching(program, torch_only)}
-    written = {name for op in program.ops for name in effect(op).writes}
-    sliced = [size for op in touched.values() for size in op.arguments if isinstance(size, Size)]
+    caches = {storage.root(state.value.name) for state in program.caches}
+    at_caches = [op for op in program.ops if any(storage.root(name) in caches for name in op.uses())]
+    sliced = [size for op in at_caches for size in op.arguments if isinstance(size, Size)]
     attended = _varying(program, shapes, {s for s in program.symbols if any(size.mentions(s) for size in sliced)})
     seen = shapes.at(_some_sizes(program))
     found: set[str] = set()
@@ -89,8 +85,8 @@ def _for_engine(program: StageProgram, shapes: Shapes) -> set[str]:
             continue
         near = {op.name, *op.uses()}
         if (
-            op.target not in _OF_TORCH and op.name not in touched and not near & (attended | written)
-            and not effect(op).writes and is_supported(op) and all(_is_plain(seen[name]) for name in near)
+            op.target not in _OF_TORCH and not near & attended and not any(map(storage.is_written, near))
+            and is_supported(op) and all(_is_plain(seen[name]) for name in near)
         ):  # fmt: skip
             found.add(op.name)
     return found
@@ -99,16 +95,6 @@ def _for_engine(program: StageProgram, shapes: Shapes) -> set[str]:
 def _is_plain(seen: Tensor | Sequence[Tensor]) -> bool:
     tensors = [seen] if isinstance(seen, Tensor) else seen
     return all(x.dtype in ELEMENTS and (x.is_floating_point() or x.dtype == torch.bool) for x in tensors)
-
-
-def _touching(program: StageProgram, caches: Collection[str]) -> Iterator[Op]:
-    """Yield the operations that read or write the memory of caches."""
-    same = set(caches)
-    for op in program.ops:
-        if same & set(op.uses()):
-            yield op
-            if same & set(effect(op).shares):
-                same.add(op.name)
 
 
 def _some_sizes(program: StageProgram) -> dict[str, int]:

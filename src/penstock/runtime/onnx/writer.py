@@ -6,17 +6,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import onnx
-import torch
 from torch import Tensor
 
 from penstock.errors import PlanError, ProgramError
-from penstock.graph.encoding import StageDevice
-from penstock.graph.ops import GETITEM, Op, Ref, effect, resolve_operator
+from penstock.graph.encoding import settled
+from penstock.graph.ops import GETITEM, Op, effect, resolve_operator
 from penstock.graph.program import StageProgram
 from penstock.runtime.onnx.blocks import Blocks
 from penstock.runtime.onnx.onnx_nodes import ELEMENTS, Made, Nodes
 from penstock.runtime.onnx.onnx_operators import OPERATORS, Call, slice_axis
-from penstock.values import Size
+from penstock.tensors import HOST
 
 # a tensor, or several, for each value by name
 Seen: TypeAlias = Mapping[str, Tensor | Sequence[Tensor]]
@@ -161,14 +160,9 @@ class _Writer:
             yield made
 
     def _settled(self, argument: Any) -> Any:
-        if isinstance(argument, Ref):
-            if argument.name not in self._values:
-                raise ProgramError(f"{argument.name} is read before it is computed; write the program again")
-            return self._values[argument.name]
-        if isinstance(argument, Size):
-            return argument.evaluate(self._sizes)
-        if isinstance(argument, StageDevice):
-            return torch.device("cpu")
-        if isinstance(argument, (list, tuple)):
-            return [self._settled(item) for item in argument]
-        return argument
+        return settled(argument, self._sizes, HOST, self._value)
+
+    def _value(self, name: str) -> Made:
+        if name not in self._values:
+            raise ProgramError(f"{name} is read before it is computed; write the program again")
+        return self._values[name]

@@ -1,16 +1,16 @@
 """The dtypes and shapes of a program's values at any sizes."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from penstock.graph.encoding import StageDevice
-from penstock.graph.ops import GETITEM, Op, Ref, is_factory, resolve_operator
+from penstock.graph.encoding import settled
+from penstock.graph.ops import GETITEM, Op, is_factory, resolve_operator
 from penstock.graph.program import StageProgram
 from penstock.runtime.onnx.writer import Seen
-from penstock.values import Size
 
 _KEPT = 2  # a model is written from two
 _META = torch.device("meta")
@@ -44,10 +44,11 @@ class Shapes:
         return values
 
     def _result(self, op: Op, values: Mapping[str, Any], sizes: Mapping[str, int]) -> Any:
-        arguments = [_settled(argument, values, sizes) for argument in op.arguments]
+        settle = partial(settled, sizes=sizes, device=_META, value_of=values.__getitem__)
+        arguments = [settle(argument) for argument in op.arguments]
         if op.target == GETITEM:
             return arguments[0][arguments[1]]
-        keywords = {name: _settled(argument, values, sizes) for name, argument in op.keywords.items()}
+        keywords = {name: settle(argument) for name, argument in op.keywords.items()}
         if is_factory(op):
             keywords["device"] = _META
         key = op.target, _described(arguments), _described([*keywords.items()])
@@ -60,16 +61,6 @@ class Shapes:
             ]
             self._known[key] = like[0] if isinstance(made, Tensor) else like
         return self._known[key]
-
-
-def _settled(argument: Any, values: Mapping[str, Any], sizes: Mapping[str, int]) -> Any:
-    if isinstance(argument, Ref):
-        return values[argument.name]
-    if isinstance(argument, Size):
-        return argument.evaluate(sizes)
-    if isinstance(argument, StageDevice):
-        return _META
-    return [_settled(item, values, sizes) for item in argument] if isinstance(argument, (list, tuple)) else argument
 
 
 def _described(argument: Any) -> Any:

@@ -4,6 +4,11 @@ from typing import Any
 
 import torch
 import transformers
+from torch import Tensor, nn
+
+from penstock.deploy.state import load_state
+from penstock.graph.graph import Graph
+from penstock.zoo.weights.weights import ModuleWeights
 
 _SIZE = {
     "vocab_size": 120, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -124,3 +129,9 @@ def expected(model: Any, prompt: list[int], **kwargs: Any) -> list[int]:
     before = 1 if model.config.is_encoder_decoder else len(prompt)
     found: list[int] = model.generate(torch.tensor([prompt]), **kwargs)[0, before:].tolist()
     return found
+
+
+def tensors_of(graph: Graph, model: nn.Module) -> dict[str, Tensor]:
+    """The tensors of a captured model's state, without caches."""
+    weights = ModuleWeights(model)
+    return {state.value.name: load_state(graph, state, weights) for state in graph.states if state.kind != "cache"}

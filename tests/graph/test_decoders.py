@@ -5,15 +5,13 @@ from collections import Counter
 import pytest
 import torch
 
-from penstock.deploy.state import load_state
 from penstock.generate.cached_decoder import CachedDecoder
 from penstock.graph import translate
 from penstock.graph.capture import capture
 from penstock.graph.graph import Graph
 from penstock.graph.stages import divide
 from penstock.runtime.eager import Runtime
-from penstock.zoo.weights.weights import ModuleWeights
-from tests.generate.decoders import decoder
+from tests.generate.decoders import decoder, tensors_of
 
 
 @torch.no_grad()
@@ -29,14 +27,11 @@ def test_bits_stay(family: str, groups: bool, monkeypatch: pytest.MonkeyPatch) -
     plain = captured()
     counts = [Counter(op.target for op in graph.ops)["aten.expand.default"] for graph in (plain, shared)]
     assert (counts[0] - counts[1] >= 2 * 3) == groups  # keys and values of three layers
-    weights = ModuleWeights(model)
     ids, positions = torch.arange(14).view(2, 7) + 3, torch.arange(7).expand(2, 7).contiguous()
     found = []
     for graph in (plain, shared):
         (program,) = divide(graph, [])
-        runtime = Runtime(
-            program, {s.value.name: load_state(graph, s, weights) for s in program.states if s.kind != "cache"}
-        )
+        runtime = Runtime(program, tensors_of(graph, model))
         sizes = {"batch": 2, "step": 7, "wanted": 1, "room": 64}
         found += runtime(sizes, [ids, positions, torch.arange(2), torch.tensor([6]), torch.arange(64)])
     assert torch.equal(*found)

@@ -12,7 +12,8 @@ from penstock.group.launcher import WorkerExit
 from penstock.recipes import launch
 from tests.processes import free_port, run_groups
 
-SCRIPT = """
+# of every script: the arguments, and a model
+BEGINNING = """
 import os, signal, sys, time
 from pathlib import Path
 from penstock.recipes.launch import fit
@@ -22,8 +23,14 @@ from penstock.recipes.settings import FitSettings
 os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
 folder, port, rank = Path(sys.argv[1]), sys.argv[2], int(os.environ.get("RANK", "-1"))
 os.environ["MASTER_PORT"] = port
+MODEL = "timm:vit_tiny_patch16_224,img_size=8,patch_size=2,depth=2,embed_dim=24,num_heads=3"
+"""
+
+SCRIPT = (
+    BEGINNING
+    + """
 settings = FitSettings(
-    model="timm:vit_tiny_patch16_224,img_size=8,patch_size=2,depth=2,embed_dim=24,num_heads=3", data="digits",
+    model=MODEL, data="digits",
     stages=2, replicas=2, threads=1, batch_size=64, num_rows=600, steps=24, checkpoint_every=5, on_loss="wait",
     output=str(folder / "run"),
 )
@@ -47,6 +54,7 @@ result = fit(settings)
 if rank <= 0:
     (folder / f"rank{rank}").write_text(f"{result.num_processes} {result.last.step}")
 """
+)
 
 
 def test_a_run_waits_for_another_that_joins(tmp_path: Path) -> None:
@@ -74,22 +82,16 @@ def test_a_run_waits_for_another_that_joins(tmp_path: Path) -> None:
     )
 
 
-LOST_AT_AN_END = """
-import os, signal, sys
-from pathlib import Path
-from penstock.recipes.launch import fit
-from penstock.recipes import loop
-from penstock.recipes.settings import FitSettings
-
-os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
-folder, port, moment, rank = Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(os.environ["RANK"])
-os.environ["MASTER_PORT"] = port
+LOST_AT_AN_END = (
+    BEGINNING
+    + """
 settings = FitSettings(
-    model="timm:vit_tiny_patch16_224,img_size=8,patch_size=2,depth=2,embed_dim=24,num_heads=3", data="digits",
+    model=MODEL, data="digits",
     stages=2, threads=1, batch_size=64, num_rows=600, steps=24, checkpoint_every=4, on_loss="continue", clip=1.0,
     output=str(folder / "run"), lr_schedule="cosine",
 )
-function = getattr(loop._Fit, moment)
+moment = sys.argv[3]
+function = getattr(_Fit, moment)
 
 
 def dies(fit, *args):
@@ -98,10 +100,11 @@ def dies(fit, *args):
     return function(fit, *args)
 
 
-setattr(loop._Fit, moment, dies)
+setattr(_Fit, moment, dies)
 result = fit(settings)
 (folder / "epochs").write_text(str([(each.epoch, each.step) for each in result.epochs]))
 """
+)
 
 
 @pytest.mark.parametrize("moment", ["_update", "_validate", "_checkpoint"])
@@ -149,18 +152,11 @@ def test_only_the_first_process_ends_a_run_that_outlives_others(monkeypatch: pyt
     assert "rank 0" in str(watched(lost, WorkerExit(0, 1), outlives=True))
 
 
-JOINED = """
-import os, signal, sys, time
-from pathlib import Path
-from penstock.recipes.launch import fit
-from penstock.recipes.loop import _Fit
-from penstock.recipes.settings import FitSettings
-
-os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
-folder, port, rank = Path(sys.argv[1]), sys.argv[2], int(os.environ.get("RANK", "-1"))
-os.environ["MASTER_PORT"] = port
+JOINED = (
+    BEGINNING
+    + """
 settings = FitSettings(
-    model="timm:vit_tiny_patch16_224,img_size=8,patch_size=2,depth=2,embed_dim=24,num_heads=3", data="digits",
+    model=MODEL, data="digits",
     stages=1, replicas=2, threads=1, batch_size=8, num_rows=600, steps=67, on_loss="continue",
     output=str(folder / "run"),
 )
@@ -184,6 +180,7 @@ if rank < 0:
 result = fit(settings)
 (folder / f"rank{rank}").write_text(f"{result.last.batch_rows} {result.last.train_loss:.6f}")
 """
+)
 
 
 def test_an_epoch_that_a_process_joins_has_the_rows_and_losses_of_whole_batches(tmp_path: Path) -> None:

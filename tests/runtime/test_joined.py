@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.deploy.state import load_state
 from penstock.errors import PlanError
 from penstock.generate.cached_decoder import CachedDecoder
 from penstock.generate.generator import Generator
@@ -22,8 +21,7 @@ from penstock.runtime.onnx.joined import JoinedRuntime
 from penstock.runtime.onnx.onnx_runtime import compile_model
 from penstock.runtime.onnx.openvino_runtime import compile_model as compile_openvino
 from penstock.runtime.registry import parse_runtime
-from penstock.zoo.weights.weights import ModuleWeights
-from tests.generate.decoders import decoder, expected, prompts
+from tests.generate.decoders import decoder, expected, prompts, tensors_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -31,13 +29,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def captured(name: str) -> tuple[Graph, nn.Module]:
     model = CachedDecoder(decoder(name), slots=2, length=128).eval()
     return capture(model, (), model.example(2, 32), dynamic=model.dynamic), model
-
-
-def states(graph: Graph, model: nn.Module) -> dict[str, Tensor]:
-    weights = ModuleWeights(model)
-    return {
-        state.value.name: load_state(graph, state, weights) for state in graph.states if state.kind != "cache"
-    }  # fmt: skip
 
 
 def call(step: int, start: int, room: int, wanted: int = 1) -> tuple[dict[str, int], list[Tensor]]:
@@ -51,6 +42,17 @@ def call(step: int, start: int, room: int, wanted: int = 1) -> tuple[dict[str, i
 CALLS = (call(8, 0, 64, 8), call(16, 8, 64, 8), call(1, 24, 64), call(1, 25, 128))
 
 
+class Compiled:
+    """Compiles models and counts them."""
+
+    def __init__(self, compile_one: Callable[[onnx.ModelProto], Engine]) -> None:
+        self.count, self._compile_one = 0, compile_one
+
+    def __call__(self, model: onnx.ModelProto) -> Engine:
+        self.count += 1
+        return self._compile_one(model)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("family", "engine"), [("llama", compile_model), ("gpt2", compile_model), ("gemma3", compile_model),
@@ -59,19 +61,14 @@ CALLS = (call(8, 0, 64, 8), call(16, 8, 64, 8), call(1, 24, 64), call(1, 25, 128
 def test_numbers_are_those_of_eager(family: str, engine: Callable[[onnx.ModelProto], Engine]) -> None:
     graph, model = captured(family)
     (program,) = divide(graph, [])
-    tensors = states(graph, model)
-    models: list[onnx.ModelProto] = []
-
-    def compile_counted(model: onnx.ModelProto) -> Engine:
-        models.append(model)
-        return engine(model)
-
-    eager, joined = Runtime(program, tensors), JoinedRuntime(program, tensors, compile_model=compile_counted)
+    tensors = tensors_of(graph, model)
+    compiled = Compiled(engine)
+    eager, joined = Runtime(program, tensors), JoinedRuntime(program, tensors, compile_model=compiled)
     counts = []
     for sizes, inputs in CALLS:
         (wanted,), (found,) = eager(sizes, inputs), joined(sizes, inputs)
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
-        counts.append(len(models))
+        counts.append(compiled.count)
     assert counts[0] > 1
     assert counts[0] == counts[-1] < 10  # a model between two caches each, for all sizes
 
@@ -81,7 +78,7 @@ def test_numbers_are_those_of_eager(family: str, engine: Callable[[onnx.ModelPro
 def test_weights_in_blocks(runtime: str, near: float) -> None:
     graph, model = captured("llama")
     (program,) = divide(graph, [])
-    tensors = states(graph, model)
+    tensors = tensors_of(graph, model)
     eager, rounded = Runtime(program, tensors), parse_runtime(runtime).load(program, tensors)
     layers = "+".join(path for path, each in model.named_modules() if isinstance(each, nn.Linear))
     kept = parse_runtime(f"{runtime}+{layers}").load(program, tensors)
@@ -117,18 +114,13 @@ def test_a_model_for_each_size_where_they_differ() -> None:
     places = torch.arange(8).expand(2, 8).contiguous()
     graph = capture(model, (x, places), dynamic={"step": {"x": 1, "positions": 1}})
     (program,) = divide(graph, [])
-    tensors = states(graph, model)
-    models: list[onnx.ModelProto] = []
-
-    def compile_counted(model: onnx.ModelProto) -> Engine:
-        models.append(model)
-        return compile_model(model)
-
-    eager, joined = Runtime(program, tensors), JoinedRuntime(program, tensors, compile_model=compile_counted)
+    tensors = tensors_of(graph, model)
+    compiled = Compiled(compile_model)
+    eager, joined = Runtime(program, tensors), JoinedRuntime(program, tensors, compile_model=compiled)
     for step in (5, 8, 4, 5):
         given = {"batch": 2, "step": step}, [torch.randn(2, step, 8), places[:, :step].contiguous()]
         torch.testing.assert_close(joined(*given)[0], eager(*given)[0], rtol=1e-5, atol=1e-5)
-    assert len(models) == 1 + 3  # the first product's model serves all
+    assert compiled.count == 1 + 3  # the first product's model serves all
 
 
 @pytest.mark.parametrize("runtime", ["onnxruntime", "onnxruntime:int4"])
@@ -160,4 +152,4 @@ def test_a_device_that_has_no_engine() -> None:
     graph, model = captured("gpt2")
     (program,) = divide(graph, [])
     with pytest.raises(PlanError, match="meta"):
-        parse_runtime("onnxruntime:int4").load(program, states(graph, model), torch.device("meta"))
+        parse_runtime("onnxruntime:int4").load(program, tensors_of(graph, model), torch.device("meta"))

@@ -122,7 +122,7 @@ class Generator:
 
     @property
     def num_guesses(self) -> tuple[int, int]:
-        """Number of draft tokens, and of those that were right."""
+        """Number of draft tokens, and of the accepted ones."""
         return self._loop.num_guesses if self._loop is not None else (0, 0)
 
     @property

@@ -57,7 +57,7 @@ class GenerationLoop:
 
     @property
     def num_guesses(self) -> tuple[int, int]:
-        """Number of draft tokens, and of those that were right."""
+        """Number of draft tokens, and of the accepted ones."""
         return self._lanes.num_guesses, self._lanes.num_right
 
     def end(self) -> None:

@@ -18,9 +18,9 @@ MaskFunction = Callable[[Any, Any, Tensor, Tensor], Tensor]
 
 @contextlib.contextmanager
 def masks_by(make: Callable[[MaskFunction], Tensor]) -> Iterator[None]:
-    """Have the models of transformers that run in this thread get their masks from `make`.
+    """Replace the masks of transformers' models in this thread by those of `make`.
 
-    `make` gets the kind of mask as a function of indices: causal, with a sliding window, in chunks.
+    The argument of `make` is the kind of mask as a function of indices: causal, with a sliding window, in chunks.
     """
     interfaces = optional_import("transformers.masking_utils", "text").ALL_MASK_ATTENTION_FUNCTIONS
     owner = threading.get_ident()

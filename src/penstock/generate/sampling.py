@@ -63,11 +63,10 @@ class Sampler:
     Example:
         token, logprob = Sampler(config, num_prompt=4, seed=0)([5, 7, 2, 9], logits)
 
-    With `seed` the sequence has its own random generator, otherwise torch's global one is used. `most` is the
-    largest number of new tokens. `processors` map
-    tokens [1, L] and scores [1, V] to scores, like transformers' own; they run after its penalties and bans, and before
-    temperature, top-k, top-p, min-p and typical-p. The log-probability is that of the unprocessed logits. Raises
-    `RunError` if the largest logit is not finite.
+    With `seed` the sequence has its own random generator, otherwise torch's global one is used. `most` is the largest
+    number of new tokens. `processors` map tokens [1, L] and scores [1, V] to scores, like transformers' own; they run
+    after its penalties and bans, and before temperature, top-k, top-p, min-p and typical-p. The log-probability is that
+    of the unprocessed logits. Raises `RunError` if the largest logit is not finite.
     """
 
     def __init__(
@@ -187,7 +186,7 @@ def most_tokens(num_before: int, config: Any, max_length: int) -> int:
     if num_before + most > max_length:
         raise UsageError(
             f"a sequence of this generator has at most {max_length} tokens, but {num_before} of a prompt and "
-            f"{most} new ones were asked for; make it with max_length={num_before + most}, or ask for fewer"
+            f"{most} new ones were requested; create it with max_length={num_before + most}, or request fewer"
         )
     return most
 

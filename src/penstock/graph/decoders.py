@@ -1,4 +1,4 @@
-"""What is done to the graph of a model with caches: attention without copies, and no cut inside a norm.
+"""Passes over the graph of a model with caches: attention without copies, and no cut inside a norm.
 
 Attention whose heads share keys and values reads these as they are, without a copy for each head:
 

@@ -143,7 +143,7 @@ def _texts(settings: ServeSettings, metrics: Metrics, world: World | None) -> It
         generator = open_generator(settings.placed, world)
     with contextlib.closing(generator):  # its requests were told of a failure
         with working("running a first token"):
-            # the first call checks and compiles; a server that is ready answers at once
+            # checks and compilation happen in the first call, before the server reports that it is ready
             generator.submit([0], max_new_tokens=1, do_sample=False).result()
         admission = Admission(slots=generator.num_slots, most_waiting=settings.most_waiting)
         metrics.watch_guesses(lambda: generator.num_guesses)

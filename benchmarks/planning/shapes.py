@@ -14,7 +14,7 @@ def plan_of_shape(
 ) -> Plan:
     """Return the best plan of a shape, AdamW included, for batches of `batch` rows."""
     request = Request(schedule=schedule, batch_rows=batch, optimizer_state_factor=2.0, replicas=False)
-    (setting,) = request.settings(profile.rows)
+    (setting,) = request.settings(profile)
     problem, total = Problem(profile, cluster, setting), setting.num_microbatches or 1
     if len(shape) == 1:
         found = [c for c in candidates_of(problem, request) if (c.num_devices,) == shape]

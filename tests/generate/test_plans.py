@@ -3,21 +3,22 @@
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from penstock.errors import PlanError, UsageError
 from penstock.generate.generator import Generator
 from penstock.plan.candidates import Request
-from penstock.plan.choose import choose, make_plan
+from penstock.plan.choose import choose, make_plan, plan_again
 from penstock.recipes.profiled import profile_generation
 from penstock.recipes.texts import TextSettings, open_generator
+from penstock.runtime.registry import RuntimeChoice
 from penstock.spec.cluster import Cluster, Device
 from penstock.spec.plan import Generation, Plan, write_plan
 from penstock.spec.profile import Profile
 from tests.generate.tokens import save_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-CACHES = Generation(slots=2, lanes=3, max_length=128)
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def profile(folder: Path) -> Profile:
-    return profile_generation(f"hf:{folder}", CACHES, repeats=3)
+    return profile_generation(f"hf:{folder}", slots=(1, 2), max_length=128, repeats=3)
 
 
 def cluster(*memory_bytes: float) -> Cluster:
@@ -39,11 +40,13 @@ def cluster(*memory_bytes: float) -> Cluster:
 
 
 def test_a_plan_brings_the_caches_and_the_same_tokens(folder: Path, profile: Profile, tmp_path: Path) -> None:
-    whole = make_plan(profile, cluster(1e12)).prediction.devices[0].memory_bytes
+    alone = make_plan(profile, cluster(1e12))
+    assert alone.generation == Generation(slots=2, lanes=1, max_length=128)
+    whole = alone.prediction.devices[0].memory_bytes
     held = sum(dict(pair for unit in profile.units for pair in unit.parameters).values())
-    # the driver has the model's library too; neither has room for everything
-    plan = make_plan(profile, cluster(whole - held / 3, profile.base_bytes + held))
-    assert plan.generation == CACHES
+    # the driver has the model's library too, and no room for everything
+    plan = make_plan(profile, cluster(whole - held / 4, profile.base_bytes + 2 * held), Request(rows=(2,)))
+    assert plan.generation == Generation(slots=2, lanes=3, max_length=128)
     assert len(plan.pipelines) == 1
     assert len(plan.pipelines[0].stages) == 2
     assert len(plan.pipelines[0].cut_sets) == 1
@@ -57,12 +60,68 @@ def test_a_plan_brings_the_caches_and_the_same_tokens(folder: Path, profile: Pro
 
 
 def test_memory_is_that_of_the_caches(profile: Profile) -> None:
-    sizes = dict(pair for unit in profile.units for pair in unit.parameters)
-    caches = [size for name, size in sizes.items() if name.startswith(("keys", "values"))]
+    assert not any(name.startswith(("keys", "values")) for unit in profile.units for name, _ in unit.parameters)
+    caches = [unit.kept_bytes_per_row for unit in profile.units if unit.kept_bytes_per_row]
     assert len(set(caches)) == 1
-    # of the model that is saved: heads times their width, floats, in a room of 128 and one for each of six sequences
-    assert caches[0] % (6 * 129 * 4) == 0
-    assert profile.result_s > 0
+    # keys and values, heads times their width of floats, in a room of 128 and one
+    assert caches[0] % (2 * 129 * 4) == 0
+    assert profile.loader_s_per_row > 0
+    needs = {
+        rows: make_plan(profile, cluster(1e12), Request(rows=(rows,))).prediction.devices[0].memory_bytes
+        for rows in (1, 2, 3)
+    }
+    assert needs[2] - needs[1] >= sum(caches)
+    assert needs[3] - needs[2] == pytest.approx(needs[2] - needs[1], rel=0.01)
+
+
+def test_slots_and_lanes_are_planned(profile: Profile) -> None:
+    small = make_plan(profile, cluster(1e12), Request(rows=(1,))).prediction.devices[0].memory_bytes
+    large = make_plan(profile, cluster(1e12), Request(rows=(2,))).prediction.devices[0].memory_bytes
+    assert slots_of(make_plan(profile, cluster((small + large) / 2))) == 1
+    assert slots_of(make_plan(profile, cluster(large))) == 2
+    assert slots_of(make_plan(profile, cluster(1e12), Request(aim="latency"))) == 1
+    with pytest.raises(PlanError):
+        make_plan(profile, cluster(small * 0.99))
+
+
+def test_a_loss_changes_neither_slots_nor_lanes(profile: Profile) -> None:
+    plan = make_plan(profile, of_speeds(1.0, 1.0, 1.0))
+    assert plan.generation == Generation(slots=2, lanes=4, max_length=128)
+    again = plan_again(plan, profile, of_speeds(1.0, 1.0, 1.0), missing={"d2"})
+    assert len(again.pipelines[0].stages) == 2
+    assert again.generation == plan.generation
+
+
+def test_a_runtime_is_planned_by_the_error_of_its_logits(folder: Path, profile: Profile, tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    measured = profile_generation(
+        f"hf:{folder}", slots=(1, 2), max_length=128, repeats=3,
+        runtimes=[RuntimeChoice("onnxruntime"), RuntimeChoice("onnxruntime", "int8")],
+    )  # fmt: skip
+    assert measured.graph == profile.graph
+    exact, rounded = measured.runtimes
+    assert exact.error < 1e-5 < rounded.error < 0.5
+    # how fast each is on a model this small does not matter here
+    faster = [msgspec.structs.replace(column, forward_s=(1e-6, 1e-6)) for column in measured.runtimes]
+    measured = msgspec.structs.replace(measured, runtimes=tuple(faster))
+    plan = make_plan(measured, cluster(1e12), Request(max_error=1e-4))
+    assert plan.pipelines[0].stages[0].runtime == "onnxruntime"
+    write_plan(tmp_path / "plan.json", plan)
+    with open_generator(TextSettings(model=f"hf:{folder}", stages=1, slots=2)) as eager:
+        wanted = eager.submit("The turbine", max_new_tokens=10).result()
+    with open_generator(TextSettings(model=f"hf:{folder}", plan=tmp_path / "plan.json")) as made:
+        assert made.submit("The turbine", max_new_tokens=10).result() == wanted
+
+
+def slots_of(plan: Plan) -> int:
+    assert plan.generation is not None
+    return plan.generation.slots
+
+
+def of_speeds(*speeds: float) -> Cluster:
+    return Cluster(
+        devices=tuple(Device(name=f"d{at}", speed=each, memory_bytes=10**12) for at, each in enumerate(speeds))
+    )
 
 
 def test_what_a_plan_does_not_allow(folder: Path, profile: Profile, tmp_path: Path) -> None:
@@ -81,6 +140,4 @@ def test_what_a_plan_does_not_allow(folder: Path, profile: Profile, tmp_path: Pa
 
 
 def as_of_images(plan: Plan) -> Plan:
-    import msgspec
-
     return msgspec.structs.replace(plan, generation=None)

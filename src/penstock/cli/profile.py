@@ -12,7 +12,6 @@ from rich.table import Table
 from penstock.cli import options as opt
 from penstock.errors import UsageError
 from penstock.recipes.settings import make_settings
-from penstock.spec.plan import Generation
 from penstock.spec.profile import Profile, write_profile
 from penstock.terminal.progress import working
 from penstock.units import format_bytes, format_seconds
@@ -23,7 +22,9 @@ def profile(
     output: Annotated[Path, typer.Option("-o", "--output", metavar="profile.json", help="File to write.")] = Path(
         "profile.json"
     ),
-    rows: Annotated[str, typer.Option(help="Microbatch sizes to measure, like 1,2,4,8.")] = "1,2,4,8",
+    rows: Annotated[
+        str, typer.Option(help="Microbatch sizes to measure; with --generate sequences per lane, its slots.")
+    ] = "1,2,4,8",
     images: Annotated[
         str | None, typer.Option(help="Images whose cost of reading and preprocessing is measured too.")
     ] = None,
@@ -33,10 +34,6 @@ def profile(
     generate: Annotated[
         bool, typer.Option("--generate", help="Measure a language model's generation, a token per row.")
     ] = False,
-    slots: Annotated[int, typer.Option(min=1, help="With --generate: sequences per lane.")] = 4,
-    lanes: Annotated[
-        int, typer.Option(min=2, help="With --generate: lanes, best one more than the plan may have stages.")
-    ] = 5,
     max_length: Annotated[
         int, typer.Option(min=2, help="With --generate: the most tokens of a prompt and its answer.")
     ] = 512,
@@ -69,15 +66,12 @@ def profile(
         raise UsageError("only the eager runtime can train; leave --runtime out, or --training and --data")
     console = opt.make_console()
     if generate:
-        if training or data is not None or images is not None or choices:
-            raise UsageError(
-                "generation is measured on the eager runtime with tokens of its own; leave --training, --data, "
-                "--images and --runtime out"
-            )
-        caches = Generation(slots=slots, lanes=lanes, max_length=max_length)
-        with working(f"measuring generation of {model} with {slots} sequences per step"):
+        if training or data is not None or images is not None:
+            raise UsageError("generation is measured with tokens of its own; leave --training, --data and --images out")
+        with working(f"measuring generation of {model} with {rows} sequences per step"):
             made = profile_generation(
-                model, caches, weights=weights, pretrained=pretrained, threads=threads, repeats=repeats
+                model, slots=sizes, max_length=max_length, runtimes=choices, weights=weights, pretrained=pretrained,
+                threads=threads, repeats=repeats,
             )  # fmt: skip
         _show(console, made, output, json)
         return

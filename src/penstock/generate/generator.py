@@ -29,7 +29,7 @@ from penstock.group.entry import under_torchrun
 from penstock.group.world import World
 from penstock.plan.check import read_plan
 from penstock.runtime.registry import parse_runtime
-from penstock.spec.plan import Generation, Plan
+from penstock.spec.plan import Generation, Plan, num_lanes
 from penstock.stream.streaming_pipeline import StreamingPipeline
 from penstock.zoo.weights.weights import ModuleWeights, Weights
 
@@ -84,8 +84,9 @@ class Generator:
             caches, count = _caches_of(plan, slots, lanes, max_length), len(plan.pipelines[0].stages)
         else:
             count = len(cuts) + 1 if cuts is not None else stages or _num_devices(world)
-            lanes = lanes or (count + 1 if count > 1 else 1)
-            caches = Generation(slots=slots or SLOTS, lanes=lanes, max_length=max_length or MAX_LENGTH)
+            caches = Generation(
+                slots=slots or SLOTS, lanes=lanes or num_lanes(count), max_length=max_length or MAX_LENGTH
+            )  # fmt: skip
         self.max_length = caches.max_length
         self._num_slots = caches.slots * caches.lanes
         call = ModelCall(model=None)

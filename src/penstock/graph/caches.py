@@ -1,5 +1,8 @@
 """Caches of a model: buffers that a stage makes for itself, such as the keys and values of a decoder."""
 
+import math
+import mmap
+
 import torch
 from torch import nn
 
@@ -9,13 +12,17 @@ _MARK = "penstock_caches"
 def add_cache(module: nn.Module, name: str, *shape: int, dtype: torch.dtype = torch.float32) -> None:
     """Add a buffer to a module that each stage allocates itself, initially zero, and that is never sent.
 
-    The module's `forward` reads it and writes into it in place. In this process it is never written, so the system
-    allocates no memory for it.
+    The module's `forward` reads it and writes into it in place. Until it is written, which in this process it never is,
+    it takes no memory.
 
     Example:
         add_cache(self, "keys", slots, length, heads, width)
     """
-    module.register_buffer(name, torch.zeros(shape, dtype=dtype), persistent=False)
+    # torch.zeros writes every page; pages of an anonymous mapping are zero until they are written
+    num_bytes = math.prod(shape) * dtype.itemsize
+    pages = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    buffer = torch.frombuffer(pages, dtype=torch.uint8)[:num_bytes].view(dtype).view(shape)
+    module.register_buffer(name, buffer, persistent=False)
     setattr(module, _MARK, {*getattr(module, _MARK, ()), name})
 
 

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from penstock.graph.cuts import Cut, crossing_values
 from penstock.graph.graph import Graph
-from penstock.graph.ops import Op, Ref
+from penstock.graph.ops import Op, Ref, State
 from penstock.graph.program import StageProgram, write_program
 from penstock.spec.fields import fingerprint
 from penstock.values import Value
@@ -58,10 +58,17 @@ def make_program(
 def graph_fingerprint(graph: Graph) -> str:
     """Name a graph by its content, as plans refer to it: equal graphs have equal names.
 
+    The number of sequences that caches hold does not count.
+
     Example:
         plan.graph == graph_fingerprint(capture(model, (image,)))
     """
     (program,) = divide(graph, [])
     # a plan for a model is one for its frozen twin too
-    states = tuple(replace(state, requires_grad=False) for state in program.states)
+    states = tuple(replace(_of_one(state), requires_grad=False) for state in program.states)
     return fingerprint(write_program(replace(program, states=states)))
+
+
+def _of_one(state: State) -> State:
+    """Return a cache without its dimension of sequences, and other state as it is."""
+    return replace(state, value=replace(state.value, shape=state.value.shape[1:])) if state.kind == "cache" else state

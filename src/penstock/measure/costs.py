@@ -142,9 +142,22 @@ def spread(values: Sequence[float]) -> float:
     return high - low
 
 
+def cached_by_units(graph: Graph, positions: Sequence[int]) -> list[float]:
+    """Return the bytes of a sequence's caches in each unit between neighbouring positions."""
+    caches = {state.value.name: state.value for state in graph.states if state.kind == "cache"}
+    found = []
+    for start, stop in pairwise(positions):
+        # all uses of a cache are in one unit
+        names = {used for op in graph.ops[start:stop] for used in op.uses()} & caches.keys()
+        found.append(sum(caches[name].num_bytes({}) / int(caches[name].evaluate({})[0]) for name in names))
+    return found
+
+
 def held_by_units(graph: Graph, positions: Sequence[int]) -> list[tuple[tuple[str, int], ...]]:
-    """Return names and bytes of the state that the units between neighbouring positions use, tables included."""
-    sizes = {state.value.name: state.value.num_bytes({}) for state in graph.states}
+    """Return names and bytes of the state that the units between neighbouring positions use, with tables and without
+    caches.
+    """
+    sizes = {state.value.name: state.value.num_bytes({}) for state in graph.states if state.kind != "cache"}
     sources: dict[str, set[str]] = {}
     for op in graph.prelude:  # every stage computes the tables that it needs, from the state that they are made of
         sources[op.name] = {name for used in op.uses() for name in sources.get(used, {used} & sizes.keys())}

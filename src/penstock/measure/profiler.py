@@ -24,7 +24,15 @@ from penstock.measure.backward import (
     measure_training,
     measure_update_s_per_byte,
 )
-from penstock.measure.costs import Seconds, Timing, held_by_units, line_through, measure_seconds, working_bytes
+from penstock.measure.costs import (
+    Seconds,
+    Timing,
+    cached_by_units,
+    held_by_units,
+    line_through,
+    measure_seconds,
+    working_bytes,
+)
 from penstock.measure.training_memory import TrainingBytes, loss_bytes, unit_bytes
 from penstock.memory import anonymous_bytes
 from penstock.spec.profile import Boundary, Profile, Unit
@@ -51,15 +59,15 @@ def profile_graph(
     graph: Graph, load: Callable[[State], Tensor], *, rows: Sequence[int] = ROWS, threads: int = 1, repeats: int = 7,
     training: bool = False, loss: Loss | None = None, messages: MessageCosts | None = None,
     cuts: Sequence[Cut] | None = None, sizes: Mapping[str, int] | None = None, largest: Mapping[str, int] | None = None,
-    integer: int = 1,
+    single: Mapping[str, int] | None = None, integer: int = 1,
 ) -> Profile:  # fmt: skip
     """Measure every range between possible or given cuts at several batch sizes.
 
     Example:
         profile = profile_graph(graph, load, rows=(1, 4), messages=measure_messages())
 
-    Sizes other than rows are those of `sizes`, or 1; values take the memory that they do at `largest`. Inputs of
-    integers hold `integer`.
+    Sizes other than rows are those of `sizes`, or 1; values take the memory that they do at `largest`, or in a
+    microbatch of a single row at `single`. Inputs of integers hold `integer`. Caches count as kept, for each row.
 
     Needs the whole model in memory. Seconds are this device's with `threads` threads. With `training` the graph must be
     of a model in training mode, and units get their backward seconds and kept bytes, the last one including `loss`.
@@ -70,7 +78,7 @@ def profile_graph(
     rows = (graph.fixed_batch,) if graph.fixed_batch else tuple(sorted(set(rows)))
     timing = Timing(rows, threads, repeats, sizes or {}, integer)
     boundaries = boundaries_of(graph, cuts)
-    units = _units(graph, load, cuts, timing, largest or sizes or {}, training=training)
+    units = _units(graph, load, cuts, timing, largest or sizes or {}, single, training=training)
     if training:
         found = zip(units, unit_bytes(graph, load, cuts), boundaries[1:], strict=True)
         units = tuple(_with_bytes(unit, needs, rows[-1], after) for unit, needs, after in found)
@@ -91,6 +99,7 @@ def _units(
     cuts: list[Cut],
     timing: Timing,
     largest: Mapping[str, int],
+    single: Mapping[str, int] | None,
     *,
     training: bool,
 ) -> tuple[Unit, ...]:
@@ -101,8 +110,9 @@ def _units(
         forward, backward = [seconds.forward for seconds in both], [seconds.backward for seconds in both]
     else:
         forward = measure_seconds(graph, load, positions, timing)
-    held = held_by_units(graph, positions)
-    working = [working_bytes(graph, positions, count, largest) for count in (1, 2)]
+    held, cached = held_by_units(graph, positions), cached_by_units(graph, positions)
+    one, two = (working_bytes(graph, positions, count, largest) for count in (1, 2))
+    least = working_bytes(graph, positions, 1, single) if single is not None else [0.0] * len(one)
     return tuple(
         Unit(
             forward_s=tuple(seconds.median_s[index] for seconds in forward),
@@ -110,8 +120,9 @@ def _units(
             backward_s=tuple(seconds.median_s[index] for seconds in backward) if backward else None,
             backward_spread_s=tuple(seconds.spread_s[index] for seconds in backward) if backward else (),
             parameters=held[index],
-            working_bytes_per_row=working[1][index] - working[0][index],
-            working_bytes=max(0.0, 2 * working[0][index] - working[1][index]),
+            kept_bytes_per_row=cached[index],
+            working_bytes_per_row=two[index] - one[index],
+            working_bytes=max(least[index], 2 * one[index] - two[index]),
         )
         for index in range(len(positions) - 1)
     )

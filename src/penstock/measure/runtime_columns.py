@@ -3,6 +3,7 @@
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import cast
 
 import torch
@@ -18,13 +19,18 @@ from penstock.spec.plan import Precision
 from penstock.spec.profile import RuntimeColumn
 from penstock.terminal.notes import note
 
-_INPUTS = 3
+_INPUTS = 4
+
+
+# a microbatch of so many rows and that number, with tensors from a generator
+MakeInputs = Callable[[int, int, torch.Generator], Sequence[Tensor]]
 
 
 def measure_runtimes(
-    graph: Graph, load: Callable[[State], Tensor], choices: Sequence[RuntimeChoice], timing: Timing
+    graph: Graph, load: Callable[[State], Tensor], choices: Sequence[RuntimeChoice], timing: Timing,
+    make_inputs: MakeInputs | None = None,
 ) -> tuple[RuntimeColumn, ...]:  # fmt: skip
-    """Measure a column for each runtime at every batch size, alternating with eager, on random inputs.
+    """Measure a column for each runtime at every batch size, alternating with eager, on given or random inputs.
 
     Example:
         measure_runtimes(graph, load, [RuntimeChoice("openvino", "bfloat16")], Timing((1, 4)))
@@ -35,14 +41,20 @@ def measure_runtimes(
         return ()
     torch.set_num_threads(timing.threads)
     program = divide(graph, [])[0]
-    tensors = {state.value.name: load(state) for state in program.states}
-    eager = EAGER.load(program, tensors)
-    generator = torch.Generator().manual_seed(0)
+
+    def loaded(choice: RuntimeChoice) -> StageRuntime:
+        # for each runtime anew, since it writes its caches
+        return choice.load(program, {state.value.name: load(state) for state in program.states})
+
+    eager = loaded(EAGER)
     found = []
     for choice in choices:
         try:
-            other = choice.load(program, tensors)
-            rows = [_compare(graph, eager, other, count, timing, generator) for count in timing.rows]
+            other = loaded(choice)
+            rows = [
+                _compare(graph, eager, other, count, timing, make_inputs or partial(_random_inputs, graph, timing))
+                for count in timing.rows
+            ]
         except PlanError as error:
             note(f"{choice} is left out: {error}")
             continue
@@ -54,13 +66,21 @@ def measure_runtimes(
     return tuple(found)
 
 
+def _random_inputs(
+    graph: Graph, timing: Timing, rows: int, _number: int, generator: torch.Generator
+) -> Sequence[Tensor]:
+    sizes = graph.sizes(rows, **timing.sizes)
+    return [random_input(value, sizes, generator, integer=timing.integer) for value in graph.tensor_inputs()]
+
+
 def _compare(
-    graph: Graph, eager: StageRuntime, other: StageRuntime, rows: int, timing: Timing, generator: torch.Generator
+    graph: Graph, eager: StageRuntime, other: StageRuntime, rows: int, timing: Timing, make_inputs: MakeInputs
 ) -> tuple[float, float, float]:
-    sizes = graph.sizes(rows)
+    sizes = graph.sizes(rows, **timing.sizes)
     errors = []
-    for _ in range(_INPUTS):
-        inputs = [random_input(value, sizes, generator) for value in graph.tensor_inputs()]
+    generator = torch.Generator().manual_seed(0)
+    for number in range(_INPUTS):
+        inputs = make_inputs(rows, number, generator)
         wanted, outputs = _run(eager, sizes, inputs), _run(other, sizes, inputs)
         errors += [relative_error(x, y) for x, y in zip(wanted, outputs, strict=True) if x.is_floating_point()]
     # a runtime's own threads work for this one

@@ -10,7 +10,7 @@ from penstock.plan.cost.pipeline_cost import bottleneck_bound_s, bottleneck_s, s
 from penstock.plan.cost.predict import predict_pipelines
 from penstock.plan.cost.problem import Division, Placed, Problem
 from penstock.plan.cost.stage_cost import Setting
-from penstock.plan.schedule.schedules import DEFAULT_SCHEDULE, SCHEDULES, interleaves
+from penstock.plan.schedule.schedules import DEFAULT_SCHEDULE, interleaves
 from penstock.plan.search.exact import best_divisions
 from penstock.plan.search.interleaved_cuts import interleaved_divisions
 from penstock.plan.search.large import good_division, refine
@@ -18,6 +18,7 @@ from penstock.plan.search.replicas import best_replicas, best_steps, rates_of
 from penstock.plan.search.rotation import rotated
 from penstock.spec.cluster import Cluster
 from penstock.spec.plan import CutSet, Pipeline, Prediction, Stage
+from penstock.spec.profile import Profile
 
 PlanAim = Literal["throughput", "latency", "devices"]
 
@@ -31,7 +32,8 @@ class Request:
     parallel pipelines, `shared` stages that devices share round-robin. A training step has `num_microbatches`, or as
     many as make up `batch_rows`, over all replicas. `recording_bytes` stay free on every device for a trace. With
     `max_error` a stage computes on the fastest runtime of the profile that its device has and whose outputs differ from
-    eager's by at most this part of their length.
+    eager's by at most this part of their length. A model that generates has `lanes`, by default as many as its stages
+    need.
 
     >>> Request(aim="latency").depth
     2
@@ -51,6 +53,7 @@ class Request:
     shared: bool = False
     recording_bytes: float = 0.0
     max_error: float | None = None
+    lanes: int | None = None
 
     def __post_init__(self) -> None:
         if self.max_error is not None and self.schedule != "forward-only":
@@ -67,12 +70,12 @@ class Request:
                 f"the schedule {self.schedule} needs the size of a step; give one of --batch-size and --microbatches"
             )
 
-    def settings(self, measured: tuple[int, ...]) -> list[Setting]:
+    def settings(self, profile: Profile) -> list[Setting]:
         """Return a setting for each microbatch size, by default for the measured ones.
 
         Raises `PlanError` if no size divides the batch.
         """
-        sizes = self.rows or measured
+        sizes = self.rows or profile.rows
         batch = self.batch_rows
         fitting = [rows for rows in sizes if batch is None or batch % rows == 0]
         if not fitting:
@@ -80,13 +83,14 @@ class Request:
                 f"microbatches must divide the batch of {batch} rows; got {', '.join(map(str, sizes))} rows; give "
                 "other --rows"
             )
-        return [self._setting(rows) for rows in fitting]
+        return [self._setting(rows, generates=profile.generation is not None) for rows in fitting]
 
-    def _setting(self, rows: int) -> Setting:
+    def _setting(self, rows: int, *, generates: bool) -> Setting:
         count = self.num_microbatches if self.batch_rows is None else self.batch_rows // rows
         return Setting(
             rows=rows, depth=self.depth, schedule=self.schedule, num_microbatches=count,
             optimizer_state_factor=self.optimizer_state_factor, recording_bytes=self.recording_bytes,
+            generates=generates, lanes=self.lanes,
         )  # fmt: skip
 
 
@@ -127,11 +131,13 @@ def candidates_of(problem: Problem, request: Request) -> list[Candidate]:
     if interleaves(problem.setting.schedule):
         return _interleaved(problem, request)
     found = _single(problem, request)
+    if problem.setting.counts_stages:
+        # for too many devices the search did not have the number of stages
+        found = [candidate for candidate in found if fits(candidate.prediction, problem.cluster)]
     if request.aim == "latency" or len(problem.devices) == 1:
         return found
     if problem.setting.trains:
         found += _replicas_that_train(problem, request) if request.replicas else []
-        # for too many devices the search did not have the number of stages, on which memory may depend
         return [candidate for candidate in found if fits(candidate.prediction, problem.cluster)]
     if request.shared:
         found += _shared(problem, request)
@@ -174,8 +180,8 @@ def bound_rows_per_s(problem: Problem, *, share: bool) -> float:
 def _single(problem: Problem, request: Request) -> list[Candidate]:
     """Return the best pipelines with a device for each stage."""
     aim: Literal["pace", "latency"] = "latency" if request.aim == "latency" else "pace"
-    each_size = problem.setting.trains and SCHEDULES[problem.setting.schedule].counts_stages
-    found = _for_each_size(problem, aim) if each_size else best_divisions(problem, aim=aim)
+    counts = problem.setting.counts_stages
+    found = _for_each_size(problem, aim) if counts else best_divisions(problem, aim=aim)
     if found is None and aim == "pace":
         return _many(problem, request)
     if found is None:

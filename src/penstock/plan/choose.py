@@ -17,7 +17,7 @@ from penstock.plan.cost.stage_cost import Vector
 from penstock.plan.schedule.schedules import DEFAULT_SCHEDULE
 from penstock.spec.cluster import Cluster, Device
 from penstock.spec.fields import fingerprint
-from penstock.spec.plan import Plan
+from penstock.spec.plan import Generation, Plan, num_lanes
 from penstock.spec.profile import Profile
 from penstock.units import format_bytes
 
@@ -58,7 +58,7 @@ def choose(profile: Profile, cluster: Cluster, request: Request) -> Choice:
     columns: Columns = {}
     if request.max_error is not None:  # devices that share a stage compute it alike
         columns = columns_within(profile, cluster, request.max_error, alike=request.shared)
-    problems = [Problem(profile, cluster, setting, columns) for setting in request.settings(profile.rows)]
+    problems = [Problem(profile, cluster, setting, columns) for setting in request.settings(profile)]
     for problem in problems:
         candidates += candidates_of(problem, request)
     if not candidates:
@@ -101,10 +101,17 @@ def write_down(candidate: Candidate, profile: Profile, cluster: Cluster, request
         pipelines=computed_on(candidate.pipelines, candidate.problem.columns),
         prediction=candidate.prediction, schedule=request.schedule, depth=request.depth,
         num_microbatches=candidate.problem.setting.num_microbatches,
-        optimizer_state_factor=request.optimizer_state_factor, generation=profile.generation,
+        optimizer_state_factor=request.optimizer_state_factor, generation=_caches(candidate, profile),
     )  # fmt: skip
     check_plan(plan)
     return plan
+
+
+def _caches(candidate: Candidate, profile: Profile) -> Generation | None:
+    if profile.generation is None:
+        return None
+    lanes = candidate.problem.setting.lanes or num_lanes(len(candidate.pipelines[0].stages))
+    return msgspec.structs.replace(profile.generation, slots=candidate.rows, lanes=lanes)
 
 
 def _worth_rotating(ranked: Sequence[Candidate]) -> list[Candidate]:
@@ -148,6 +155,9 @@ def explain_misfit(problem: Problem) -> str:
     missing = each - devices[tightest].memory_bytes
     total = float(problem.costs.held_bytes[0, problem.num_units])
     holds = ", with gradients and optimizer state," if problem.setting.trains else ""
+    if problem.setting.generates:
+        total += float(problem.costs.kept_bytes[-1]) * problem.setting.in_flight(1)
+        holds = " with its caches"
     saves = problem.setting.trains and problem.setting.schedule != DEFAULT_SCHEDULE
     fewer = f", or the schedule {DEFAULT_SCHEDULE}, which keeps fewer microbatches" if saves else ""
     have_all = sum(device.memory_bytes for device in devices)
@@ -161,6 +171,8 @@ def explain_misfit(problem: Problem) -> str:
 
 def memory_that_would_do(problem: Problem) -> float:
     """Return the smallest memory with which the same number of equal devices could hold the model."""
+    if problem.setting.generates:
+        problem = problem.for_stages(len(problem.devices))
     low, high = 0.0, max(problem.memory_bytes(problem.feeder, 0, problem.num_units, problem.setting.in_flight(1)), 1.0)
     matrices = [_needs(problem, from_end) for from_end in range(1, min(len(problem.devices), problem.num_units) + 1)]
     high = min(high, float(matrices[0][0, problem.num_units]))
@@ -292,5 +304,5 @@ def request_of(plan: Plan) -> Request:
     return Request(
         rows=(plan.microbatch_rows,), num_rows=plan.prediction.num_rows, depth=plan.depth, schedule=plan.schedule,
         num_microbatches=plan.num_microbatches, optimizer_state_factor=plan.optimizer_state_factor,
-        alternate=plan.schedule == "forward-only",
+        alternate=plan.schedule == "forward-only", lanes=plan.generation.lanes if plan.generation else None,
     )  # fmt: skip

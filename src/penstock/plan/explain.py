@@ -63,9 +63,19 @@ def summary(plan: Plan) -> str:
     prediction = plan.prediction
     stages = " + ".join(_stage_count(len(pipeline.stages)) for pipeline in plan.pipelines)
     what = f"{plan.model}: {stages} on {len(plan.devices)} devices, {plan.microbatch_rows} rows per microbatch"
+    if (caches := plan.generation) is not None:
+        what = (
+            f"{plan.model}: {stages} on {len(plan.devices)} devices, {caches.lanes} lanes of {caches.slots} slots for "
+            f"{caches.max_length} tokens"
+        )
     runtimes = dict.fromkeys(f"{s.runtime} in {s.precision}" for p in plan.pipelines for s in p.stages)
     if list(runtimes) != ["eager in float32"]:
         what += f", {' and '.join(runtimes)}"
+    if caches is not None:
+        return (
+            f"{what}: {prediction.rows_per_s:.4g} tokens/s when all slots are in use, a token of one sequence every "
+            f"{format_seconds(prediction.latency_s)} at best"
+        )
     if plan.trains:
         counts = " + ".join(map(str, plan.microbatches))
         step_s = plan.batch_rows / prediction.rows_per_s

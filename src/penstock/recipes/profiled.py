@@ -9,22 +9,25 @@ from typing import Any
 
 import msgspec
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from penstock.deploy.state import load_state
 from penstock.engine.reference import calibrate
 from penstock.errors import UsageError
-from penstock.generate.cached_decoder import BLOCK, CHUNKS, WANTED, decoder_call
+from penstock.generate.cached_decoder import BLOCK, CHUNKS, WANTED, CachedDecoder, decoder_call
 from penstock.generate.sampling import Sampler, read_config
 from penstock.graph.call import build_output
 from penstock.graph.capture import capture
 from penstock.graph.graph import Graph
 from penstock.measure.backward import Loss
+from penstock.measure.costs import Timing
 from penstock.measure.hosts import measure_messages
 from penstock.measure.profiler import measure_rows, profile_graph, script_bytes, worker_bytes
+from penstock.measure.runtime_columns import measure_runtimes
 from penstock.recipes.data_formats import make_task
 from penstock.recipes.settings import FitSettings
 from penstock.recipes.tasks import Task
+from penstock.runtime.registry import RuntimeChoice
 from penstock.spec.plan import Generation
 from penstock.spec.profile import Profile
 from penstock.train.loss_convention import call_loss
@@ -61,42 +64,57 @@ def profile_task(settings: FitSettings, *, rows: Sequence[int], repeats: int = 7
 
 
 def profile_generation(
-    name: str, caches: Generation, *, weights: Path | None = None, pretrained: bool = False, threads: int = 1,
-    repeats: int = 7,
+    name: str, *, slots: Sequence[int], max_length: int, runtimes: Sequence[RuntimeChoice] = (),
+    weights: Path | None = None, pretrained: bool = False, threads: int = 1, repeats: int = 7,
 ) -> Profile:  # fmt: skip
     """Measure a language model's step: a token for each sequence of a lane, at half of the greatest length.
 
-    A row is a token. Caches count as memory of the units that use them, for all lanes; sampling is part of the driver's
-    seconds per result.
+    A row is a token, and `slots` are the numbers of sequences to measure. Caches count as memory that each sequence
+    keeps, and sampling as the driver's seconds for a row. Errors of other runtimes are those of logits.
 
     Example:
-        profile_generation("hf:models/smollm2", Generation(slots=4, lanes=5, max_length=512))
+        profile_generation("hf:models/smollm2", slots=(1, 4, 8), max_length=512)
 
     Raises `UsageError` for a model that a generator does not take.
     """
+    caches = Generation(slots=max(slots), lanes=1, max_length=max_length)
     messages, base_bytes = measure_messages(), worker_bytes()
     zoo = load_model(name, weights=weights, pretrained=pretrained, head="language")
     call = decoder_call(zoo.module, caches, zoo.weights)
-    if not isinstance(call.model, nn.Module) or call.weights is None:
+    if not isinstance(call.model, CachedDecoder) or call.weights is None:
         raise UsageError(f"{name} has no weights to measure; give --weights or --pretrained")
     graph = capture(call.model, call.args, call.kwargs, dynamic=call.dynamic)
     more_bytes = script_bytes(base_bytes)
     room = -(-caches.max_length // (2 * BLOCK)) * BLOCK
     # in a step the encoder has nothing to do
     step = {"room": room, "source": 0, "source_room": room}
-    # a chunk of a prompt is one row, and has at most as many tokens as a lane's step of so many
-    chunk = {
-        "step": -(-CHUNKS[-1] // caches.slots), "room": caches.max_length, "wanted": -(-WANTED // caches.slots),
-        "source": -(-caches.max_length // caches.slots), "source_room": caches.max_length,
-    }  # fmt: skip
+    full = {**step, "room": max_length, "source_room": max_length}
+    chunk = {**full, "step": CHUNKS[-1], "wanted": WANTED, "source": max_length}
+    load = partial(load_state, graph, weights=call.weights)
     made = profile_graph(
-        graph, partial(load_state, graph, weights=call.weights), rows=(caches.slots,), threads=threads,
-        repeats=repeats, messages=messages, sizes=step, largest=chunk, integer=0,
+        graph, load, rows=slots, threads=threads, repeats=repeats, messages=messages, sizes=step, largest=full,
+        single=chunk, integer=0,
     )  # fmt: skip
+    columns = measure_runtimes(
+        graph, load, runtimes, Timing(made.rows, threads, repeats, step), partial(_step_inputs, call.model, room)
+    )
     return msgspec.structs.replace(
         made, model=name, calibration_s=calibrate(threads=threads), base_bytes=base_bytes, script_bytes=more_bytes,
-        result_s=made.result_s + caches.slots * _sampling_s(zoo.module), generation=caches,
+        loader_s_per_row=_sampling_s(zoo.module), generation=caches, runtimes=columns,
     )  # fmt: skip
+
+
+def _step_inputs(decoder: CachedDecoder, room: int, rows: int, number: int, generator: torch.Generator) -> list[Tensor]:
+    """Return the inputs of a step of random tokens, the sequences' token of that number."""
+    example = decoder.example(rows, 1)
+    vocabulary = decoder.model.config.get_text_config().vocab_size
+    example |= {
+        "ids": torch.randint(vocabulary, (rows, 1), generator=generator), "positions": torch.full((rows, 1), number),
+        "places": torch.arange(room),
+    }  # fmt: skip
+    if decoder.encodes:
+        example |= {"source": example["source"][:, :0], "source_places": torch.arange(room)}
+    return list(example.values())
 
 
 def _sampling_s(model: Any) -> float:

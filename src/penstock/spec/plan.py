@@ -66,6 +66,15 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     max_length: Annotated[int, msgspec.Meta(ge=2)]
 
 
+def num_lanes(num_stages: int) -> int:
+    """Return the lanes of so many stages: one more, which occupies the stage that would wait for sampled tokens.
+
+    >>> num_lanes(1), num_lanes(4)
+    (1, 5)
+    """
+    return num_stages + 1 if num_stages > 1 else 1
+
+
 class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The predicted performance of a plan.
 

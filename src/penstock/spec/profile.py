@@ -38,7 +38,7 @@ class Unit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     - `forward_spread_s`, `backward_spread_s`: interquartile range of the measurements, or empty;
     - `parameters`: names and bytes of the tensors it uses; a name that several units use is one tensor;
     - `fixed_bytes`: of weights that are not trained, without gradients and optimizer state;
-    - `kept_bytes_per_row`: kept by its forward for its backward;
+    - `kept_bytes_per_row`: kept by its forward for its backward, or the caches of a sequence;
     - `working_bytes_per_row`, `working_bytes`: of its values while it runs, per row and constant.
     """
 
@@ -91,8 +91,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     - `script_bytes`: additional memory of a process with the model's library and graph: the driver, or one that trains;
     - `calibration_s`: of a round of reference work, for comparing other devices' speeds; 0 if not measured.
 
-    `runtimes` has a column for each other runtime that was measured, `generation` the caches of a language model whose
-    steps were measured.
+    `runtimes` has a column for each other runtime that was measured, `generation` the caches with which the steps of a
+    language model were measured; of these a plan takes only the length.
 
     Example:
         profile = read_profile("profile.json")

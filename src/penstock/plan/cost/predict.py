@@ -268,9 +268,9 @@ def _slowest(problem: Problem, line: _Line) -> str:
 
 def _loads(problem: Problem, line: _Line, feeding_s: float) -> list[DeviceLoad]:
     loads: list[DeviceLoad] = []
-    for index, stage in enumerate(line.pipeline.stages):
+    counts = problem.in_flight(line.divisions[0])
+    for index, (stage, in_flight) in enumerate(zip(line.pipeline.stages, counts, strict=True)):
         placed = [division[index] for division in line.divisions]
-        in_flight = problem.setting.in_flight(len(line.pipeline.stages) - index)
         for number, part in zip(placed[0].devices, stage.shares, strict=True):
             own = sum(w * problem.own_s(number, p) for w, p in zip(line.weights, placed, strict=True))
             load_s = own * part * line.pipeline.share + (feeding_s if number == problem.feeder else 0.0)

@@ -33,6 +33,7 @@ from numpy.typing import NDArray
 
 from penstock.errors import PlanError
 from penstock.plan.schedule.schedules import SCHEDULES
+from penstock.spec.plan import num_lanes
 from penstock.spec.profile import Profile, interpolate
 from penstock.wire import BUCKET_BYTES, NUM_ALL_REDUCES
 
@@ -49,7 +50,8 @@ class Setting:
     `optimizer_state_factor` is the bytes of optimizer state per byte of parameters: 0 for plain SGD, 2 for AdamW. Each
     of `replicated` pipelines has a part of a step's microbatches, and gradients are summed over them. Every process
     keeps `recording_bytes` free, so that a run that fits also fits while it is traced. `num_stages` is a pipeline's
-    number of stages, if known, on which the memory of some schedules depends.
+    number of stages, if known, on which the memory of some schedules depends. A model that `generates` keeps the caches
+    of `lanes` microbatches, by default of as many as its stages need.
 
     >>> Setting(rows=4).schedule
     'forward-only'
@@ -63,16 +65,25 @@ class Setting:
     replicated: bool = False
     num_stages: int | None = None
     recording_bytes: float = 0.0
+    generates: bool = False
+    lanes: int | None = None
 
     @property
     def trains(self) -> bool:
         """True if microbatches also run backward."""
         return self.schedule != "forward-only"
 
+    @property
+    def counts_stages(self) -> bool:
+        """True if the memory of a stage depends on the number of stages."""
+        return SCHEDULES[self.schedule].counts_stages if self.trains else self.generates and self.lanes is None
+
     def in_flight(self, from_end: int) -> int:
-        """Return the number of microbatches that a stage keeps for their backward; the last stage is number 1 from the
-        end.
+        """Return the number of microbatches that a stage keeps for their backward, or whose caches it has; the last
+        stage is number 1 from the end.
         """
+        if self.generates:
+            return self.lanes or num_lanes(self.num_stages or from_end)
         if not self.trains:
             return 0
         num_stages, num_microbatches = self.num_stages or from_end, self.num_microbatches or 1
@@ -119,7 +130,7 @@ class Costs:
         )
         self.kept_bytes = _running_sum([unit.kept_bytes_per_row * rows for unit in profile.units])
         # at a stage's end its outputs are kept too, until their gradients come
-        self.kept_at_end_bytes = self.kept_bytes + self.crossing
+        self.kept_at_end_bytes = self.kept_bytes + self.crossing * float(setting.trains)
 
     @cached_property
     def held_bytes(self) -> Vector:

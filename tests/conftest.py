@@ -28,6 +28,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp()
     atexit.register(shutil.rmtree, tempfile.tempdir, ignore_errors=True)
 
+# a busy machine prints lines about what takes long among those that a test expects
+os.environ["PENSTOCK_PROGRESS"] = "0"
+
 # torch asks for the names of those that it connects to; where nobody answers, each connection waits for that
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 

@@ -13,6 +13,7 @@ from penstock.recipes import loop, several
 from penstock.recipes.settings import SETTINGS, FitSettings
 from penstock.recipes.several import Place, Row
 from tests.cli.conftest import SMALL
+from tests.processes import run_python
 from tests.recipes.test_fit import VIT
 
 Run = Callable[..., tuple[int, str, str]]
@@ -31,6 +32,18 @@ def test_a_run_on_the_command_line(penstock: Run, tmp_path: Path) -> None:
     status, out, _ = penstock("report", tmp_path / "trace", "--no-pictures")
     assert status == 0
     assert "synchronization" in out
+
+
+def test_a_run_in_stages_names_its_phases_on_a_terminal(tmp_path: Path) -> None:
+    given = ["train", VIT, "--data", "digits", "--num-rows", "40", "--steps", "1", "--stages", "2", "-o", str(tmp_path)]
+    terminal = {"FORCE_COLOR": "1", "PENSTOCK_PROGRESS": "1"}
+    done = run_python("-m", "penstock", *given, deadline_s=120.0, env=terminal)
+    assert done.status == 0, done.stderr
+    phases = ["loading PyTorch", "starting 2 processes", "connecting 2 processes", "preparing model and data",
+              "capturing the model", "putting the stages in place", "train"]  # fmt: skip
+    places = [done.stderr.find(phase) for phase in phases]
+    assert -1 not in places
+    assert places == sorted(places)
 
 
 def test_a_resumed_run_keeps_the_values_of_options_that_are_left_out(penstock: Run, tmp_path: Path) -> None:

@@ -1,12 +1,15 @@
 """The loop of a user: alone, and under torchrun, where the same script gives the same numbers."""
 
+import io
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
+from rich.console import Console
 from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -14,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import penstock
 from penstock.errors import DataError, ModelError, RunError, UsageError
 from penstock.group.world import World
+from penstock.terminal import progress
 from penstock.train.evaluate import predict
 from tests.processes import run_groups, run_python
 from tests.trainers import in_threads, make_trainer
@@ -344,3 +348,24 @@ def test_an_output_without_a_batch_dimension_is_not_joined() -> None:
                 continue
             with pytest.raises(UsageError, match="microbatches=1"):
                 predict(pipe.trainer, x)
+
+
+def test_one_process_shows_what_is_done_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: dict[int, io.StringIO] = {}
+
+    def make_console() -> Console:
+        file = shown.setdefault(threading.get_ident(), io.StringIO())
+        return Console(file=file, force_terminal=True, width=80)
+
+    monkeypatch.setattr(progress, "progress_console", make_console)
+
+    def script(world: World) -> int:
+        pipe = penstock.Pipeline(small().train(), torch.zeros(2, 3, 8, 8), world=world)
+        pipe.train_step(*images(8), F.cross_entropy)
+        pipe.close()
+        return threading.get_ident()
+
+    first, _ = in_threads(2, script)
+    assert list(shown) == [first]
+    for phase in ("capturing the model", "putting the stages in place"):
+        assert phase in shown[first].getvalue()

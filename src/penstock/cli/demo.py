@@ -1,6 +1,5 @@
 """`penstock demo`: the whole workflow on this machine, on data that needs no download."""
 
-import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -9,6 +8,7 @@ from rich.table import Table
 
 from penstock.cli.options import JsonFile, make_console, write_json
 from penstock.terminal.console import PlainConsole
+from penstock.terminal.progress import progress_console
 from penstock.units import format_bytes
 
 if TYPE_CHECKING:
@@ -124,10 +124,11 @@ def _train(model: "nn.Module", images: "Tensor", labels: "Tensor", *, epochs: in
     batches = -(-len(images) // _BATCH)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=_RATE, total_steps=epochs * batches)
     model.train()
+    console = progress_console()
     with Progress(
         TextColumn("   {task.description}"), BarColumn(), TimeRemainingColumn(),
         TextColumn("loss {task.fields[loss]:.3f}"),
-        console=PlainConsole(stderr=True), disable=not sys.stderr.isatty(), transient=True,
+        console=console, disable=console.quiet or not console.is_terminal, transient=True,
     ) as progress:  # fmt: skip
         task = progress.add_task("train", total=epochs * batches, loss=float("nan"))
         for _ in range(epochs):

@@ -13,10 +13,13 @@ from penstock.cli.settings_options import Given, named_options, takes_settings
 from penstock.cluster.lab import lab_session, read_lab
 from penstock.cores import available_cores
 from penstock.errors import RunError, UsageError
+from penstock.group.slurm import slurm_variables
 from penstock.plan.check import read_plan
 from penstock.recipes.settings import SETTINGS, FitSettings, keep_settings, make_settings, read_settings
 from penstock.terminal.notes import say
+from penstock.terminal.progress import working
 from penstock.units import format_bytes, format_seconds, parse_bytes
+from penstock.wire import FEEDER
 
 if TYPE_CHECKING:
     from penstock.recipes.metrics import FitResult
@@ -53,7 +56,8 @@ def train(
     json: opt.JsonFile = None,
 ) -> None:
     """Train a model: in one process, in stages, in replicas, in both, with metrics and checkpoints in a folder."""
-    from penstock.recipes.several import Place
+    with working("loading PyTorch", shown=_rank() == FEEDER):
+        from penstock.recipes.several import Place
 
     opt.check_profiled(profile=given["profile"], trace=given["trace"])
     opt.bind_to(bind, cluster)
@@ -185,10 +189,14 @@ def _train_one(settings: FitSettings, cluster: Path | None) -> "FitResult":
         raise typer.Exit(130) from None
 
 
+def _rank() -> int:
+    """Return the rank that a launcher gave this process, without loading PyTorch; 0 if it was started alone."""
+    return int(os.environ.get("RANK") or slurm_variables(os.environ).get("RANK") or FEEDER)
+
+
 def _is_first() -> bool:
     """Return whether this process prints the result: alone, or as the first of torchrun's."""
     from penstock.group.entry import under_torchrun
-    from penstock.wire import FEEDER
 
     return not under_torchrun() or int(os.environ["RANK"]) == FEEDER
 

@@ -19,6 +19,7 @@ from penstock.plan.cost.frozen import keep_cuts
 from penstock.spec.cluster import Cluster, Device
 from penstock.spec.profile import Profile
 from penstock.terminal.notes import note
+from penstock.terminal.progress import working
 from penstock.train.arrangement import Arrangement
 from penstock.train.captured import Captured
 from penstock.train.planned import check_profile, common_cuts, names_of
@@ -59,13 +60,15 @@ def find_costs(trainer: Trainer, captured: Captured, options: ElasticOptions, ro
                 f"the cluster must have {len(world.devices)} devices, one per process; got {len(ranks)}; give all of "
                 "them"
             )
-    round_s = calibrate(_CALIBRATION_S) if cluster is None else 0.0
-    told = all_gather(world.transport, {"round_s": round_s, "memory": allowed_bytes()})
+    with working("measuring the devices", shown=world.rank == FEEDER):
+        round_s = calibrate(_CALIBRATION_S) if cluster is None else 0.0
+        told = all_gather(world.transport, {"round_s": round_s, "memory": allowed_bytes()})
     if world.rank != FEEDER:
         return None
     if given is None:
         note(f"measuring {captured.graph.model}; give a profile to skip this")
-    profile = given or measure_profile(captured, trainer.placed, rows, told[FEEDER]["round_s"])
+    with working("measuring the model"):
+        profile = given or measure_profile(captured, trainer.placed, rows, told[FEEDER]["round_s"])
     reference_s = profile.calibration_s or told[FEEDER]["round_s"]
     if cluster is None:
         devices = [

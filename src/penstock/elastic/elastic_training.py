@@ -22,6 +22,7 @@ from penstock.errors import UsageError
 from penstock.plan.cost.training_step import ADAMW_STATE
 from penstock.plan.schedule.schedules import SCHEDULES
 from penstock.spec.plan import Plan, decode_plan, encode_plan
+from penstock.terminal.progress import working
 from penstock.train.captured import Captured
 from penstock.train.loader import Loader
 from penstock.train.migration import fix_microbatches, migrate
@@ -250,7 +251,8 @@ class ElasticTraining:
             plan = self._plan or plan_of(
                 trainer.placed, costs, self._whole, rows=self._rows(), state_factor=state_factor
             )
-            decided = self._decide(costs, plan, frozen, first=first)
+            with working(f"planning for {len(costs.cluster.devices)} devices"):
+                decided = self._decide(costs, plan, frozen, first=first)
             ranks = near(
                 trainer, self._frozen(frozen), decided.plan, costs, cached_layers=decided.cached_layers,
                 state_factor=state_factor,

@@ -32,6 +32,7 @@ from penstock.group.slurm import slurm_variables
 from penstock.group.variables import KEY, TRUSTED
 from penstock.group.world import World
 from penstock.terminal.notes import note
+from penstock.terminal.progress import working
 from penstock.text import first_line
 from penstock.transport.base import SILENCE_S, Transport, receive_bytes, send_bytes
 from penstock.transport.faulty import wrap_if_faulty
@@ -134,10 +135,11 @@ def join_torchrun(*, followed: bool = False, again: bool = False) -> World:
     connect = partial(links.connect_store, first, port)
     rendezvous = Rendezvous(links, connect, first, port, address, f"rank {rank} on {host_name()}")
     survives = again and not hosted
-    world = join_group(
-        rendezvous, rank, size, prefix, range(size), again=survives,
-        silence_s=WATCHFUL_S if survives and followed else SILENCE_S,
-    )  # fmt: skip
+    with working(f"connecting {size} processes", shown=rank == FEEDER and size > 1):
+        world = join_group(
+            rendezvous, rank, size, prefix, range(size), again=survives,
+            silence_s=WATCHFUL_S if survives and followed else SILENCE_S,
+        )  # fmt: skip
     has_joined.set()
     world.cores = cores
     world.followed = followed
@@ -161,7 +163,7 @@ def start_local(
     `over_network` like processes of several machines.
     """
     address, folder = meeting_place() if not over_network else (own_address(), None)
-    with contextlib.ExitStack() as where_it_fails:
+    with working("starting the workers"), contextlib.ExitStack() as where_it_fails:
         if folder is not None:
             where_it_fails.callback(folder.close)
         links = links_of_run(address)

@@ -61,7 +61,7 @@ def fit_here(settings: FitSettings, *, holds_folder: bool = False) -> FitResult:
         if first and not holds_folder:
             held.enter_context(sole_run(settings.folder))
             check_new(settings)
-        with working("preparing model and data") if first else contextlib.nullcontext():
+        with working("preparing model and data", shown=first):
             task = make_task(settings)
         with make_pipeline(settings, task, world) as pipe:
             pipe.model_name = settings.model

@@ -17,10 +17,9 @@ from penstock.recipes.predictions import PredictionFile, PredictionRun, check_re
 from penstock.spec.cluster import read_cluster
 from penstock.spec.plan import Plan, runtime_name
 from penstock.spec.profile import read_profile
-from penstock.terminal.console import PlainConsole
 from penstock.terminal.live import LiveView
 from penstock.terminal.notes import note, say
-from penstock.terminal.progress import how_far, telling, working
+from penstock.terminal.progress import how_far, progress_console, telling, working
 from penstock.zoo.data.image_names import open_images
 from penstock.zoo.data.image_set import ImageSet
 from penstock.zoo.models.models import ZooModel, count_classes, load_model
@@ -131,11 +130,11 @@ def _run(
 ) -> "_Tally":  # fmt: skip
     """Write a row for every image; return the tally."""
     tally = _Tally(zoo, images, file)
-    console = PlainConsole(stderr=True)
+    console = progress_console()
     progress = Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
         TextColumn("{task.fields[rate]:.1f} images/s"), TimeRemainingColumn(),
-        console=console, disable=live or not console.is_terminal, transient=True,
+        console=console, disable=live or console.quiet or not console.is_terminal, transient=True,
     )  # fmt: skip
     start = len(file.done)
     left = len(images) - start

@@ -8,9 +8,7 @@ from pathlib import Path
 
 from penstock.errors import PenstockError
 from penstock.group.launcher import leave_with_parent
-from penstock.recipes.launch import write_result
-from penstock.recipes.loop import fit_here
-from penstock.recipes.settings import read_settings
+from penstock.terminal.progress import working
 
 
 def main() -> int:
@@ -27,6 +25,10 @@ def main() -> int:
     if given.host is not None:
         os.environ["PENSTOCK_HOST"] = given.host
     writes = os.environ["RANK"] == "0"
+    with working(f"starting {os.environ.get('WORLD_SIZE', '1')} processes", shown=writes):
+        from penstock.recipes.launch import write_result
+        from penstock.recipes.loop import fit_here
+        from penstock.recipes.settings import read_settings
     result = given.settings.parent / "result.json"
     try:
         found = fit_here(read_settings(given.settings), holds_folder=True)

@@ -35,6 +35,7 @@ from penstock.spec.plan import Plan
 from penstock.stream.division import ServedStages, divide_model
 from penstock.stream.survival import StreamChange, SurvivingStages
 from penstock.terminal.notes import note
+from penstock.terminal.progress import working
 from penstock.tracing.trace import GenerationFacts, RunFacts, StageTotals, write_run
 from penstock.wire import FEEDER
 
@@ -82,7 +83,8 @@ class StreamingPipeline:
         try:
             check_no_autocast(NO_AUTOCAST)
             self._torch_settings = read_settings()
-            division = divide_model(call, cut, self._run, world)
+            with working("capturing the model"):
+                division = divide_model(call, cut, self._run, world)
             self.graph, self.cuts = division.graph, division.cuts
             world = self.world = world or division.start_world()
             if self._run.survival.survives and world.membership is None:
@@ -94,7 +96,8 @@ class StreamingPipeline:
             self.threads = self._run.threads or threads_per_stage(world)
             units, profile = self._run.trace_units, self._run.trace_profile
             tracer = FeederTracer(world, units=units, profile=profile) if self._run.trace is not None else None
-            self.deployment = division.deploy(world, self.threads, tracer)
+            with working("putting the stages in place"):
+                self.deployment = division.deploy(world, self.threads, tracer)
         except BaseException as error:
             if world is not None and self._owns_world:
                 world.health.report(error)  # the other processes wait for their stages

@@ -16,8 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from penstock.terminal.console import PlainConsole
-from penstock.terminal.progress import how_far, telling
+from penstock.terminal.progress import describing, how_far, progress_console, telling
 from penstock.text import plain
 from penstock.units import format_rate
 
@@ -143,42 +142,45 @@ class FitProgress:
         self, num_steps: int, unit: str, *, shown: bool, done: int = 0,
         look: Callable[[], Sequence[StageState]] | None = None,
     ) -> None:  # fmt: skip
-        console = PlainConsole(stderr=True)
-        self._unit = unit
+        console = progress_console()
+        self._unit, self._shown = unit, shown
         self._view = None if look is None else LiveView(
             console, look, total=num_steps, unit="steps", done=done, shown=shown
         )  # fmt: skip
         self._progress = Progress(
             TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
-            TextColumn("loss {task.fields[loss]:.4f}"), TextColumn(f"{{task.fields[rate]:.1f}} {unit}/s"),
-            TimeRemainingColumn(), console=console, transient=True,
-            disable=not (shown and console.is_terminal) or self._view is not None,
+            TextColumn("{task.fields[now]}"), TimeRemainingColumn(), console=console, transient=True,
+            disable=not (shown and console.is_terminal) or console.quiet or self._view is not None,
         )  # fmt: skip
-        self._task: TaskID = self._progress.add_task(
-            "train", total=num_steps, completed=done, loss=float("nan"), rate=0.0
-        )
-        self._left, self._done, self._loss, self._began_s = num_steps - done, 0, float("nan"), time.monotonic()
-        self._telling = telling(self._line, console) if shown else contextlib.nullcontext()
+        self._task: TaskID = self._progress.add_task("train", total=num_steps, completed=done, now="")
+        self._console, self._held = console, contextlib.ExitStack()
+        self._left, self._done, self._now, self._began_s = num_steps - done, 0, "", time.monotonic()
 
     def __enter__(self) -> "FitProgress":
         if self._view is not None:
-            self._view.__enter__()
-        self._progress.start()
-        self._telling.__enter__()
+            self._held.enter_context(self._view)
+        self._held.enter_context(self._progress)
+        if self._shown:
+            self._held.enter_context(telling(self._line, self._console))
+        if self._shown and self._console.is_terminal:
+            self._held.enter_context(describing("train", self._describe))
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._telling.__exit__(None, None, None)
-        self._progress.stop()
+        self._held.close()
+
+    def _describe(self, text: str) -> None:
+        self._progress.update(self._task, description=plain(text))
         if self._view is not None:
-            self._view.__exit__(*error)
+            self._view.advance(0, text)
 
     def _line(self) -> str:
-        return f"{how_far(self._done, self._left, 'steps', time.monotonic() - self._began_s)}, loss {self._loss:.4f}"
+        return how_far(self._done, self._left, "steps", time.monotonic() - self._began_s) + self._now
 
     def advance(self, *, loss: float, rate: float) -> None:
         """One more step is done."""
-        self._done, self._loss = self._done + 1, loss
-        self._progress.update(self._task, advance=1, loss=loss, rate=rate)
+        self._done, self._now = self._done + 1, f", loss {loss:.4f}"
+        now = f"loss {loss:.4f}, {rate:.1f} {self._unit}/s"
+        self._progress.update(self._task, advance=1, now=now)
         if self._view is not None:
-            self._view.advance(note=f"loss {loss:.4f}, {rate:.1f} {self._unit}/s")
+            self._view.advance(note=now)

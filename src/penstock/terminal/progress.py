@@ -1,24 +1,52 @@
 """Progress lines with elapsed time, for operations that may take longer."""
 
 import contextlib
+import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-from penstock.terminal.console import PlainConsole
 from penstock.text import plain
 
+if TYPE_CHECKING:  # rich is loaded where a line is shown; a worker shows none
+    from rich.console import Console
+
+PROGRESS = "PENSTOCK_PROGRESS"  # 0: no progress on standard error
+FIRST_S = 2.0
 EVERY_S = 30.0
 # sets the current activity
 Say = Callable[[str], None]
 
 
+class _Activity:
+    """The activity that is shown now; nested contexts replace it for their duration."""
+
+    def __init__(self, text: str, show: Say) -> None:
+        self.text, self._show = text, show
+
+    def say(self, text: str) -> None:
+        self.text = text
+        self._show(text)
+
+
+_shown: ContextVar[_Activity | None] = ContextVar("shown", default=None)
+
+
+def progress_console() -> "Console":
+    """Make a console on standard error for progress, quiet with `PENSTOCK_PROGRESS=0`.
+
+    It keeps the current standard error, which a capture redirects.
+    """
+    from penstock.terminal.console import PlainConsole
+
+    return PlainConsole(file=sys.stderr, quiet=os.environ.get(PROGRESS) == "0")
+
+
 @contextlib.contextmanager
-def working(what: str, console: Console | None = None) -> Iterator[Say]:
+def working(what: str, console: "Console | None" = None, *, shown: bool = True) -> Iterator[Say]:
     """Show a line with the current activity and its elapsed time within the context; removed at its end.
 
     Example:
@@ -26,32 +54,92 @@ def working(what: str, console: Console | None = None) -> Iterator[Say]:
             ...
             say("measuring the model")
 
-    It is written to standard error; if that is not a terminal, a plain line is printed every half a minute.
+    It is written to standard error. If that is not a terminal, a plain line is printed for each activity of more than
+    two seconds, and again every half a minute. A nested context changes the line of the outer one. Pass `shown=False`
+    in every process but one.
     """
-    console = console or PlainConsole(stderr=True)
-    columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
-    # concurrent prints stay on standard output
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal,
-        redirect_stdout=sys.stdout.isatty(),
-    ) as progress:  # fmt: skip
-        task = progress.add_task(plain(what))
-        began_s, now = time.monotonic(), [what]
-
-        def say(text: str) -> None:
-            now[0] = text
-            progress.update(task, description=plain(text))
-
-        with telling(lambda: f"still {now[0]}, {time.monotonic() - began_s:.0f} s so far", console):
+    outer = _shown.get()
+    if not shown:
+        yield lambda _: None
+    elif outer is not None:
+        before = outer.text
+        outer.say(what)
+        try:
+            yield outer.say
+        finally:
+            outer.say(before)
+    else:
+        console = console or progress_console()
+        line = _spinner if console.is_terminal else _lines
+        with line(what, console) as show, describing(what, show) as say:
             yield say
 
 
 @contextlib.contextmanager
-def telling(line: Callable[[], str], console: Console, every_s: float = EVERY_S) -> Iterator[None]:
+def describing(what: str, show: Say) -> Iterator[Say]:
+    """Let nested `working` contexts change a description that is shown already, by calling `show`."""
+    activity = _Activity(what, show)
+    token = _shown.set(activity)
+    try:
+        yield activity.say
+    finally:
+        _shown.reset(token)
+
+
+@contextlib.contextmanager
+def _spinner(what: str, console: "Console") -> Iterator[Say]:
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
+    # concurrent prints stay on standard output
+    with Progress(
+        *columns, console=console, transient=True, disable=console.quiet, redirect_stdout=sys.stdout.isatty()
+    ) as progress:  # fmt: skip
+        task = progress.add_task(plain(what))
+        yield lambda text: progress.update(task, description=plain(text))
+
+
+@contextlib.contextmanager
+def _lines(what: str, console: "Console") -> Iterator[Say]:
+    """Print each activity that lasts, and that it still does."""
+    began_s = time.monotonic()
+    now, changed, ended = [(what, began_s)], threading.Event(), threading.Event()
+
+    def tell() -> None:
+        told, told_s = set(), began_s
+        while True:
+            text, since_s = now[0]
+            due_s = told_s + EVERY_S if text in told else since_s + FIRST_S
+            if changed.wait(max(0.0, due_s - time.monotonic())):
+                changed.clear()
+                if ended.is_set():
+                    return
+                continue
+            told_s = time.monotonic()
+            line = f"still {text}, {told_s - began_s:.0f} s so far" if text in told else text
+            told.add(text)
+            console.print(plain(line), soft_wrap=True)
+
+    def show(text: str) -> None:
+        now[0] = text, time.monotonic()
+        changed.set()
+
+    thread = threading.Thread(target=tell, name="penstock-tell", daemon=True)
+    thread.start()
+    try:
+        yield show
+    finally:
+        ended.set()
+        changed.set()
+        thread.join()
+
+
+@contextlib.contextmanager
+def telling(line: Callable[[], str], console: "Console", every_s: float = EVERY_S) -> Iterator[None]:
     """Print a plain line periodically if there is no terminal: a log, `nohup`, ssh.
 
     Example:
-        with telling(lambda: f"{done} of {total} images", PlainConsole(stderr=True)):
+        with telling(lambda: f"{done} of {total} images", progress_console()):
             ...
     """
     if console.is_terminal:

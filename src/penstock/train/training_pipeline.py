@@ -18,6 +18,7 @@ from penstock.group.world import World
 from penstock.runtime.registry import EAGER
 from penstock.tensors import find_device
 from penstock.terminal.notes import note
+from penstock.terminal.progress import working
 from penstock.train.arrangement import ScheduleChoice, TrainOptions, find_cuts
 from penstock.train.captured import Captured
 from penstock.train.checkpoint import Optimizers, load_checkpoint, save_checkpoint
@@ -71,13 +72,16 @@ class TrainingPipeline:
             if self._joined is not None:
                 self._joined.between_gpus = run.between_gpus
             self._device = find_device(run.device, self._joined.position if self._joined else 0)
-            self._captured = Captured(
-                model, call.args, call.kwargs, dynamic=call.dynamic, weights=call.weights, seed=options.seed,
-                shares=True,
-            )  # fmt: skip
-            self.graph = self._captured.graph
-            num_processes = len(self._joined.devices) if self._joined else 1
-            self.cuts = tuple(find_cuts(self.graph, cut, options, num_processes))
+            first = self._place is None and (self._joined is None or self._joined.rank == FEEDER)
+            with working("capturing the model", shown=first) as say:
+                self._captured = Captured(
+                    model, call.args, call.kwargs, dynamic=call.dynamic, weights=call.weights, seed=options.seed,
+                    shares=True,
+                )  # fmt: skip
+                self.graph = self._captured.graph
+                say("choosing the cuts")
+                num_processes = len(self._joined.devices) if self._joined else 1
+                self.cuts = tuple(find_cuts(self.graph, cut, options, num_processes))
             ScheduleChoice(options.schedule, NUM_BUFFERS)
             if run.survival.survives or self._place is not None:
                 check_survivable(self.graph, options, run, self._device)
@@ -122,7 +126,8 @@ class TrainingPipeline:
         if world.rank == FEEDER and (untrained := self._captured.untrained()):
             note(untrained)
         try:
-            trainer = self._begin_in(world)
+            with working("putting the stages in place", shown=world.rank == FEEDER):
+                trainer = self._begin_in(world)
             self.cuts = tuple(trainer.cuts)  # they depend on the placement of stages
         except BaseException:
             self._closed = True

@@ -44,6 +44,9 @@ def test_rows_of_every_stage_count_and_policy(penstock: Run, tmp_path: Path) -> 
         assert len(row["per_stage"]) == row["stages"]
         assert set(row["per_stage"][0]) >= {"compute_s", "wait_s", "send_s"}
     assert out.splitlines()[-1].startswith("speed-up ")
+    for head in ("runtime", "images/s", "speed-up, times", "efficiency, of 1", "fill, s", "compute, s per pass"):
+        assert head in out
+    assert "by the runtime too" not in out
     words = page.read_text(encoding="utf-8")
     assert "The outputs of all 4 pipelines are bit for bit those of one process." in words
     assert "2 stages, cut by hand at blocks.0.attn:after, splits at" in words
@@ -63,8 +66,11 @@ def test_another_runtime_beside_eager_in_one_process(penstock: Run, tmp_path: Pa
     assert status == 0
     found = json.loads(file.read_text())
     assert found["settings"]["runtime"] == "onnxruntime:int8"
-    _, *rows = found["rows"]
+    serial, *rows = found["rows"]
+    assert serial["runtime"] == "eager"
+    assert "Rows on onnxruntime:int8 differ from one process by the runtime too" in out
     for row in rows:
+        assert row["runtime"] == "onnxruntime:int8"
         assert 0 < row["max_abs_difference"] < 0.1
         assert row["top1_agreement"] >= 0.5
     assert "top-1" in out

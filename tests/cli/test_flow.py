@@ -123,10 +123,15 @@ def test_a_profile_with_runtimes_gives_a_plan_on_one(penstock: Run, tmp_path: Pa
 def test_a_plan_is_a_row_of_the_bench(penstock: Run, planned: Path, tmp_path: Path) -> None:
     plan, file = planned / "plan.json", tmp_path / "bench.json"
     few = ["--stages", 1, "--num-images", 8, "--plan", plan]
-    assert penstock("bench", SMALL, *few)[0] == 2  # the plan is for microbatches of 2
-    status, _, err = penstock("bench", SMALL, *few, "--microbatch-size", 2, "--json", file)
+    status, _, err = penstock("bench", SMALL, *few, "--microbatch-size", 1)
+    assert status == 2
+    assert "got 2 of the plan" in err
+    assert "and 1 before it" in err
+    status, _, err = penstock("bench", SMALL, *few, "--json", file)
     assert status == 0, err
-    row = json.loads(file.read_text())["rows"][-1]
+    found = json.loads(file.read_text())
+    assert found["settings"]["microbatch_size"] == 2
+    row = found["rows"][-1]
     assert (row["policy"], row["stages"], row["bit_equal"]) == ("plan", 2, True)
     assert row["predicted_images_per_second"] > 0
 

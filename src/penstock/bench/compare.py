@@ -31,7 +31,7 @@ from penstock.graph.stages import divide
 from penstock.graph.work import count_work
 from penstock.group.world import World, assign_stages
 from penstock.plan.search.partition import stage_sums
-from penstock.runtime.registry import parse_runtime
+from penstock.runtime.registry import EAGER, parse_runtime
 from penstock.spec.plan import Plan
 from penstock.stream.streaming_pipeline import stream_facts
 from penstock.tracing.trace import Run, make_run
@@ -102,7 +102,7 @@ class Comparison:
             rates.append(self._num_serial * self._rows / seconds[0])
         self._serial_images_per_s = sum(rates) / len(rates)
         return {
-            "mode": "serial", "stages": 1, "policy": None, "cuts": [],
+            "mode": "serial", "stages": 1, "policy": None, "runtime": EAGER.name, "cuts": [],
             "images_per_second": self._serial_images_per_s, "speedup": 1.0, "bit_equal": True,
             "max_abs_difference": 0.0, "fill_s": 0.0, "efficiency": None,
             "ceiling_images_per_second": None, "per_stage": [], "peer_images_per_second": None,
@@ -126,7 +126,7 @@ class Comparison:
         )  # fmt: skip
         measured = self._stream(lambda: self._deploy(world, chosen), len(world.devices), stages, chosen)
         names = [cut.name for cut in chosen]
-        row = measured.row("pipeline", stages, policy or "by hand", names)
+        row = measured.row("pipeline", stages, policy or "by hand", names, self._options.runtime)
         sums = stage_sums(count_work(self.graph, self._sizes), [cut.position for cut in chosen])
         row["shares"] = [work / sum(sums) for work in sums]
         row["crossing_bytes"] = [cut.num_bytes(self._sizes) for cut in chosen]
@@ -140,7 +140,7 @@ class Comparison:
         def deploy() -> Replicas:
             return Replicas([self._deploy(self._world, [], [rank]) for rank in ranks])
 
-        return self._stream(deploy, len(ranks), len(ranks)).row("replicas", 1, "replicas", [])
+        return self._stream(deploy, len(ranks), len(ranks)).row("replicas", 1, "replicas", [], self._options.runtime)
 
     def _deploy(self, world: World, cuts: Sequence[Cut], ranks: Sequence[int] | None = None) -> Deployment:
         self._number += 1
@@ -163,7 +163,7 @@ class Comparison:
 
         measured = self._stream(deploy, len(self._world.devices), len(ranks))
         cuts = [", ".join(cut_set.cuts) for pipeline in plan.pipelines for cut_set in pipeline.cut_sets]
-        row = measured.row("pipeline", len(ranks), "plan", cuts)
+        row = measured.row("pipeline", len(ranks), "plan", cuts, ", ".join(plan.runtimes))
         return row | {"predicted_images_per_second": plan.prediction.rows_per_s}
 
     def peer(self, stages: int) -> dict[str, Any]:
@@ -193,7 +193,8 @@ class Comparison:
         self._ceilings.forget()
         self._peers[stages] = rate = count * self._rows / seconds
         return {
-            "mode": "peer", "stages": stages, "policy": "best blocks", "cuts": [f"{name}:before" for name in modules],
+            "mode": "peer", "stages": stages, "policy": "best blocks", "runtime": EAGER.name,
+            "cuts": [f"{name}:before" for name in modules],
             "images_per_second": rate, "speedup": rate / self._serial_images_per_s, "bit_equal": None,
             "max_abs_difference": None, "fill_s": None, "efficiency": None, "ceiling_images_per_second": None,
             "per_stage": [], "peer_images_per_second": rate,

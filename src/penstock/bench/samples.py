@@ -106,7 +106,7 @@ class Measured:
         """Return each device's mean with the whole model."""
         return tuple(sum(each) / len(each) for each in zip(*self.rates, strict=True))
 
-    def row(self, mode: str, stages: int, policy: str, cuts: list[str]) -> dict[str, Any]:
+    def row(self, mode: str, stages: int, policy: str, cuts: list[str], runtime: str) -> dict[str, Any]:
         """Return a row of the comparison."""
         reports, difference = self.reports, self.difference
         seconds = sum(report.total_s for report in reports)
@@ -115,7 +115,7 @@ class Measured:
         ceiling = sum(self.baseline_rows_per_s)
         limits = [sum(rates) for rates in self.rates]
         return {
-            "mode": mode, "stages": stages, "policy": policy, "cuts": cuts,
+            "mode": mode, "stages": stages, "policy": policy, "runtime": runtime, "cuts": cuts,
             "images_per_second": rate, "steady_images_per_second": steady,
             "speedup": rate / self.serial_images_per_s, "bit_equal": difference.equal,
             "max_abs_difference": difference.largest, "top1_agreement": difference.top1_agreement,

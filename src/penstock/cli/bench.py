@@ -1,18 +1,18 @@
 """`penstock bench`: stage counts and policies against one process, in one run."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
+from rich.table import Column, Table
 
 from penstock.bench.options import BenchOptions
 from penstock.cli import options as opt
 from penstock.cli.cluster import Cluster
-from penstock.cli.settings_options import Given, takes_settings
+from penstock.cli.settings_options import Given, named_options, takes_settings
 from penstock.errors import UsageError
 from penstock.plan.check import read_plan
 from penstock.spec.plan import Plan
@@ -29,6 +29,7 @@ _SHARED = {"microbatch_size": opt.MicrobatchSize, "seed": opt.Seed, "threads": o
 
 @takes_settings(BenchOptions, _SHARED)
 def bench(
+    context: typer.Context,
     *,
     model: opt.Model,
     stages: Annotated[str, typer.Option(help="Stage counts, like 1,2,4.")] = "1,2,4",
@@ -58,15 +59,20 @@ def bench(
     from penstock.deploy.worker import follow
     from penstock.group.entry import join_torchrun, start_local, under_torchrun
     from penstock.report.comparison import write_comparison
+    from penstock.report.comparison_text import name_of
     from penstock.runtime.registry import parse_runtime
     from penstock.tensors import find_device
     from penstock.wire import FEEDER
     from penstock.zoo.models.models import load_model
 
     opt.bind_to(bind, cluster)
-    options = BenchOptions(**given, trace=report is not None)
-    plans = [_read_plan(file, options.microbatch_size) for file in plan or []]
-    wanted = _Rows(opt.parse_numbers(stages, "--stages"), policy.split(","), cut or [], plans, peer)
+    plans = {file: read_plan(file) for file in plan or []}
+    size = given["microbatch_size"] if "microbatch_size" in named_options(context) else None
+    options = BenchOptions(
+        **given | {"microbatch_size": _microbatch_size(plans, size) or given["microbatch_size"]},
+        trace=report is not None,
+    )  # fmt: skip
+    wanted = _Rows(opt.parse_numbers(stages, "--stages"), policy.split(","), cut or [], list(plans.values()), peer)
     wanted.check(options.device)
     parse_runtime(options.runtime)  # before the model is loaded
     world = join_torchrun(followed=True) if under_torchrun() else None
@@ -84,7 +90,7 @@ def bench(
             comparison = Comparison(zoo, world, options, max_stages=most)
             measured = _measure(comparison, wanted, say, lambda rows: _write(json, model, comparison, rows))
         best = max((row for row, _ in measured), key=lambda row: row["speedup"])
-        last_line = f"speed-up {best['speedup']:.2f} with {best['stages']} stages ({best['policy'] or 'serial'})"
+        last_line = f"speed-up {best['speedup']:.2f} with {name_of(best)}"
         world.last_word = last_line
         world.end()
     except BaseException as error:
@@ -163,39 +169,69 @@ def _measurements(comparison: "Comparison", wanted: _Rows) -> Iterator[tuple[str
         yield f"the plan for {names}", len(chosen.devices), partial(comparison.planned, chosen)
 
 
-def _read_plan(file: Path, microbatch_size: int) -> Plan:
-    plan = read_plan(file)
-    if plan.microbatch_rows != microbatch_size:
-        raise UsageError(
-            f"all rows of the table must have the same microbatch size, but the plan {file} has microbatches of "
-            f"{plan.microbatch_rows} images and --microbatch-size is {microbatch_size}; give "
-            f"--microbatch-size {plan.microbatch_rows}"
-        )
-    return plan
+def _microbatch_size(plans: Mapping[Path, Plan], size: int | None) -> int | None:
+    """Return the microbatch size of all rows: as given, or that of the plans; None without either."""
+    for file, plan in plans.items():
+        if size is not None and plan.microbatch_rows != size:
+            raise UsageError(
+                f"all rows of the table must have the same microbatch size; got {plan.microbatch_rows} of the plan "
+                f"{file} and {size} before it; leave --microbatch-size out, and measure plans of other sizes one by one"
+            )
+        size = plan.microbatch_rows
+    return size
 
 
 def _print(rows: list[dict[str, Any]], report: Path | None) -> None:
+    from penstock.report.comparison_text import name_of
+
     console = opt.make_console()
     console.print(_table(rows))
+    for line in _notes(rows):
+        console.print(line, soft_wrap=True)
+    console.print(_stage_table(rows))
     if report is not None:
         console.print(f"the page is {report}", markup=False, soft_wrap=True)
     for row in rows:
         if row.get("limit"):
-            console.print(f"{row['stages']} stages, {row['policy']}: the pace is set by {row['limit']}")
+            console.print(f"{name_of(row)}: {row['limit']}", soft_wrap=True)
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:
-    heads = ("mode", "stages", "policy", "images/s", "speed-up", "efficiency", "fill", "bit-equal")
-    table = Table(*heads, "compute / wait / send per stage")
+    from penstock.report.comparison_text import name_of
+
+    heads = ("row", "runtime", "images/s", "speed-up, times", "efficiency, of 1", "fill, s", "outputs bit-equal")
+    table = Table(*(Column(head, overflow="fold") for head in heads))
     for row in rows:
         table.add_row(
-            row["mode"], str(row["stages"]), row["policy"] or "",
-            f"{row['images_per_second']:.2f}", f"{row['speedup']:.2f}",
+            name_of(row), row["runtime"], f"{row['images_per_second']:.2f}", f"{row['speedup']:.2f}",
             "" if row.get("efficiency") is None else f"{row['efficiency']:.3f}",
-            "" if row["fill_s"] is None else f"{row['fill_s']:.2f} s", _equality(row),
-            "  ".join(f"{s['compute_s']:.1f}/{s['wait_s']:.1f}/{s['send_s']:.1f}" for s in row["per_stage"]),
+            "" if row["fill_s"] is None else f"{row['fill_s']:.2f}", _equality(row),
         )  # fmt: skip
     return table
+
+
+def _stage_table(rows: list[dict[str, Any]]) -> Table:
+    """Return the seconds of every stage in a pass."""
+    from penstock.report.comparison_text import name_of
+
+    heads = ("row", "stage", "device", "compute, s per pass", "wait, s per pass", "send, s per pass")
+    table = Table(*(Column(head, overflow="fold") for head in heads))
+    for row in rows:
+        for number, stage in enumerate(row["per_stage"]):
+            seconds = (f"{stage[name]:.2f}" for name in ("compute_s", "wait_s", "send_s"))
+            table.add_row("" if number else name_of(row), str(stage["stage"]), stage["device"], *seconds)
+    return table
+
+
+def _notes(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield what the figures of the table are compared with."""
+    serial = rows[0]["runtime"]
+    yield (
+        "Speed-up: times one process. Efficiency: steady rate over that of the row's devices, each with the whole "
+        f"model. Fill: until the first result. Outputs are compared with one process. These references run on {serial}."
+    )
+    if others := sorted({row["runtime"] for row in rows} - {serial}):
+        yield f"Rows on {' and '.join(others)} differ from one process by the runtime too, not by the pipeline alone."
 
 
 def _equality(row: dict[str, Any]) -> str:

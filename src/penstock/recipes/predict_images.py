@@ -15,7 +15,6 @@ from penstock.plan.check import read_plan
 from penstock.recipes.classify import Prediction, classify, example_call, labels_comparable, names_of_classes
 from penstock.recipes.predictions import PredictionFile, PredictionRun, check_replaceable, go_on_with
 from penstock.spec.cluster import read_cluster
-from penstock.spec.plan import Plan, runtime_name
 from penstock.spec.profile import read_profile
 from penstock.terminal.live import LiveView
 from penstock.terminal.notes import note, say
@@ -78,7 +77,7 @@ def predict_images(asked: PredictSettings, world: World | None = None) -> tuple[
         microbatch_size = asked.microbatch_size if plan is None else plan.microbatch_rows
         about = PredictionRun(
             model=asked.model, weights=fingerprint_of(zoo.weights), images=asked.images,
-            runtimes=[asked.runtime] if plan is None else _runtimes(plan), num_images=len(chosen),
+            runtimes=[asked.runtime] if plan is None else plan.runtimes, num_images=len(chosen),
         )  # fmt: skip
         if not asked.resume:
             check_replaceable(asked.output, len(chosen))
@@ -108,11 +107,6 @@ def predict_images(asked: PredictSettings, world: World | None = None) -> tuple[
     if not tally.failed:
         return summary, None
     return summary, f"{len(tally.failed)} of {len(chosen)} images failed, the first one: {tally.failed[0].error}"
-
-
-def _runtimes(plan: Plan) -> list[str]:
-    stages = (stage for pipeline in plan.pipelines for stage in pipeline.stages)
-    return sorted({runtime_name(stage.runtime, stage.precision, stage.keep) for stage in stages})
 
 
 def _check_done(file: PredictionFile, images: ImageSet) -> None:

@@ -144,6 +144,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         names = (name for pipeline in self.pipelines for stage in pipeline.stages for name in stage.devices)
         return tuple(dict.fromkeys(names))
 
+    @property
+    def runtimes(self) -> list[str]:
+        """The names of the runtimes of all stages, sorted, each once."""
+        stages = (stage for pipeline in self.pipelines for stage in pipeline.stages)
+        return sorted({runtime_name(stage.runtime, stage.precision, stage.keep) for stage in stages})
+
 
 def encode_plan(plan: Plan) -> bytes:
     """Return a plan as JSON, in one line."""

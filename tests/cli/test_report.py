@@ -31,8 +31,11 @@ def test_from_a_run_to_its_page(penstock: Run, photos: Path, tmp_path: Path) -> 
     assert out.splitlines()[1].startswith(f"run: {SMALL} in 2 stages, ")
     result = json.loads(file.read_text())
     differences = {row[0]: row[1:] for row in result["differences"]}
-    assert differences["stages"] == [1, 2]
-    assert differences["times the first"][0] == "1.00"
+    assert result["runs"] == ["serial", "run"]
+    assert differences["number of stages"] == [1, 2]
+    assert differences["speed-up, times serial"][0] == "1.00"
+    (heads,) = [line for line in out.splitlines() if "quantity" in line]
+    assert heads.split()[1:-1:2] == ["quantity", "serial", "run"]
     seconds = {row[0]: row[1:] for row in result["operators"]}
     assert "aten::addmm" in seconds
     assert seconds["aten::addmm"][3:] == [None, None, None]  # the other run was not profiled

@@ -41,7 +41,7 @@ def test_tables_and_figures_have_one_statistic() -> None:
     each = Named("one", run, measure_stream(run))
     mean_s = (6 * 0.01 + 2 * 0.02) / 8
     assert each.of_all_stages("compute_s") == pytest.approx(2 * mean_s)
-    assert ("computing, of a microbatch", "25 ms") in differences([each]).rows
+    assert ("computing per microbatch, sum of all stages", "25 ms") in differences([each]).rows
     shown = loads(run, each.plain, stage_table(run, each.plain, {}))
     assert sum(bar["y"][0] for bar in shown.data[:2]) == pytest.approx(1e3 * mean_s)
     assert operators_of(run, each.plain)["mm"].seconds == pytest.approx(2.0)

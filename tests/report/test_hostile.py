@@ -57,11 +57,13 @@ def pages(folder: Path) -> dict[str, Path]:
         write_report(folder / kind)
         made[kind] = folder / kind / "report.html"
     rows: list[tuple[dict[str, Any], Run | None]] = [
-        ({"mode": "serial", "stages": 1, "policy": None, "images_per_second": 25.0, "speedup": 1.0, "bit_equal": True},
+        ({"mode": "serial", "stages": 1, "policy": None, "runtime": "eager", "images_per_second": 25.0, "speedup": 1.0,
+          "bit_equal": True},
          None)]  # fmt: skip
     for payload in PAYLOADS[:3]:
         rows.append(({
-            "mode": "pipeline", "stages": 3, "policy": payload, "images_per_second": 50.0, "speedup": 2.0,
+            "mode": "pipeline", "stages": 3, "policy": payload, "runtime": payload, "images_per_second": 50.0,
+            "speedup": 2.0,
             "bit_equal": True, "efficiency": None, "cuts": [payload, payload], "shares": [0.3, 0.3, 0.4],
             "crossing_bytes": [1000, 1000],
         }, hostile(runs["stream"])))  # fmt: skip

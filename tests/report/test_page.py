@@ -143,8 +143,8 @@ def test_dark_and_on_a_phone(page: Any, dark: bool) -> None:
 
 
 def test_a_comparison_of_benchs_rows(browser: Any, tmp_path: Path) -> None:
-    serial = {"mode": "serial", "stages": 1, "policy": None, "images_per_second": 25.0, "speedup": 1.0,
-              "bit_equal": True}  # fmt: skip
+    serial = {"mode": "serial", "stages": 1, "policy": None, "runtime": "eager", "images_per_second": 25.0,
+              "speedup": 1.0, "bit_equal": True}  # fmt: skip
     rows: list[tuple[dict[str, Any], Run | None]] = [(serial, None)]
     for stages, policy, seconds in (
         (2, "balanced", (0.02, 0.02)), (2, "equal-blocks", (0.016, 0.024)), (4, "balanced", (0.010,) * 4)
@@ -153,7 +153,8 @@ def test_a_comparison_of_benchs_rows(browser: Any, tmp_path: Path) -> None:
         rate = run.facts.num_rows / run.facts.total_s
         shares = [part / sum(seconds) for part in seconds]
         rows.append(({
-            "mode": "pipeline", "stages": stages, "policy": policy, "images_per_second": rate, "speedup": rate / 25,
+            "mode": "pipeline", "stages": stages, "policy": policy, "runtime": "eager",
+            "images_per_second": rate, "speedup": rate / 25,
             "bit_equal": True, "efficiency": None, "cuts": [f"{policy}.{n}:after" for n in range(stages - 1)],
             "shares": shares, "crossing_bytes": [1000] * (stages - 1),
         }, run))  # fmt: skip

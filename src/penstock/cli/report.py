@@ -5,10 +5,12 @@ from typing import Annotated, Any
 
 import msgspec
 import typer
+from rich.table import Column, Table
 
 from penstock.cli.options import JsonFile, make_console, write_json
 from penstock.errors import UsageError
 from penstock.report.beside import write_beside
+from penstock.report.page.tables import show
 from penstock.report.run_report import PlansReport, write_any_report
 from penstock.terminal.progress import working
 
@@ -65,10 +67,14 @@ def _beside(runs: list[Path], output: Path, json: Path | None) -> None:
     for line in made.lead:
         console.print(line, markup=False, soft_wrap=True)
     differences, operators = made.tables
+    what, *names = differences.columns
+    table = Table(what, *(Column(name, overflow="fold", justify="right") for name in names))
     for row in differences.rows:
-        console.print("  ".join(f"{cell or '':>14}" for cell in row[1:]) + f"  {row[0]}", markup=False, soft_wrap=True)
+        table.add_row(*(show(cell) for cell in row))
+    console.print(table)
     write_json(json, {
-        "differences": [list(row) for row in differences.rows], "operators": [list(row) for row in operators.rows],
+        "runs": names, "differences": [list(row) for row in differences.rows],
+        "operators": [list(row) for row in operators.rows],
         "files": [str(file) for file in made.files],
     })  # fmt: skip
     console.print(f"the page is {output}", markup=False, soft_wrap=True)

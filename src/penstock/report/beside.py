@@ -157,27 +157,27 @@ def _how(named: Sequence[Named]) -> Text:
 
 def differences(named: Sequence[Named]) -> Table:
     """Return the costs of each run, a column each."""
+    first = named[0]
     rows: list[tuple[Cell, ...]] = [
-        ("stages", *(len(each.stream.stages) for each in named)),
-        ("microbatches", *(each.stream.num_microbatches for each in named)),
-        ("rows of a microbatch", *(each.run.facts.num_rows / each.stream.num_microbatches for each in named)),
-        ("threads of a stage", *(each.run.facts.threads for each in named)),
-        ("rows/s", *(f"{each.rows_per_s:.4g}" for each in named)),
-        ("times the first", *(f"{each.rows_per_s / named[0].rows_per_s:.2f}" for each in named)),
+        ("number of stages", *(len(each.stream.stages) for each in named)),
+        ("number of microbatches", *(each.stream.num_microbatches for each in named)),
+        ("rows per microbatch", *(f"{each.run.facts.num_rows / each.stream.num_microbatches:.4g}" for each in named)),
+        ("threads per stage", *(each.run.facts.threads for each in named)),
+        ("rows per second", *(f"{each.rows_per_s:.4g}" for each in named)),
+        (f"speed-up, times {first.name}", *(f"{each.rows_per_s / first.rows_per_s:.2f}" for each in named)),
     ]
-    of_each = {
-        "computing": "compute_s", "messages": "message_s", "waiting": "wait_s", "between them": "gap_s",
-    }  # fmt: skip
+    of_each = {"computing": "compute_s", "messages": "message_s", "waiting": "wait_s", "the rest": "gap_s"}
     for what, field in of_each.items():
-        rows.append((f"{what}, of a microbatch", *(format_seconds(each.of_all_stages(field)) for each in named)))
+        cells = (format_seconds(each.of_all_stages(field)) for each in named)
+        rows.append((f"{what} per microbatch, sum of all stages", *cells))
     longest = ([stage.mean("compute_s") for stage in each.plain.stages] for each in named)
-    rows.append(("computing in the longest stage", *(format_seconds(max(seconds)) for seconds in longest)))
+    rows.append(("computing per microbatch, slowest stage", *(format_seconds(max(seconds)) for seconds in longest)))
     sent = (format_bytes(each.of_all_stages("num_bytes_out")) for each in named)
-    rows.append(("sent by stages, of a microbatch", *sent))
+    rows.append(("sent per microbatch, sum of all stages", *sent))
     peaks = [each.peaks() for each in named]
-    rows.append(("peak memory of a process", *(format_bytes(max(found)) if found else None for found in peaks)))
-    rows.append(("peak memory of all", *(format_bytes(sum(found)) if found else None for found in peaks)))
-    return Table("differences", "What differs", ("what", *(each.name for each in named)), tuple(rows))
+    for what, add in (("largest process", max), ("sum of all processes", sum)):
+        rows.append((f"peak memory, {what}", *(format_bytes(add(found)) if found else None for found in peaks)))
+    return Table("differences", "What differs", ("quantity", *(each.name for each in named)), tuple(rows))
 
 
 def operators(named: Sequence[Named]) -> Table:
@@ -191,8 +191,8 @@ def operators(named: Sequence[Named]) -> Table:
             took = each.get(name)
             cells += [None] * 3 if took is None else took.cells()
         rows.append(tuple(cells))
-    heads = (head for each in named for head in (f"{each.name}: ms", "calls", "memory"))
-    return Table("operators", "Operators, of a microbatch", ("operator", *heads), tuple(rows))
+    heads = (f"{each.name}: {head}" for each in named for head in ("ms", "calls", "memory"))
+    return Table("operators", "Operators, per microbatch and in all stages", ("operator", *heads), tuple(rows))
 
 
 def operators_of(run: Run, stream: MeasuredStream) -> Mapping[str, Operator]:

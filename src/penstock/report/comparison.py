@@ -95,11 +95,14 @@ def speedups(rows: Sequence[Mapping[str, Any]]) -> Figure:
         "hovertemplate": "n is %{y}<extra></extra>",
     })  # fmt: skip
     cells: tuple[tuple[Cell, ...], ...] = tuple(
-        (row["mode"], row["stages"], row["policy"], row["images_per_second"], row["speedup"],
+        (row["mode"], row["stages"], row["policy"], row["runtime"], row["images_per_second"], row["speedup"],
          row.get("efficiency"), None if row["bit_equal"] is None else "yes" if row["bit_equal"] else "no")
         for row in rows
     )  # fmt: skip
-    columns = ("mode", "stages", "policy", "images/s", "speed-up", "of the ceiling", "bit-equal")
+    columns = (
+        "mode", "number of stages", "policy", "runtime", "images/s", "speed-up, times one process",
+        "efficiency, of all devices alone", "outputs bit-equal",
+    )  # fmt: skip
     alt = "Speed-up over one process: " + ", ".join(f"{name_of(row)} {row['speedup']:.2f}" for row in pipelines) + "."
     layout = {
         "barmode": "group", "height": 400, "xaxis": {"automargin": True, "type": "category"},
@@ -159,7 +162,7 @@ def loads(traced: Sequence[Compared]) -> Figure:
          format_seconds(s.mean("wait_s")), format_seconds(s.mean("message_s")))
         for item in traced for s in item.stream.stages
     )  # fmt: skip
-    columns = ("pipeline", "stage", "alone", "computes", "waits", "messages")
+    columns = ("pipeline", "stage", "computing alone", "computing", "waiting", "messages")
     alt = "What the stages take alone per microbatch: " + " ".join(
         f"{item.name}: {', '.join(format_seconds(s.alone_s) for s in item.stream.stages)}." for item in traced
     )
@@ -178,7 +181,7 @@ def split_points(traced: Sequence[Compared]) -> Table:
             follows = stage < len(cuts)
             rows.append((item.name, stage, cuts[stage] if follows else None, f"{share:.1%}",
                          format_bytes(crossing[stage]) if follows else None))  # fmt: skip
-    columns = ("pipeline", "stage", "cut after it", "of the counted work", "crosses there")
+    columns = ("pipeline", "stage", "cut after it", "share of the counted work", "crosses the cut, per microbatch")
     return Table("splits", "The split points", columns, tuple(rows))
 
 

@@ -5,10 +5,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from penstock.plan.check import read_plan
 from penstock.spec.cluster import write_cluster
-from penstock.spec.profile import Unit, write_profile
+from penstock.spec.profile import Unit, read_profile, write_profile
 from penstock.tracing.record import RECORDING_BYTES
 from tests.spec.samples import make_cluster, make_profile
 
@@ -54,6 +55,21 @@ def test_an_explanation(penstock: Run, files: tuple[Path, Path], tmp_path: Path)
     result = json.loads((tmp_path / "out.json").read_text())
     assert result["plan"]["model"] == "line"
     assert result["helps"][0]["gain"] > 0.2
+
+
+@pytest.mark.parametrize(("spread", "noise", "said"), [(0.01, 0.1, "below 10.0% are not decided"), (0.0005, 0.005, "")])
+def test_differences_below_the_noise_of_the_profile_are_not_decided(
+    spread: float, noise: float, said: str, penstock: Run, files: tuple[Path, Path], tmp_path: Path
+) -> None:
+    measured = read_profile(files[0])
+    units = tuple(replace(unit, forward_spread_s=(spread,)) for unit in measured.units)
+    write_profile(files[0], replace(measured, units=units))
+    status, out, _ = penstock("plan", *files, "--json", tmp_path / "out.json")
+    assert status == 0
+    lines = [line for line in out.splitlines() if "not decided" in line]
+    assert len(lines) == bool(said)
+    assert said in out
+    assert json.loads((tmp_path / "out.json").read_text())["noise"] == pytest.approx(noise)
 
 
 def test_a_lab_file_is_a_cluster(penstock: Run, files: tuple[Path, Path], tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from penstock.plan.cost.pipeline_cost import bottleneck_bound_s
 from penstock.plan.cost.predict import predict
 from penstock.plan.cost.problem import Placed, Problem
 from penstock.plan.cost.stage_cost import Setting
+from penstock.plan.explain import noise_lines
 from penstock.plan.search.replicas import rates_of
 from penstock.spec.cluster import Cluster, Device, parse_cluster, write_cluster
 from penstock.spec.plan import decode_plan, encode_plan
@@ -291,3 +292,15 @@ def test_layers_that_stay_in_float32_stay_so_in_a_plan() -> None:
     assert {(stage.precision, stage.keep) for stage in plan.pipelines[0].stages} == {("int8", ("head",))}
     again = predict(plan, profile, make_cluster(1, 1))
     assert again.prediction.rows_per_s == pytest.approx(plan.prediction.rows_per_s)
+
+
+def test_plans_within_the_noise_of_the_profile_are_counted() -> None:
+    units = tuple(Unit(forward_s=(1.0,), forward_spread_s=(0.06,)) for _ in range(8))
+    profile = make_profile([1.0] * 8, units=units)
+    choice = choose(profile, make_cluster(1, 1), Request(alternate=False))
+    (line,) = noise_lines(choice, profile)
+    near = [c for c in choice.others if c.prediction.rows_per_s >= 0.94 * choice.plan.prediction.rows_per_s]
+    assert line.startswith("differences below 6.0% are not decided")
+    assert ("1 other plan is that near" in line) == (len(near) == 1)
+    assert ("other plan" in line) == bool(near)
+    assert noise_lines(choice, make_profile([1.0] * 8)) == []

@@ -35,6 +35,18 @@ def test_seconds_between_and_beyond_what_was_measured() -> None:
     assert interpolate((2, 4), (1.0, 9.0), 1) == 0.0  # seconds are never negative
 
 
+def test_noise_adds_up_the_ranges_of_all_units() -> None:
+    units = (
+        Unit(forward_s=(1.0, 4.0), forward_spread_s=(0.05, 0.1), backward_s=(2.0, 8.0), backward_spread_s=(0.1, 0.2)),
+        Unit(forward_s=(1.0, 4.0), forward_spread_s=(0.05, 0.1), backward_s=(0.0, 0.0)),
+    )
+    profile = make_profile([1.0, 1.0], rows=(1, 4), units=units)
+    assert profile.noise(1) == pytest.approx(0.2 / 4.0)
+    assert profile.noise(4) == pytest.approx(0.4 / 16.0)
+    assert profile.noise(2) == pytest.approx((0.2 + 0.2 / 3) / 8.0)
+    assert make_profile([1.0]).noise(1) == 0.0
+
+
 @given(st.integers(1, 40), st.floats(0, 10), st.floats(0, 10))
 def test_lines_are_kept(rows: int, start: float, slope: float) -> None:
     table = [start + slope * row for row in (1, 3, 8)]

@@ -13,7 +13,7 @@ from penstock.errors import UsageError
 from penstock.plan.candidates import PlanAim, Request
 from penstock.plan.choose import choose
 from penstock.plan.cost.training_step import ADAMW_STATE
-from penstock.plan.explain import explain, load_lines, summary, what_would_help
+from penstock.plan.explain import explain, load_lines, noise_lines, summary, what_would_help
 from penstock.plan.schedule.schedules import SCHEDULES
 from penstock.spec.cluster import read_cluster
 from penstock.spec.plan import write_plan
@@ -107,7 +107,7 @@ def plan(
     lines = (
         explain(choice, devices, helps) if explanation else [summary(choice.plan), *load_lines(choice.plan, devices)]
     )
-    for line in lines:
+    for line in (*lines, *noise_lines(choice, measured)):
         console.print(line, markup=False, soft_wrap=True)
     if output is not None:
         write_plan(output, choice.plan)
@@ -116,6 +116,7 @@ def plan(
         for c in choice.others
     ]
     result = {
+        "noise": measured.noise(choice.best.rows),
         "plan": choice.plan, "kind": choice.best.kind, "exact": choice.best.exact,
         "others": others, "helps": [{"change": h.change, "rows_per_s": h.rows_per_s, "gain": h.gain} for h in helps],
     }  # fmt: skip

@@ -122,18 +122,15 @@ def _show(console: Console, made: Profile, output: Path, json: Path | None) -> N
 
 
 def _table(profile: Profile) -> Table:
-    table = Table("rows", "seconds per microbatch", "rows per second", "spread of the unit sums")
+    table = Table("rows", "seconds per microbatch", "rows per second", "passes differ by, at most")
     for index, rows in enumerate(profile.rows):
         seconds = sum(unit.forward_s[index] for unit in profile.units)
-        # upper bound: units vary at most independently, so the sum of their ranges exceeds the range of the whole
-        spread = sum(unit.forward_spread_s[index] for unit in profile.units)
         said = format_seconds(seconds)
         backward = [unit.backward_s[index] for unit in profile.units if unit.backward_s is not None]
         if backward:
             said += f" forward, {format_seconds(sum(backward))} backward"
             seconds += sum(backward)
-            spread += sum(unit.backward_spread_s[index] for unit in profile.units)
-        table.add_row(str(rows), said, f"{rows / seconds:.2f}", f"{spread / seconds:.1%}")
+        table.add_row(str(rows), said, f"{rows / seconds:.2f}", f"{profile.noise(rows):.1%}")
         for column in profile.runtimes:
             fast, eager = column.forward_s[index], column.eager_s[index]
             said = f"{format_seconds(fast)} on {column.runtime} in {column.precision}, off by {column.error:.2%}"

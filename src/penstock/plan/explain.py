@@ -21,6 +21,7 @@ _Linked = TypeVar("_Linked", Device, Link)
 _BAR = 30
 # with many devices, planning again for each possible change would take longer than planning did
 _MAX_TRIED_DEVICES = 16
+_STEADY = 0.01  # passes of a profile that differ by less get no line
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,20 @@ def summary(plan: Plan) -> str:
         f"{what}{rotation}: {prediction.rows_per_s:.4g} rows/s steady, {prediction.num_rows} rows in "
         f"{format_seconds(prediction.total_s)}, latency {format_seconds(prediction.latency_s)}"
     )
+
+
+def noise_lines(choice: Choice, profile: Profile) -> list[str]:
+    """Return a line on differences that the profile does not decide, or none if its measurements were steady."""
+    rows, rate = choice.best.rows, choice.best.prediction.rows_per_s
+    noise = profile.noise(rows)
+    if noise < _STEADY:
+        return []
+    alike = sum(abs(c.prediction.rows_per_s / rate - 1) <= max(noise, profile.noise(c.rows)) for c in choice.others)
+    others = f"; {alike} other plan{'s are' if alike > 1 else ' is'} that near to this one" if alike else ""
+    return [
+        f"differences below {noise:.1%} are not decided, as the profile's passes of {rows} rows differ by up to "
+        f"that{others}; to compare closer, profile again on an idle machine, with more --repeats"
+    ]
 
 
 def load_lines(plan: Plan, cluster: Cluster) -> list[str]:

@@ -150,6 +150,24 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         """The names of the boundaries between units, in order."""
         return tuple(boundary.name for boundary in self.boundaries[1:-1])
 
+    def noise(self, rows: int) -> float:
+        """Return how far passes of a batch size lay apart, as a part of their seconds; 0 if it was not recorded.
+
+        It is the sum of the interquartile ranges of all units, as if all units varied together. Between measured batch
+        sizes it is interpolated.
+        """
+        seconds, spreads = [0.0] * len(self.rows), [0.0] * len(self.rows)
+        for unit in self.units:
+            for sums, tables in (
+                (seconds, (unit.forward_s, unit.backward_s)),
+                (spreads, (unit.forward_spread_s, unit.backward_spread_s)),
+            ):
+                for table in tables:
+                    for index, value in enumerate(table or ()):
+                        sums[index] += value
+        whole_s = interpolate(self.rows, seconds, rows)
+        return interpolate(self.rows, spreads, rows) / whole_s if whole_s else 0.0
+
     def _check_numbers(self) -> None:
         for name in _NUMBERS:
             _check_number(name, getattr(self, name))

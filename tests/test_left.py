@@ -10,6 +10,7 @@ import pytest
 from penstock import files
 from penstock.cluster.ssh.keeper import drop_left_keys
 from penstock.files import locked, write_whole, written_whole
+from tests.processes import run_python
 
 WRITES = """
 import sys, time
@@ -123,3 +124,9 @@ def test_a_missing_interpreter_leaves_no_key(tmp_path: Path) -> None:
     ended = subprocess.run(arguments, input=b"secret\n", capture_output=True, check=False, timeout=60)
     assert ended.returncode != 0
     assert list(tmp_path.iterdir()) == []
+
+
+def test_processes_that_tests_kill_have_no_folders_of_wandb() -> None:
+    """It makes them where it is imported, as by timm, and only the usual end of an interpreter removes them."""
+    done = run_python("-c", "import sys, timm; print('wandb' in sys.modules)", deadline_s=60.0)
+    assert (done.status, done.stdout) == (0, "False\n")

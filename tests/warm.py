@@ -158,8 +158,11 @@ def _connect(place: Path) -> socket.socket:
 
 def _import() -> None:
     """Import what processes will need, without a thread: none would be there after a fork."""
+    # timm imports wandb if it can, which makes folders that only the usual end of an interpreter removes
+    sys.modules["wandb"] = None  # type: ignore[assignment]
     for name in _IMPORTED:
         importlib.import_module(name)
+    del sys.modules["wandb"]
     # what makes a first capture slow is imported in the course of it
     import penstock
     from tests.train.test_pipeline import images, small

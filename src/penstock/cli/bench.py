@@ -40,7 +40,8 @@ def bench(
         list[str] | None, typer.Option("--cut", metavar="A:after,B:after", help="Cuts of an additional row.")
     ] = None,
     plan: Annotated[
-        list[Path] | None, typer.Option("--plan", metavar="plan.json", help="Plan of an additional row.")
+        list[Path] | None,
+        typer.Option("--plan", metavar="plan.json", help="Plan of an additional row; sets --microbatch-size."),
     ] = None,
     given: Given,
     peer: Annotated[bool, typer.Option("--peer", help="Comparison with torch.distributed.pipelining.")] = False,
@@ -53,7 +54,7 @@ def bench(
     cluster: Cluster = None,
     json: opt.JsonFile = None,
 ) -> None:
-    """Measure a model serially and as pipelines: images per second, speed-up, equality, time per activity."""
+    """Measure a model on eager in one process, and as pipelines: images per second, speed-up, equality, seconds."""
     from penstock.bench.compare import Comparison
     from penstock.bench.peer import peer_job, start_peers
     from penstock.deploy.worker import follow

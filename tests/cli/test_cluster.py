@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from penstock.cli import cluster
 from penstock.cli.cluster import take_cluster
 from penstock.cli.hosts import join_arguments
 from penstock.errors import UsageError
@@ -44,6 +45,21 @@ def test_bench_runs_on_the_hosts_of_a_lab_without_what_lies_in_the_current_folde
     assert said["settings"]["devices"] == ["rank 0 on h0", "rank 1 on h1"]
     assert said["settings"]["threads"] == 1
     assert said["rows"][-1]["bit_equal"]
+
+
+@pytest.mark.root
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="a lab needs root")
+@pytest.mark.parametrize("verb", ["infer", "bench"])
+def test_a_first_host_that_is_killed_is_named(
+    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        cluster, "module_command", lambda *_: ["sh", "-c", "[ $RANK = 0 ] || exec sleep 60; kill -9 $$"]
+    )
+    hosts = "".join(f'[[hosts]]\nname = "h{i}"\ncpu = 0.5\nmemory = "64 MiB"\n' for i in range(2))
+    (tmp_path / "lab.toml").write_text(f'name = "clikilled"\n{hosts}')
+    assert cluster.run_on_cluster(tmp_path / "lab.toml", [verb]) == 1
+    assert capsys.readouterr().err == "error: h0 ended with SIGKILL\n"
 
 
 def test_a_machine_joins_as_a_worker_or_with_a_verb() -> None:

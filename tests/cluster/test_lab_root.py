@@ -16,7 +16,8 @@ import pytest
 from penstock.cluster.lab import Lab, LabSpec, lab_session, take_down, write_lab
 from penstock.cluster.lab.cgroups import Cgroups
 from penstock.cluster.lab.machine import find_cgroups
-from penstock.errors import ClusterError, RunError
+from penstock.cluster.output import EndTogether
+from penstock.errors import ClusterError, OutOfMemory, RunError
 from tests.cluster.labs import MIB, Collected, make_spec, output_of, traces, until
 
 PROGRAMS = ("ip", "tc", "unshare")
@@ -297,6 +298,18 @@ def test_running_out_of_memory_names_host_limit_and_user() -> None:
     assert f"'{sys.executable} -c x"[:20] in message
     assert "the host's peak was 67.1 MB" in message
     assert "\n" not in message
+
+
+@pytest.mark.parametrize("ends", ["first", "first-failed"])
+def test_running_out_of_memory_on_the_first_host_is_not_outlived(ends: EndTogether) -> None:
+    spec = LabSpec(name=f"{NAME}m", hosts=make_spec("x", memory_bytes=64 * MIB).hosts)
+    command = ["sh", "-c", f'[ $RANK = 0 ] || exec sleep 60; {sys.executable} -c "$0" || exit 1', GROW]
+    with (
+        lab_session(spec) as lab,
+        lab.start(command, output=Collected(), end_together=ends) as run,
+        pytest.raises(OutOfMemory, match="host0"),
+    ):
+        run.wait(timeout_s=20)
 
 
 def test_a_lab_taken_down_ends_its_run() -> None:

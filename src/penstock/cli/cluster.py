@@ -11,7 +11,7 @@ import typer
 from penstock.cli.options import bind_to
 from penstock.cluster.lab import lab_session, read_lab
 from penstock.cluster.lab.signals import ended_by_signals
-from penstock.cluster.output import EndTogether, OutputLine, print_line
+from penstock.cluster.output import EndTogether, OutputLine, exit_name, print_line
 from penstock.cluster.ssh.remote import Host, address_of, hosts_of
 from penstock.cluster.ssh.run import PORT, RemoteRun, environment, remote_command
 from penstock.errors import UsageError
@@ -65,6 +65,8 @@ def _run_in_lab(path: Path, arguments: Sequence[str]) -> int:
         env = {**QUIET, TRUSTED: "1", "PYTHONPATH": module_path()}
         run = stack.enter_context(lab.start(command, env=env, output=_shown(first), end_together=ends))
         run.wait()
+    if run.first_code is not None and run.first_code < 0:  # a signal, of which the process could say nothing
+        say(f"error: {first} ended with {exit_name(run.first_code)}", err=True)
     return _status(run.exit_codes, first, ends)
 
 

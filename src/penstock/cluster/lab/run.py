@@ -111,7 +111,7 @@ class LabRun:
             )
         if self._failure is not None:
             raise self._failure
-        outlived = self._end_together == "first" or (self._end_together == "first-failed" and not self.first_code)
+        outlived = self._end_together in {"first", "first-failed"} and not self.first_code
         if self._out_of_memory is not None and not outlived:
             raise OutOfMemory(self._out_of_memory)
         return {host: code if code is not None else 0 for host, code in self.exit_codes.items()}

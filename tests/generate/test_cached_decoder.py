@@ -32,7 +32,7 @@ NEW = 34  # beyond the window of those that have one
 def test_the_tokens_of_transformers(name: str) -> None:
     model = decoder(name)
     wrapped = CachedDecoder(model, slots=3, length=128).eval()
-    graph = capture(wrapped, (), wrapped.example(3, 32), dynamic=wrapped.dynamic)
+    graph = capture(wrapped, (), wrapped.example(3, 32), dynamic=wrapped.dynamic, largest=wrapped.largest)
     split = split_at(wrapped, graph, list(Cuts(graph))[7::40])  # also inside of blocks
     lanes = Lanes(num_lanes=1, num_used=1, slots=3, recurrent=wrapped.recurrent)
     given = prompts(5, 33, 70)
@@ -110,7 +110,7 @@ def test_attention_that_counts_from_the_cache_is_refused_beyond_its_start() -> N
 
 def test_caches_that_do_not_fit_are_refused_before_they_are_made() -> None:
     wrapped = CachedDecoder(decoder("llama"), slots=3, length=128).eval()
-    graph = capture(wrapped, (), wrapped.example(3, 32), dynamic=wrapped.dynamic)
+    graph = capture(wrapped, (), wrapped.example(3, 32), dynamic=wrapped.dynamic, largest=wrapped.largest)
     program = divide(graph, [])[0]
     states = tuple(
         replace(state, value=replace(state.value, shape=(2**18, 2**12, 2, 12))) if state.kind == "cache" else state

@@ -20,7 +20,7 @@ def test_bits_stay(family: str, groups: bool, monkeypatch: pytest.MonkeyPatch) -
     model = CachedDecoder(decoder(family), slots=2, length=64).eval()
 
     def captured() -> Graph:
-        return capture(model, (), model.example(2, 32), dynamic=model.dynamic)
+        return capture(model, (), model.example(2, 32), dynamic=model.dynamic, largest=model.largest)
 
     shared = captured()
     monkeypatch.setattr(translate, "share_heads", lambda graph: graph)
@@ -39,7 +39,7 @@ def test_bits_stay(family: str, groups: bool, monkeypatch: pytest.MonkeyPatch) -
 
 def test_no_cut_inside_a_norm() -> None:
     model = CachedDecoder(decoder("gemma"), slots=2, length=64).eval()
-    graph = capture(model, (), model.example(2, 32), dynamic=model.dynamic)
+    graph = capture(model, (), model.example(2, 32), dynamic=model.dynamic, largest=model.largest)
     kinds = [op.target.split(".")[1] for op in graph.ops]
     norms = [index for index, kind in enumerate(kinds) if kind == "rsqrt"]
     assert len(norms) == 2 * 3 + 1

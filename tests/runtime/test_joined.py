@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 def captured(name: str) -> tuple[Graph, nn.Module]:
     model = CachedDecoder(decoder(name), slots=2, length=128).eval()
-    return capture(model, (), model.example(2, 32), dynamic=model.dynamic), model
+    return capture(model, (), model.example(2, 32), dynamic=model.dynamic, largest=model.largest), model
 
 
 def call(step: int, start: int, room: int, wanted: int = 1) -> tuple[dict[str, int], list[Tensor]]:

@@ -24,13 +24,15 @@ from penstock.zoo.weights.weights import Weights
 class ModelCall:
     """A model with an example call, which is captured, and the source of its tensors.
 
-    `model` is a module, a function that makes one, a list of modules, or None in a worker.
+    `model` is a module, a function that makes one, a list of modules, or None in a worker. `dynamic` and `largest` are
+    those of `capture`.
     """
 
     model: nn.Module | Sequence[nn.Module] | Callable[[], nn.Module] | None
     args: Sequence[Any] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     dynamic: Mapping[str, Mapping[str | int, int]] | None = None
+    largest: Mapping[str, int] | None = None
     weights: Weights | None = None  # default: the model's own
 
 

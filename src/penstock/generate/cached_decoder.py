@@ -171,6 +171,11 @@ class CachedDecoder(nn.Module):
             found |= {"source": {"source": 1}, "source_room": {"source_places": 0}}
         return found
 
+    @property
+    def largest(self) -> dict[str, int]:
+        """Return the largest sizes that `forward` takes."""
+        return dict.fromkeys(("room", "source", "source_room") if self.encodes else ("room",), self.length)
+
     def example(self, rows: int, chunk: int) -> dict[str, Tensor]:
         """Return the inputs of the largest call: `rows` sequences, `chunk` tokens each, at the full length."""
         chunk = 1 if self.recurrent else chunk
@@ -194,7 +199,7 @@ def decoder_call(model: Any, caches: Generation, weights: Weights | None = None)
     decoder = CachedDecoder(model, slots=caches.slots * caches.lanes, length=caches.max_length).eval()
     return ModelCall(
         model=decoder, kwargs=decoder.example(caches.slots, CHUNKS[-1]), dynamic=decoder.dynamic,
-        weights=None if weights is None else PrefixedWeights(weights, "model."),
+        largest=decoder.largest, weights=None if weights is None else PrefixedWeights(weights, "model."),
     )  # fmt: skip
 
 

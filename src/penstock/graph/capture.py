@@ -46,6 +46,7 @@ def capture(
     kwargs: Mapping[str, Any] | None = None,
     *,
     dynamic: Mapping[str, Mapping[str | int, int]] | None = None,
+    largest: Mapping[str, int] | None = None,
 ) -> Graph:
     """Capture a model's forward pass as a graph that runs at any batch size.
 
@@ -59,7 +60,8 @@ def capture(
     `batched_mm`.
 
     `dynamic` declares further symbolic dimensions: a name, then input names or positions and their
-    dimension, as in `{"sequence": {"input_ids": 1, "attention_mask": 1}}`.
+    dimension, as in `{"sequence": {"input_ids": 1, "attention_mask": 1}}`. `largest` are sizes that the model does not
+    exceed, by these names; limits that are not given take a second export.
 
     Example:
         graph = capture(timm.create_model("deit_small_patch16_224").eval(), (torch.randn(2, 3, 224, 224),))
@@ -79,11 +81,11 @@ def capture(
             return _export(model, arguments, keywords, None, fixed_batch=None)
         wide_arguments, wide_keywords = (_widen(x, rows) for x in (arguments, keywords))
         labels = _label(model, wide_arguments, wide_keywords, dynamic or {})
-        shapes = _dynamic_shapes(model, labels, dynamic or {})
+        shapes = _dynamic_shapes(model, labels, dynamic or {}, largest)
         try:
             return _export(model, wide_arguments, wide_keywords, shapes, labels, fixed_batch=None)
         except CaptureError as error:
-            limits = _limits(error) if dynamic else {}
+            limits = {**(largest or {}), **found} if dynamic and (found := _limits(error)) else {}
             if dynamic and not limits:
                 raise
         if limits:

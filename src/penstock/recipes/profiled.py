@@ -83,7 +83,7 @@ def profile_generation(
     call = decoder_call(zoo.module, caches, zoo.weights)
     if not isinstance(call.model, CachedDecoder) or call.weights is None:
         raise UsageError(f"{name} has no weights to measure; give --weights or --pretrained")
-    graph = capture(call.model, call.args, call.kwargs, dynamic=call.dynamic)
+    graph = capture(call.model, call.args, call.kwargs, dynamic=call.dynamic, largest=call.largest)
     more_bytes = script_bytes(base_bytes)
     room = -(-caches.max_length // (2 * BLOCK)) * BLOCK
     # in a step the encoder has nothing to do

@@ -68,7 +68,7 @@ def divide_model(call: ModelCall, cut: CutOptions, run: RunOptions, world: World
     if not isinstance(call.model, nn.Module):
         raise UsageError("the driver needs the model; pass it to Pipeline")
     with advising(call.model):
-        graph = capture(call.model, call.args, call.kwargs, dynamic=call.dynamic)
+        graph = capture(call.model, call.args, call.kwargs, dynamic=call.dynamic, largest=call.largest)
     _, sizes = bind_inputs(graph, call.args, call.kwargs)
     load = partial(load_state, graph, weights=call.weights or ModuleWeights(call.model))
     if (plan := cut.plan) is not None:

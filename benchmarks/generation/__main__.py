@@ -1,7 +1,8 @@
 """Run with `python -m benchmarks.generation --json FILE [--model hf:FOLDER] [--quick] [--only PART]`.
 
 `equal` and `invariant` need nothing but this repository. `--model` is a folder with a language model and its tokenizer,
-for the speeds: one process beside `model.generate`, and, as root, one and four hosts of a lab with 0.35 of a core each.
+for the speeds: one process beside `model.generate`, and, as root, one and four hosts of a lab with 0.35 of a core each;
+and for `fits`: hosts without enough memory for the whole model.
 `--runtime` is that of the speeds.
 """
 
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.generation.fits import fits
 from benchmarks.labs import lab_text
 from penstock.cluster.lab import lab_session, read_lab
 from penstock.generate.generator import Generator
@@ -35,7 +37,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True, help="where to write rows and summary")
     parser.add_argument("--model", help="hf:FOLDER, for speeds")
     parser.add_argument("--quick", action="store_true", help="one family of eight, 8 requests")
-    parser.add_argument("--only", choices=["equal", "alone", "lab"], help="one part")
+    parser.add_argument("--only", choices=["equal", "alone", "lab", "fits"], help="one part")
     parser.add_argument("--runtime", default="eager", help="such as onnxruntime, for speeds")
     given = parser.parse_args()
     torch.set_num_threads(1)
@@ -47,6 +49,9 @@ def main() -> None:
         found["alone"] = beside_transformers(given.model, given.runtime)
     if given.model and given.only in {None, "lab"}:
         found["lab"] = in_lab(given.model, (1, 4), 8 if given.quick else 16, given.runtime)
+    if given.model and given.only in {None, "fits"}:
+        with tempfile.TemporaryDirectory() as place:
+            found["fits"] = fits(given.model, _PROMPTS[0], Path(place))
     found["summary"] = summarize(found)
     given.json.write_text(json.dumps(found, indent=1) + "\n")
     print(json.dumps(found["summary"]))
@@ -65,6 +70,9 @@ def summarize(found: dict[str, Any]) -> dict[str, Any]:
         one, four = found["lab"]
         summary["speedup_4"] = round(four["tokens_per_s"] / one["tokens_per_s"], 3)
         summary["equal_in_lab"] = one["texts"] == four["texts"]
+    if "fits" in found:
+        summary |= {name: found["fits"][name] for name in ("host_mib", "needs_mib", "one_host", "stages")}
+        summary["equal_where_one_does_not_fit"] = found["fits"]["equal"]
     return summary
 
 

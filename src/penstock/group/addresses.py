@@ -13,12 +13,12 @@ from penstock.errors import RunError, UsageError
 
 LOOPBACK = "127.0.0.1"
 BIND = "PENSTOCK_BIND"  # the listening address of this process and its children
-# an unassigned address for documentation (RFC 5737): the route to it is the route out
+# an unassigned address for documentation (RFC 5737), reached by the default route
 _ANYWHERE = "192.0.2.1"
 _PREFIX = "penstock-"  # of private folders of one account
 _OWN = {".taken", ".store"}  # suffixes of regular files in such a folder
-_MOST_PATH = 94  # of 104 bytes for the path of a socket, the smallest limit of all systems
-_PORT_OF_FOLDER = 29500  # never taken by its processes, which count from 1
+_MOST_PATH = 94  # the smallest limit of all systems on a socket's path is 104 bytes
+_PORT_OF_FOLDER = 29500  # the processes in the folder number their ports from 1, so this one stays free
 
 
 def listen(address: str, port: int = 0) -> socket.socket:
@@ -85,9 +85,9 @@ def local_address(towards: str) -> str:
 def first_address(host: str, *, all_here: bool) -> str:
     """Return the address of rank 0's host for all ranks of a run.
 
-    A host's own name often resolves to a loopback address on that host. A name that does not is returned unchanged.
-    Otherwise the result is the loopback address with `all_here`, for a run on this machine alone, or if loopback itself
-    was named; else this machine's address on its outgoing route.
+    A name that does not resolve to a loopback address is returned unchanged. A host's own name often does on that host:
+    then the result is loopback with `all_here` (a run on this machine alone) or if `host` is loopback itself, else this
+    machine's address on its default route.
 
     >>> first_address("localhost", all_here=False)
     '127.0.0.1'
@@ -133,7 +133,7 @@ def _is_loopback(address: str) -> bool:
 
 
 class PrivateFolder:
-    """A new folder that only this account may enter, removed when this process ends at the latest.
+    """A new folder that only this account may enter, removed at the latest when this process exits.
 
     Example:
         folder = PrivateFolder()
@@ -163,7 +163,7 @@ def remove_left(path: str) -> None:
     folder = Path(path)
     if not folder.name.startswith(_PREFIX) or not folder.is_dir():
         return
-    with contextlib.suppress(OSError):  # another process removes it too, or it has foreign files
+    with contextlib.suppress(OSError):  # another process removes it too, or it contains other files
         for file in folder.iterdir():
             if file.is_socket() or file.suffix in _OWN:
                 file.unlink(missing_ok=True)

@@ -22,7 +22,7 @@ from penstock.errors import RunError
 from penstock.group.addresses import listen, reach
 from penstock.transport.watched import StoreSilent, run_watched
 
-# timeout of torch's waits; it only expires if the other side answers at all
+# timeout for a key to appear; the server enforces it, so it does not help if the server is silent
 _TIMEOUT = datetime.timedelta(seconds=60)
 # Torch resolves the peer's name for its log lines only. A name server that does not answer delays each connection by
 # 5 s, or by 10 s with a second attempt.
@@ -107,7 +107,7 @@ class PatientStore:
         store = PatientStore(lambda: connect_store("192.168.1.10", 29500), deadline_s=10.0)
         store.call(lambda s: s.set("joined/1", "1"))
 
-    After a call that was not answered in time, every further one raises `StoreSilent` immediately. Errors of the call
+    After a call that was not answered in time, every further call raises `StoreSilent` immediately. Errors of the call
     and of `connect` propagate.
     """
 

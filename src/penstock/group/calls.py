@@ -1,6 +1,6 @@
-"""Collective calls of a training run: all ranks must make the same ones in order, and mismatches are reported.
+"""Collective calls of a training run: all ranks must make the same calls in order; mismatches are reported.
 
-Each process numbers its calls. Objects that ranks exchange carry the call's name, heartbeats its number and name:
+Each process numbers its calls. Exchanged objects carry the call's name; heartbeats carry its number and name:
 
     rank 0   … 16 train_step   17 evaluate      waits for all
     rank 1   … 16 train_step   17 train_step    waits for all       ──▶ rank 0 ends both waits
@@ -14,7 +14,7 @@ from penstock.errors import ConnectionBroken, RunError, UsageError
 
 _CALL = "call"
 _LOADING = "the loader"
-ADVICE = "every rank calls every method, in the same order; move the call out of `if rank == 0`"
+ADVICE = "every rank must call every method, in the same order; move the call out of `if rank == 0`"
 
 
 class Calls:

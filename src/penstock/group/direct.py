@@ -17,10 +17,10 @@ WAYS = ["auto", "gloo", "nccl"]
 
 
 def go_direct(world: World, ranks: Collection[int], device: torch.device) -> bool:
-    """Negotiate NCCL between these ranks, and switch the world's transport to it if all agree; return whether they do.
+    """Negotiate NCCL between these ranks and switch the world's transport to it if all agree; return whether they do.
 
     The ranks and the driver call this. The driver's `world.between_gpus` decides: `auto` uses NCCL if every rank has it
-    and a GPU of its own, `gloo` never uses it, `nccl` requires it. Raises `UsageError` on all of them if NCCL is
+    and a GPU of its own, `gloo` never uses it, `nccl` requires it. Raises `UsageError` on all these ranks if NCCL is
     required but not usable.
     """
     mine = _describe(device) if world.rank in ranks else {}

@@ -43,9 +43,9 @@ from penstock.wire import FEEDER
 _joins = itertools.count()
 # set once this process has joined a group: from then on its errors are reported to all ranks
 has_joined = threading.Event()
-# stores that rank 0 serves if torchrun serves none; kept, since other ranks may begin the next join before rank 0
+# stores that rank 0 serves if torchrun serves none. Kept alive, since other ranks may begin the next join before rank 0
 _serving: dict[tuple[str, int], TCPStore] = {}
-# links by key, and one for all folders; kept, since they serve these stores
+# links by key; all folders share one entry. Kept alive, because they serve the stores above
 _links: dict[str, Links] = {}
 WORKER = "penstock.deploy.worker"
 _REASON_S = 2.0  # timeout for the reason of a broken connection
@@ -54,7 +54,7 @@ _REASON_S = 2.0  # timeout for the reason of a broken connection
 def under_torchrun() -> bool:
     """Return whether torchrun, or a launcher that sets the same variables, started this process.
 
-    For a task of a Slurm step this sets them, so that `srun python script.py` is enough.
+    In a task of a Slurm step, set these variables first, so that `srun python script.py` is enough.
     """
     if "RANK" not in os.environ:
         os.environ.update(slurm_variables(os.environ))
@@ -80,7 +80,7 @@ def own_address() -> str:
 def meeting_place() -> tuple[str, PrivateFolder | None]:
     """Return the rendezvous of local workers: the path of a private folder for Unix domain sockets, and the folder.
 
-    If PENSTOCK_KEY is set, or PENSTOCK_BIND to a network address, it is a network address and None.
+    If PENSTOCK_KEY is set, or PENSTOCK_BIND is a network address, returns a network address and None.
     """
     chosen = _chosen_address()
     if os.environ.get(KEY) or (chosen is not None and not is_folder(chosen)):
@@ -100,9 +100,9 @@ def _chosen_address() -> str | None:
 def join_torchrun(*, followed: bool = False, again: bool = False) -> World:
     """Join the processes that torchrun started.
 
-    With `followed` the other ranks serve jobs of rank 0 until it dismisses them. With `again` on rank 0, another group
-    follows one that has lost a rank (`group/regroup.py`), unless torchrun's agents serve the store: after a loss they
-    end all processes.
+    With `followed` the other ranks serve jobs of rank 0 until it dismisses them. With `again` on rank 0, the run forms
+    a new group after a rank is lost (`group/regroup.py`), unless torchrun's agents serve the store: they end all
+    processes when one is lost.
 
     Raises `RunError` if a rank does not join.
     """
@@ -158,8 +158,8 @@ def start_local(
 ) -> World:
     """Start new workers on this machine, with this process as the driver.
 
-    The workers run `module` with extra `arguments`; it must exit as `penstock.deploy.worker` does. With `again` another
-    group follows one that has lost a rank. The processes connect through a private folder (`meeting_place`), or with
+    The workers run `module` with extra `arguments`; it must exit as `penstock.deploy.worker` does. With `again` the run
+    forms a new group after a rank is lost. The processes connect through a private folder (`meeting_place`), or with
     `over_network` like processes of several machines.
     """
     address, folder = meeting_place() if not over_network else (own_address(), None)
@@ -206,7 +206,7 @@ def join_local(port: int, rank: int, size: int) -> World:
 def thread_worlds(names: Sequence[str]) -> list[World]:
     """Create a world for each of several threads of this process, connected through memory; rank 0 is the driver.
 
-    A single rank is also the device.
+    With one name, rank 0 is both driver and device.
     """
     network, store = MemoryNetwork(len(names)), HashStore()
     return [
@@ -227,7 +227,7 @@ def join_group(
     """Rendezvous with the other processes of a group and connect to them.
 
     `before` is the membership in an earlier group, if any. Raises `RunError` if a rank does not join, and `DeviceLost`
-    if one is lost meanwhile.
+    if a rank is lost meanwhile.
     """
     own, silence_s = (before.own, before.silence_s) if before is not None else (None, silence_s)
     meeting = Meeting(
@@ -251,7 +251,7 @@ def join_group(
             if before is not None:
                 _wait_for_all(transport, health)
         except BaseException as error:
-            # an unreported exit would look orderly; with `again` another group follows, without the lost rank
+            # an unreported exit would look orderly; with `again` the run forms another group, without the lost rank
             health.report(error, again=before is not None and isinstance(error, PenstockError))
             raise
         where_it_fails.pop_all()
@@ -280,9 +280,10 @@ def _connect(
 
 
 def _wait_for_all(transport: Transport, health: Health) -> None:
-    """Wait until all ranks of a group have connected (a barrier): a late failure would end a running group.
+    """Wait until all ranks of a group have connected (a barrier).
 
-    Each other rank sends rank 0 an empty message, which rank 0 receives once it has connected itself.
+    Without it, a rank that fails to connect later would end a group that is already running. Each other rank sends rank
+    0 an empty message, which rank 0 receives once it has connected itself.
     """
     try:
         if transport.rank == FEEDER:
@@ -296,7 +297,7 @@ def _wait_for_all(transport: Transport, health: Health) -> None:
 
 
 def _membership(meeting: Meeting, rendezvous: Rendezvous, before: Membership | None) -> Membership | None:
-    """Return the membership for further groups; None if no group can follow this one."""
+    """Return the membership for further groups; None if the run cannot form another group."""
     if not meeting.hellos[FEEDER].again:
         return None
     members = tuple(hello.nonce for hello in meeting.hellos)

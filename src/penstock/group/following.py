@@ -33,9 +33,9 @@ class Following:
         world.health.call_instead(self._ended)
 
     def newest(self, error: PenstockError) -> World:
-        """Return the group that follows the one in which an error occurred, once it has formed.
+        """Wait until the group after the one in which `error` occurred has formed, and return it.
 
-        Raises the error if no group follows, or the error that kept one from forming.
+        Raises `error` if the run forms no further group, or the error that prevented the next group from forming.
         """
         with self._changed:
             self._changed.wait_for(self._is_settled)
@@ -69,7 +69,7 @@ class Following:
             self._thread.start()
 
     def _form(self) -> None:
-        """Form groups until one has no verdict."""
+        """Form groups until one of them has no verdict."""
         while True:
             following = dataclasses.replace(self._world)
             try:

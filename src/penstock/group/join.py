@@ -4,8 +4,8 @@
     read all hellos, and reject a group that does not match
     rank 0 and every other rank watch each other from now on (`group/liveness.py`); then connect for data
 
-Every call to the store has a deadline, and the hello carries the id of this run: a process of another
-run, or a second one with the same rank, is rejected.
+Every call to the store has a deadline. A second process with the same rank is rejected when it claims the rank; a
+process of another run is rejected by its hello, which carries the id of its run.
 """
 
 import contextlib
@@ -54,7 +54,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     address: str
     board_port: int
     bandwidth_bytes_per_s: float | None = None
-    again: bool = False  # set by rank 0: another group follows one that has lost a rank
+    again: bool = False  # set by rank 0: the run forms a new group after a rank is lost
     silence_s: Annotated[float, msgspec.Meta(gt=0, le=3600.0)] = SILENCE_S  # set by rank 0: maximum silence of a rank
 
 
@@ -74,7 +74,7 @@ class Meeting:
     ) -> None:  # fmt: skip
         self._rank, self._size, self._prefix, self._links = rank, size, prefix, rendezvous.links
         self._join_s = join_s
-        self.unlike: Mapping[int, frozenset[str]] = {}  # operators that differ in ranks with another torch
+        self.unlike: Mapping[int, frozenset[str]] = {}  # operators that differ, by rank with another torch version
         address = rendezvous.address
         self.board = _serve_board(rendezvous.links, address, rank)
         self._own = Hello(
@@ -160,7 +160,7 @@ class Meeting:
     def _compare_operators(
         self, store: PatientStore, hellos: Mapping[int, Hello], watch: Callable[[], None], deadline: float
     ) -> dict[int, frozenset[str]]:
-        """Return the operators of each rank with another torch version that differ from this process's."""
+        """For each rank with another torch version, return the operators that differ from this process's."""
         if len({hello.torch for hello in hellos.values()}) == 1:
             return {}
         own = marks_of_operators()

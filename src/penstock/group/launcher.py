@@ -15,7 +15,7 @@ from pathlib import Path
 from penstock.errors import UsageError
 from penstock.group.addresses import BIND, remove_left
 
-# suppresses torch's log lines about broken connections, with C++ frames: the group's verdict reports the loss
+# suppresses torch's log lines about broken connections, with C++ frames: the group's verdict reports the lost process
 QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 _KILLED_S = 10.0  # timeout for the exit of a killed process
 # the folder that contains the package
@@ -74,7 +74,7 @@ class WorkerExit:
 def leave_with_parent(grace_s: float = 0.0) -> None:
     """Exit this worker when its parent process exits, for any reason.
 
-    `grace_s` is the time left for a clean exit that began before the parent's.
+    `grace_s` is the time left for a clean exit that began before the parent exited.
     """
 
     def watch() -> None:
@@ -91,9 +91,9 @@ def leave_with_parent(grace_s: float = 0.0) -> None:
 class LocalWorkers:
     """New Python processes that run a module; they exit when this process does, for any reason.
 
-    Each holds the read end of a pipe on its standard input: when the last writer has exited, it reads the
-    end of the file and exits (`leave_with_parent`). Each has a separate session, so that Ctrl-C reaches
-    only the driver, which then ends them in order.
+    The standard input of each worker is a pipe: once the last writer has exited, the worker reads end-of-file and exits
+    (`leave_with_parent`). Each worker has a session of its own, so that Ctrl-C reaches only the driver, which then ends
+    them cleanly.
 
     Example:
         workers = LocalWorkers("penstock.deploy.worker", [["--rank", "1"]])
@@ -129,7 +129,7 @@ class LocalWorkers:
     def stop(self, grace_s: float) -> None:
         """Wait for the workers to exit by themselves, then kill those that have not.
 
-        A worker that survives the kill, as it waits in the kernel, is named in a warning and abandoned.
+        A worker that survives the kill, because it waits in the kernel, is named in a warning and abandoned.
         """
         for process in self._processes:
             if process.stdin is not None:

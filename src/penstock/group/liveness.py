@@ -5,10 +5,10 @@ over separate connections, so a stopped process or a cut cable is detected even 
 verdict, the first one written on rank 0's board.
 
     every process, each BEAT_S:    writes its progress on its board
-    rank 0 reads every board, the others that of rank 0; each poll has a thread, which may block forever
+    rank 0 reads every board, the other ranks read rank 0's; each board has a polling thread, which may block forever
     no answer for SILENCE_S, or the connection breaks:   verdict
     a verdict on the board of rank 0:   abort all transports; waits end, and `failure` has the reason
-    a process that exits in order announces it on the boards of the ranks that it watches
+    a process that exits cleanly announces its exit on the boards of the ranks that it watches
 """
 
 import contextlib
@@ -29,8 +29,8 @@ from penstock.wire import FEEDER
 
 BEAT_S = 0.5
 WATCHFUL_S = 3.0  # maximum silence if a false alarm costs little: the process joins again
-_FIRST_BEAT = 6  # on a shared board, the first beat may take this many times the limit on silence
-_LAST_WORD_S = 1.0  # after a connection breaks: timeout for the exited process or its parent to report the reason
+_FIRST_BEAT = 6  # on a shared board, the first beat may take this many times the silence limit
+_REASON_S = 1.0  # after a connection breaks: timeout for the exited process or its parent to report the reason
 _LOOKUP_S = 60.0  # timeout for a name server
 _GRACE_S = 0.05
 _TELL_S = 2.0  # timeout for writing to another board
@@ -38,10 +38,10 @@ _TELL_S = 2.0  # timeout for writing to another board
 
 @dataclass(frozen=True)
 class Boards:
-    """The board of this process, and connections to those of the processes that it watches.
+    """The board of this process, and connections to the boards of the processes that it watches.
 
-    If all processes share one board, its answer does not prove that a given process lives: that process's beat must
-    change. Torch looks up the names of the others' `addresses` when it connects; the timeout for connecting is
+    If all processes share one board, its answer does not prove that a given process is alive: that process's beat must
+    change. Torch looks up the names of the other processes' `addresses` when it connects; the timeout for connecting is
     `connect_s` plus three times a measured lookup.
     """
 
@@ -65,7 +65,7 @@ class _Peer:
     rank: int
     connect: Callable[[], Store]
     answered_s: float
-    connect_s: float | None = None  # timeout for connecting, while it lasts
+    connect_s: float | None = None  # timeout for connecting; None once connected
     store: Store | None = None
     beat: str = ""
     verdict: str = ""
@@ -80,8 +80,9 @@ class _Peer:
 class Health:
     """Health of one process group, watched from one rank.
 
-    `names` are the display names of all ranks, such as `rank 2 on host2`. `on_failure` is called
-    once, from the watching thread. `why_ended` returns how a rank's process ended, if this process started it.
+    `names` are the display names of all ranks, such as `rank 2 on host2`. `on_failure` is called once, when the group
+    fails, from the thread that detects or reports the failure. `why_ended` returns how a rank's process ended, if this
+    process started it.
 
     Example:
         health = Health(boards, rank=0, names=["the driver", "worker 1"], on_failure=transport.abort)
@@ -115,7 +116,7 @@ class Health:
             thread.start()
 
     def call_instead(self, on_failure: Callable[[], None]) -> None:
-        """Replace `on_failure`; call it immediately if the group has already failed."""
+        """Replace `on_failure`; if the group has already failed, call the new one immediately, from this thread."""
         self._on_failure = on_failure
         if self.failure is not None:
             on_failure()
@@ -123,8 +124,8 @@ class Health:
     def report(self, error: BaseException, *, again: bool = False, lost: bool = False) -> None:
         """Report to all ranks that this process failed; only the first report of a group counts.
 
-        With `again` another group follows, of all ranks that answer. With `lost` it follows without this process, which
-        caused the error.
+        With `again` the run forms another group, of all ranks that answer. With `lost` it forms without this process,
+        which caused the error.
         """
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
         memory = is_out_of_memory(error)
@@ -132,7 +133,7 @@ class Health:
         self.announce(Verdict(rank=self._rank, message=message, lost=lost, memory=memory, again=again))
 
     def statuses(self) -> list[str]:
-        """Return the status of this process, and the last ones of the processes that it watches."""
+        """Return the status of this process, and the last status of each process that it watches."""
         return [self.status(), *(peer.beat.partition(" ")[2] for peer in self._peers.values())]
 
     @property
@@ -158,7 +159,7 @@ class Health:
             time.sleep(0.02)
 
     def announce(self, verdict: Verdict) -> None:
-        """Make this the verdict of the group unless it has one already; ends every wait."""
+        """Make this the verdict of the group unless the group already has one; ends every wait."""
         if self.failure is not None:
             return  # notifying again would wait for ranks that may have exited
         verdict = msgspec.structs.replace(verdict, message=verdict.message[:MAX_MESSAGE])
@@ -190,14 +191,14 @@ class Health:
             peer.awake.set()
         self._thread.join()
         for thread in self._threads:
-            thread.join(_TELL_S / len(self._threads))  # one that waits for an answer is not joined
+            thread.join(_TELL_S / len(self._threads))  # a thread that still waits for an answer is abandoned
         own, self._boards = self._boards.own, Boards(HashStore(), {})  # drop the served store
         if hasattr(own, "close"):
             own.close()
 
     def _tell(self, peers: list[_Peer], key: str, value: str) -> None:
         """Write a value on the boards of peers, through the threads that poll them."""
-        # silent peers too: this process itself may have been stopped; not peers whose connection broke
+        # include silent peers, because this process may be the one that was stopped; skip peers whose connection broke
         asked = [peer for peer in peers if peer.broken_s is None]
         for peer in asked:
             peer.told.clear()
@@ -218,7 +219,7 @@ class Health:
                 with contextlib.suppress(RuntimeError):  # the server was closed first: this process is exiting
                     self._boards.own.set(beat_key(self._rank), f"{beat} {self.status()}")
                 now = time.monotonic()
-                if now - seen_s > 2 * self.beat_s + 0.5:  # this process itself was stopped, not its peers
+                if now - seen_s > 2 * self.beat_s + 0.5:  # this process was stopped, not its peers
                     for peer in self._peers.values():
                         peer.answered_s = max(peer.answered_s, now - self.beat_s)
                 seen_s = now
@@ -241,7 +242,7 @@ class Health:
             silence_s = now - max(peer.answered_s, getattr(peer.store, "heard_s", 0.0))
             patience_s = self._silence_s * (_FIRST_BEAT if self._boards.shared and not peer.beat else 1)
             patience_s = max(patience_s, peer.connect_s or 0.0)
-            broken = peer.broken_s is not None and now > self._last_word_at(peer.broken_s, peer.answered_s)
+            broken = peer.broken_s is not None and now > self._reason_deadline(peer.broken_s, peer.answered_s)
             if peer.verdict:
                 self._fail(read_verdict(peer.verdict))
                 return
@@ -252,16 +253,16 @@ class Health:
     def _soonest(self, now: float) -> float:
         """Return the next time at which a silent or disconnected process may be declared lost."""
         waited = [peer for peer in self._peers.values() if not peer.left]
-        broken = [self._last_word_at(peer.broken_s, peer.answered_s) for peer in waited if peer.broken_s is not None]
+        broken = [self._reason_deadline(peer.broken_s, peer.answered_s) for peer in waited if peer.broken_s is not None]
         silent = [peer.answered_s + self._silence_s for peer in waited if peer.connect_s is None]
         return min([at_s for at_s in (*broken, *silent) if at_s > now], default=float("inf"))
 
-    def _last_word_at(self, broken_s: float, answered_s: float) -> float:
+    def _reason_deadline(self, broken_s: float, answered_s: float) -> float:
         """Return the time until which a disconnected process may still report a reason.
 
-        That is the moment of the break itself if the process had been silent for too long by then.
+        If the process had already been silent for too long when the connection broke, that is the time of the break.
         """
-        return min(broken_s + min(_LAST_WORD_S, self._silence_s), max(broken_s, answered_s + self._silence_s))
+        return min(broken_s + min(_REASON_S, self._silence_s), max(broken_s, answered_s + self._silence_s))
 
     def _has_left(self, peer: _Peer) -> bool:
         peer.left = self._boards.own.check([gone_key(peer.rank)])
@@ -302,7 +303,7 @@ class Health:
         except RuntimeError:
             peer.broken_s = time.monotonic()
             self._wake.set()
-        except Exception as error:  # e.g. an answer that is not text: the peer would no longer be watched
+        except Exception as error:  # e.g. an answer that is not text: the thread would die and nobody watch the peer
             message = f"{self._names[peer.rank]} sent an undecodable answer ({type(error).__name__}); start again"
             self._fail(Verdict(rank=peer.rank, message=message, lost=False))
         finally:

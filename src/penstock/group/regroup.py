@@ -1,8 +1,8 @@
 """Regrouping: move a run from one process group to the next, in the same processes.
 
 rank 0          regroup(world, lost={2})     the world becomes the next group: without lost ranks, with newcomers
-other ranks     next_group(world)            likewise, or False if the run is over
-a newcomer      join_later(host, port)       a world
+other ranks     next_group(world)            the same; returns False if the run is over
+a newcomer      join_later(host, port)       returns a world
 """
 
 import os
@@ -26,7 +26,7 @@ from penstock.text import first_line
 from penstock.transport.base import Transport
 from penstock.wire import FEEDER
 
-# timeout of a rendezvous after a roll call: ranks that answered are alive, so a late one is lost
+# timeout of a rendezvous after a roll call: ranks that answered are alive, so a late rank is declared lost
 _MEET_S = 10.0
 _ATTEMPTS = 5
 _POLL_S = 0.2
@@ -45,7 +45,7 @@ def regroup(world: World, lost: Collection[int] = (), *, admits: bool = True, jo
     membership = world.membership
     if membership is None or membership.roll is None:
         raise UsageError(
-            "only a run that survives losses can form another group; start the run with on_loss='continue'"
+            "only a run that survives lost devices can form another group; start the run with on_loss='continue'"
         )
     closing = threading.Thread(target=release, args=(world.transport, world.health), name="penstock-release")
     closing.start()  # concurrently, as closing may have to wait for a lost rank
@@ -57,7 +57,7 @@ def regroup(world: World, lost: Collection[int] = (), *, admits: bool = True, jo
             raise DeviceLost("no device is left: all others were lost; start again, or add machines to the run")
         try:
             world.become(_meet(world, membership, answered, join_s))
-        except RunError:  # a member was lost since, or not every rank can reach a newcomer
+        except RunError:  # a member was lost meanwhile, or not every rank can reach a newcomer
             membership.roll.note_failure(name for name in answered if name not in expected)
             expected = [name for name in expected if name in answered]
             membership = replace(membership, generation=membership.generation + 1)
@@ -99,7 +99,7 @@ def release(transport: Transport, health: Health) -> None:
 
 
 def next_group(world: World, *, waits: bool = True) -> bool:
-    """Wait for the run's next group and switch the world to it; False if this process gets none.
+    """Wait for the run's next group and switch the world to it; False if there is none for this process.
 
     Every other rank calls this after releasing its old group. A process that failed by itself gets False, since it
     would fail in any group. With `waits`, a process that was left out waits to be admitted again.

@@ -5,8 +5,8 @@
     a newcomer       waits: d     answer: d
 
 Groups are numbered by generation. All keys are in rank 0's store, under the id of the run; members are listed by the
-ids of their processes. A process that is not among the members waits, and is admitted by a later call: one that was
-suspended and wakes up late, a returning machine, a new one.
+ids of their processes. A process that is not among the members waits, and is admitted by a later call: a process that
+was suspended and wakes up late, a machine that returns, or a new machine.
 """
 
 import time
@@ -33,7 +33,7 @@ _NEWCOMERS_S = 1.0  # timeout for newcomers, which may have exited
 
 
 class Running(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The first entry that a newcomer reads: the id of the run, and the version of its processes."""
+    """The first entry that a newcomer reads: the run's id, and the version of its processes."""
 
     run: str
     penstock: str = __version__
@@ -62,7 +62,7 @@ class RollCall:
         for number in range(self._seen + 1, count + 1):
             key = _key(self._run, "waiting", str(number))
             if not self._store.check([key]):
-                break  # it has incremented the counter but not written its id yet
+                break  # the newcomer has incremented the counter but not written its id yet
             name = self._store.get(key).decode()
             self._seen = number
             if name not in self._waiting and self._failures[name] < _MOST_FAILURES:
@@ -76,7 +76,7 @@ class RollCall:
     def call(
         self, generation: int, expected: Sequence[str], answer_s: float = ANSWER_S, *, admits: bool = True
     ) -> list[str]:
-        """Call the group of this generation, and return its members: expected ones, in order, then newcomers.
+        """Call the group of this generation, and return its members: first the expected ones in order, then newcomers.
 
         Without `admits`, newcomers continue to wait.
         """
@@ -94,7 +94,7 @@ class RollCall:
             if waited_s > answer_s:
                 break
             time.sleep(_POLL_S / 2)
-        if admits:  # newcomers that do not answer are dropped: one that is alive requests admission again
+        if admits:  # newcomers that do not answer are dropped; if still alive, they request admission again
             self._waiting = []
         members = [name for name in (*expected, *newcomers) if name in there]
         self._store.set(_key(self._run, "members", str(generation)), msgspec.json.encode(members).decode())
@@ -179,7 +179,7 @@ def wait_for_admission(store: PatientStore, run: str, name: str) -> None:
 
 
 def read_run(store: PatientStore, where: str) -> tuple[str, int]:
-    """Return the id of a store's run and the generation of its group; raises `RunError` without one."""
+    """Return the id of a store's run and the generation of its group; raises `RunError` if there is none."""
     text = store.call(lambda s: read_if_there(s, _RUN_KEY))
     if text is None:
         raise RunError(f"the run at {where} admits no newcomers; start it with --on-loss continue or --on-loss wait")

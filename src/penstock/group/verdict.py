@@ -16,7 +16,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     message: str
     lost: bool
     memory: bool = False  # it ran out of memory
-    again: bool = False  # another group follows, of all ranks that answer and the waiting newcomers
+    again: bool = False  # the run forms another group, of all ranks that answer and the waiting newcomers
 
 
 def prepare_board(board: Store, rank: int) -> None:
@@ -42,7 +42,7 @@ def write_verdict(verdict: Verdict) -> str:
 
 
 def read_verdict(text: str) -> Verdict:
-    """Decode a verdict of another process; if that fails, return a verdict with the problem."""
+    """Decode a verdict of another process; if that fails, return a verdict that states the problem."""
     try:
         verdict = msgspec.json.decode(text, type=Verdict)
     except (msgspec.MsgspecError, UnicodeError):

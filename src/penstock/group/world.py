@@ -25,9 +25,9 @@ from penstock.tracing.record import Clock
 from penstock.transport.base import WORD_BYTES, Transport, receive_bytes, send_bytes
 from penstock.wire import FEEDER
 
-# timeout for a verdict after a broken connection: silence, two beats, and a store that hangs
+# timeout for a verdict after a broken connection: the silence limit, two beats and one hanging store call
 _REASON_S = 9.0
-# timeout for dismissing all other ranks: a verdict on a rank that does not answer arrives sooner
+# timeout for dismissing all other ranks; longer than a verdict on a rank that does not answer takes to arrive
 DISMISS_S = 10.0
 
 
@@ -35,7 +35,7 @@ class Leave(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="le
     """Rank 0's dismissal of another rank; `message` is for people at that machine."""
 
     message: str = ""
-    again: bool = False  # another group follows this one
+    again: bool = False  # the run forms another group after this one
 
 
 class Workers(Protocol):
@@ -57,8 +57,8 @@ class World:
     """A process group as seen by one rank: its transport, its health and its workers, if any.
 
     Rank 0 is the driver. In a world that this process created, rank 0 is only the driver and the other ranks are
-    `workers`; under torchrun rank 0 is also the first device. With `followed` the other ranks serve jobs of
-    rank 0; the end of its `with` block dismisses them, with its `last_word` for people at their machines.
+    `workers`; under torchrun rank 0 is also the first device. With `followed` the other ranks serve jobs of rank 0; the
+    end of rank 0's `with` block dismisses them and sends its `last_word`, a message for people at their machines.
 
     Example:
         with start_local(2) as world:
@@ -80,7 +80,7 @@ class World:
     followed: bool = False
     last_word: str = ""
     reason_s: float = _REASON_S
-    clock: Clock = time.perf_counter  # clock of everything that is recorded in this process
+    clock: Clock = time.perf_counter  # clock for everything that this process records
     worker_ranks: Mapping[int, int] | None = None  # rank of each of `workers` by index; None: index + 1
     membership: Membership | None = None  # set if the run continues in a new group after losing a rank
     served: Store | None = None  # store that this process serves for the workers that it started
@@ -129,7 +129,7 @@ class World:
     def explained(self) -> Iterator[None]:
         """Replace a `TransportError` by its cause, and report other errors to all ranks, so that none hangs.
 
-        Errors with `everywhere` set are raised on every rank alike, and the group continues afterwards.
+        Errors with `everywhere` set are raised on every rank, and the group continues afterwards.
         """
         try:
             yield
@@ -141,10 +141,11 @@ class World:
             raise
 
     def dismiss(self, message: str = "", deadline_s: float = DISMISS_S, *, again: bool = False) -> None:
-        """Dismiss every other rank, with a message for people at that machine; with `again` another group follows.
+        """Dismiss every other rank, with a message for people at its machine; with `again` the run forms another group.
 
-        Waits until all have acknowledged: this process may serve the store, whose end would look like a failure to a
-        rank that has not arrived yet. A rank that no longer answers is named in a warning instead.
+        Waits until all have acknowledged: this process may serve the store, and if it closed the store early, a rank
+        that has not read the dismissal yet would see a failure. Warns if a rank does not answer, with the group's
+        verdict if there is one.
         """
         if self.health.failure is not None:
             return
@@ -193,7 +194,7 @@ class World:
             setattr(self, name, getattr(following, name))
 
     def close(self, grace_s: float = 5.0) -> None:
-        """End the workers and close every connection, also if closing one of them fails."""
+        """End the workers and close every connection, even if closing one of them fails."""
         with contextlib.ExitStack() as ends:  # called in reverse order of these lines
             if self.folder is not None:
                 ends.callback(self.folder.close)
@@ -244,7 +245,7 @@ class Streams(Protocol):
 def end_when_dropped(owner: object, world: World, stages: Streams) -> "weakref.finalize[..., object]":
     """Stop the workers of a world once its owner is garbage-collected, or when the program ends.
 
-    If the owner is closed in order, call `detach()` on the result.
+    If the owner is closed explicitly, call `detach()` on the result.
     """
     return weakref.finalize(owner, _end, world, stages, os.getpid())
 

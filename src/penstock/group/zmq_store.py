@@ -66,7 +66,9 @@ class _Values:
 
 
 class StoreServer(_Values):
-    """A store served by this process to authenticated peers, with the same interface locally.
+    """A store that this process serves, with the same interface locally.
+
+    Only processes that hold the run's key can connect, or those of this account if the store is in a private folder.
 
     Example:
         store = StoreServer(curve, "192.168.1.10", 29500)
@@ -81,7 +83,7 @@ class StoreServer(_Values):
         self._thread.start()
 
     def close(self) -> None:
-        """Serve no more."""
+        """Stop serving."""
         self._closing.set()
         self._thread.join()
 
@@ -137,7 +139,7 @@ class ZmqStore(_Values):
     """A client of another process's `StoreServer`.
 
     Every call raises `RuntimeError` once the connection is broken. It waits up to a minute while the connection is
-    alive, which libzmq's threads check; `heard_s` is when that was last seen.
+    alive, which libzmq's threads check; `heard_s` is the time of the last such check.
     """
 
     def __init__(
@@ -200,5 +202,5 @@ class Prefixed:
         return found
 
     def check(self, keys: list[str]) -> bool:
-        """Return whether all of these are there."""
+        """Return whether all of these keys are set."""
         return bool(self._store.check([f"{self._prefix}/{key}" for key in keys]))

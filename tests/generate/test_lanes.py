@@ -32,7 +32,7 @@ def follow(step: Step, seen: Seen, known: Sequence[SequenceState]) -> dict[int, 
     assert len(set(step.rows)) == len(step.rows)
     assert step.room % BLOCK == 0
     for slot, ids, positions in zip(step.rows, step.ids, step.positions, strict=True):
-        end = next((each.most for each in known if each.slot == slot), positions[0] + 1)
+        end = next((each.max_length for each in known if each.slot == slot), positions[0] + 1)
         assert positions == [min(at, end - 1) for at in range(positions[0], positions[0] + len(ids))]
         seen.setdefault(slot, {}).update(zip(positions, ids, strict=True))
     sees = {}
@@ -80,7 +80,7 @@ def test_every_sequence_is_continued_to_its_end(
     for prompt, new, wants in lengths:
         tokens = [1 if alike else choose.randrange(1, 4) for _ in range(prompt)]
         waiting.append(
-            SequenceState(tokens, prompt, scored=wants, most=prompt + new, guesser=Guesses(choose, right))
+            SequenceState(tokens, prompt, scored=wants, max_length=prompt + new, guesser=Guesses(choose, right))
         )  # fmt: skip
     everything = list(waiting)
     seen: Seen = {}
@@ -103,8 +103,8 @@ def test_every_sequence_is_continued_to_its_end(
                 # it was right in what it saw, guesses included
                 assert sees[row] == sequence.tokens
                 lanes.add(sequence, choose.randrange(1, 4))
-                assert len(sequence.tokens) <= sequence.most
-                if len(sequence.tokens) == sequence.most:
+                assert len(sequence.tokens) <= sequence.max_length
+                if len(sequence.tokens) == sequence.max_length:
                     lanes.release(sequence)
         if choose.random() < (0.002 if recurrent else 0.02):  # the stages' caches are lost, with what is in flight
             in_flight.clear()
@@ -112,7 +112,7 @@ def test_every_sequence_is_continued_to_its_end(
             lanes.begin_again()
         if not waiting and not in_flight and not list(lanes.sequences):
             break
-    assert [len(sequence.tokens) for sequence in everything] == [sequence.most for sequence in everything]
+    assert [len(sequence.tokens) for sequence in everything] == [sequence.max_length for sequence in everything]
     # every token of a prompt whose log-probabilities are wanted, but the first, had its logits looked at
     assert all(scored[id(each)] == set(range(1, each.num_prompt)) for each in everything if each.scored)
     assert 0 <= lanes.num_right <= lanes.num_guesses
@@ -191,7 +191,7 @@ def test_an_encoder_runs_with_the_first_chunk() -> None:
 
 def test_a_wrong_guess_is_fed_over_at_once() -> None:
     lanes = Lanes(num_lanes=1, num_used=1, slots=1)
-    sequence = SequenceState([5, 6], 2, most=20, guesser=Guesses(random.Random(0), 1.0))
+    sequence = SequenceState([5, 6], 2, max_length=20, guesser=Guesses(random.Random(0), 1.0))
     lanes.admit(sequence)
     chunk, first, second = (lanes.next(guesses=True) for _ in range(3))
     assert chunk is not None

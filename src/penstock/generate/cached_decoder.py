@@ -24,7 +24,7 @@ from penstock.zoo.weights.weights import PrefixedWeights, Weights
 
 BLOCK = 64  # attended lengths are multiples of this: masked positions beyond a sequence then change no bits
 WANTED = 8  # a call returns the logits of at most this many of its tokens
-# possible sizes of a prompt's last chunk; the other chunks have the largest
+# possible sizes of a prompt's last chunk; the other chunks have the largest size
 CHUNKS = (WANTED, 16, 32)
 _SOURCE = "source_"  # names of the keys and values of an encoder's output begin with it
 
@@ -39,16 +39,16 @@ class CachedDecoder(nn.Module):
 
         slot, place:   0 1 2 3 4 5 6 7          rows = [0, 2], S = 1
         0              k k k W . . . .          W: written by this call at `positions`
-        1              k k . . . . . .          k: written by earlier calls, read for rows up to their position
+        1              k k . . . . . .          k: written by earlier calls; each row reads those up to its own position
         2              k k k k k W . .
 
     An encoder runs on the tokens `source` [B, L] and writes the keys and values of its output into the slots; L is 0 in
     later calls. They are read at `source_places` [U], up to `source_sizes` [B].
 
-    A `recurrent` model has states that each token replaces: S is 1, and rows without a token use the slot after the
-    others. A sequence begins at position 0 with states of zeros.
+    A `recurrent` model has states that each token replaces: S is 1, and rows without a token use an extra dummy slot,
+    the last one. A sequence begins at position 0 with states of zeros.
 
-    `length` is the most tokens of a sequence. Raises `UsageError` for a model that does not work this way.
+    `length` is the maximum number of tokens per sequence. Raises `UsageError` for a model that does not work this way.
     """
 
     def __init__(self, model: Any, *, slots: int, length: int) -> None:
@@ -123,7 +123,7 @@ class CachedDecoder(nn.Module):
         return as_added(seen, self.model.dtype) if self._eager else seen
 
     def _cache(self, prefix: str, slots: Slots) -> Any:
-        """Make the cache of one call for the decoder's own states, or for keys and values of the encoder's output."""
+        """Make the cache of one call, for the decoder's own states or for keys and values of the encoder's output."""
         return slot_cache(
             [
                 {state.name: getattr(self, f"{prefix}{state.name}{index}") for state in layer}
@@ -133,7 +133,7 @@ class CachedDecoder(nn.Module):
         )
 
     def _probe(self) -> dict[str, list[list[SlotState]]]:
-        """Run one token, and return what each layer keeps of it, for the decoder and for the encoder's output."""
+        """Run one token, and return the states that each layer keeps, for the decoder and for the encoder's output."""
         utils = optional_import("transformers.cache_utils", "text")
         name, one = type(self.model).__name__, torch.zeros(1, 1, dtype=torch.int64)
 
@@ -149,7 +149,7 @@ class CachedDecoder(nn.Module):
             with fake_parameters(self.model), torch.no_grad(), masks_by(mask):
                 given = self._encoded(one, one[0] + 1, one[0], 1) if self.encodes else {}
                 self._run(list(caches.values()), one, one, one[0], one[0], given)
-        except Exception as error:  # a model may do anything with a cache that it does not know
+        except Exception as error:  # a model may do anything with a cache of an unknown kind
             raise UsageError(
                 f"{name} does not run with a cache of transformers ({one_line(error)}); use model.generate"
             ) from error
@@ -163,7 +163,7 @@ class CachedDecoder(nn.Module):
 
     @property
     def dynamic(self) -> dict[str, dict[str | int, int]]:
-        """Return which inputs' dimensions may have other sizes than the example's."""
+        """Dimensions of inputs that may differ in size from the example's."""
         found: dict[str, dict[str | int, int]] = {"room": {"places": 0}}
         if not self.recurrent:
             found |= {"step": {"ids": 1, "positions": 1}, "wanted": {"last": 0}}
@@ -193,8 +193,8 @@ class CachedDecoder(nn.Module):
 def decoder_call(model: Any, caches: Generation, weights: Weights | None = None) -> ModelCall:
     """Return the call of a model with caches for `caches.lanes` lanes, to be captured.
 
-    `weights` is a source of tensors under the model's own names; default: the module's tensors. Raises `UsageError` as
-    `CachedDecoder`.
+    `weights` is a source of tensors under the model's own names; default: the module's tensors. Raises `UsageError`
+    like `CachedDecoder`.
     """
     decoder = CachedDecoder(model, slots=caches.slots * caches.lanes, length=caches.max_length).eval()
     return ModelCall(
@@ -213,11 +213,11 @@ def _check(model: Any) -> None:
 
 
 def _check_positions(model: Any, length: int) -> None:
-    """Raise `UsageError` if a table of the model has fewer positions than a sequence may have tokens."""
+    """Raise `UsageError` if a position table of the model is shorter than `length`."""
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if limit is None or length <= limit:
         return
-    # some tables have a few rows more, for padding; others are computed, and end nowhere
+    # some tables have a few extra rows for padding; positions that are computed have no limit
     words = model.get_input_embeddings()
     tables = [each.weight for each in model.modules() if isinstance(each, nn.Embedding) and each is not words]
     if any(table.dim() and limit <= len(table) <= limit + 2 for table in (*tables, *model.buffers())):

@@ -12,7 +12,7 @@ from penstock.tracing.trace import GenerationFacts, RequestTimes
 
 
 class GenerationRecord:
-    """The record of one traced stream; `requests` are the ended ones."""
+    """The record of one traced stream; `requests` are those that have finished."""
 
     def __init__(self, place: Place, tracer: FeederTracer, lanes: Lanes) -> None:
         self.report = StreamReport()

@@ -41,9 +41,9 @@ class Generator:
 
     Each stage holds the keys and values, or other states, of its own layers. A lane is a group of `slots` sequences
     that are decoded together. By default there is one lane more than stages: requests fill one lane per stage first,
-    and once these are full, the extra lane occupies the stage that would wait for sampled tokens. Further requests wait
+    then the extra lane, which occupies the stage that would otherwise wait for sampled tokens. Further requests wait
     for a free slot. A `plan`, or its file, sets stages, slots, lanes and length. A request gets the same tokens
-    whatever else is served and however the model is cut.
+    regardless of other requests and of how the model is cut.
 
     Example:
         with penstock.Generator(model, tokenizer, stages=2) as generator:
@@ -51,15 +51,15 @@ class Generator:
             for text in generator.stream("Once upon a time"):
                 print(text, end="")
 
-    `max_length` is the largest number of tokens of a sequence, prompt and answer, or of each if an encoder reads the
-    prompt. With more than one thread per stage, the last bits of a row depend on its position in the batch, so tokens
-    may depend on which other requests are in flight. With `on_loss="continue"` the loss of a machine only pauses
-    generation: the survivors take over its stages, requests in flight are replayed in the same shapes, and their tokens
-    keep the same bits. Idle stages run draft tokens, guessed from repetitions in the sequence (speculative decoding);
-    `speculate=False` turns this off. With `trace`, a folder for `penstock report` is written at the end. Options that
-    are not listed here are those of `penstock.Pipeline`. Under torchrun rank 0 samples and, unless a plan differs, also
-    holds the last stage; the other ranks hold the other stages. Otherwise local workers hold all stages, and this
-    process only samples.
+    `max_length` is the maximum number of tokens of prompt plus answer; for encoder-decoders, of the prompt and of the
+    answer separately. With more than one thread per stage, the last bits of a row depend on its position in the batch,
+    so tokens may depend on the other requests in flight. With `on_loss="continue"` a lost machine only pauses
+    generation: the survivors take over its stages, and requests in flight are replayed in the same shapes, so that
+    their tokens stay the same. Idle stages run draft tokens, guessed from repetitions in the sequence (speculative
+    decoding); `speculate=False` turns this off. With `trace`, a folder for `penstock report` is written at the end.
+    Options that are not listed here are those of `penstock.Pipeline`. Under torchrun rank 0 samples and, unless a plan
+    says otherwise, also holds the last stage; the other ranks hold the other stages. Otherwise local workers hold all
+    stages, and this process only samples.
 
     Raises `UsageError` for a model whose state is not in transformers' cache, and the errors of `penstock.Pipeline`.
     """
@@ -123,7 +123,7 @@ class Generator:
 
     @property
     def num_guesses(self) -> tuple[int, int]:
-        """Number of draft tokens, and of the accepted ones."""
+        """Numbers of draft tokens and of accepted draft tokens."""
         return self._loop.num_guesses if self._loop is not None else (0, 0)
 
     @property
@@ -221,7 +221,7 @@ class Generator:
         config.num_return_sequences = 1  # of each request
         prompts = input_ids.repeat_interleave(count, 0)
         if config.max_new_tokens is None and config.max_length is not None:
-            # it counts padding, which requests do not have
+            # max_length counts padding, which requests do not have
             config.max_new_tokens = config.max_length - (len(start_of(self.model, config)) or input_ids.shape[1])
         shown = attention_mask if attention_mask is not None else torch.ones_like(input_ids)
         shown = shown.repeat_interleave(count, 0).bool()
@@ -237,12 +237,12 @@ class Generator:
                 streamer.end()
             answers = [request.result() for request in requests]
         finally:
-            for request in requests:  # if one was rejected, or the caller was interrupted
+            for request in requests:  # if a request was rejected, or the caller was interrupted
                 request.cancel()
         fill = config.pad_token_id if config.pad_token_id is not None else next(iter(ends_of(config)), 0)
         longest = max(map(len, answers))
         filled = torch.tensor([answer + [fill] * (longest - len(answer)) for answer in answers])
-        # an encoder's prompt is no part of the answer, which begins with the decoder's first tokens
+        # an encoder's prompt is not part of the result, which begins with the decoder's first tokens
         before = torch.tensor([request.start for request in requests]) if requests[0].start else prompts
         return torch.cat([before, filled.to(before)], 1)
 
@@ -300,7 +300,7 @@ class Generator:
 
 
 def _caches_of(plan: Plan, slots: int | None, lanes: int | None, max_length: int | None) -> Generation:
-    """Return the caches that a plan was made for; raises `UsageError` for other ones."""
+    """Return the caches that a plan was made for; raises `UsageError` if the arguments differ from them."""
     caches = plan.generation
     if caches is None:
         raise UsageError("this plan has no slots and lanes; profile the model with --generate, and plan again")

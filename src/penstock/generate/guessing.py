@@ -4,16 +4,16 @@ from collections.abc import Sequence
 
 # context lengths, longest first
 _SIZES = (4, 2)
-# minimum recent hit rate of a context length for guesses with it
+# guesses with a context length are used only while its recent hit rate is at least this
 _LEAST = 0.5
-_WEIGHT = 0.1  # of the newest outcome in the moving average of the hit rate
+_WEIGHT = 0.1  # weight of the newest outcome in the moving average of the hit rate
 
 
 class Guesser:
     """Guesses the next token by prompt lookup: the token that last followed the same context in the sequence.
 
-    It tracks its hit rate without issuing guesses: every token, beginning with the prompt's own, is compared with what
-    it would have guessed. While the rate is low, it guesses nothing.
+    The hit rate is tracked even while no guesses are made: every token, beginning with the prompt's, is compared with
+    the guess that would have been made. While the rate is low, `guess` returns None.
 
     Example:
         guesser = Guesser([5, 7, 2, 9, 5, 7, 2])
@@ -25,7 +25,7 @@ class Guesser:
     """
 
     def __init__(self, tokens: Sequence[int]) -> None:
-        self._last: list[int] = []  # as many as the longest context
+        self._last: list[int] = []  # the newest tokens, as many as the longest context
         self._following: dict[tuple[int, ...], int] = {}
         self._rates = dict.fromkeys(_SIZES, _LEAST)
         for token in tokens:

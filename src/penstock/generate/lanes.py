@@ -11,29 +11,32 @@ from penstock.generate.guessing import Guesser
 
 @dataclass(eq=False, slots=True)
 class SequenceState:
-    """A prompt and what has been generated after it, in a slot while it is in flight.
+    """A prompt and the tokens generated so far, in a slot while in flight.
 
-    With an encoder, `source` is the prompt, and `tokens` begin with those that the decoder begins with.
+    With an encoder, `source` is the prompt, and `tokens` starts with the decoder's start tokens.
     """
 
     tokens: list[int]
     num_prompt: int
     source: Sequence[int] = ()
     scored: bool = False  # log-probabilities of the prompt's tokens are requested
-    most: int = sys.maxsize  # largest length, prompt and answer
+    max_length: int = sys.maxsize  # prompt and answer
     guesser: Guesser | None = None
     slot: int = -1
     fed: int = 0  # tokens fed so far, including those in flight
-    num_reused: int = 0  # of these, found in the slot's cache from an earlier sequence
-    guesses: list[int] = field(default_factory=list)  # guessed tokens, fed after the last known one
+    num_reused: int = 0  # tokens among these that an earlier sequence left in the slot's cache
+    guesses: list[int] = field(default_factory=list)  # guessed tokens, fed after the last known token
 
     @property
     def waits(self) -> bool:
-        """Return whether the token after the known ones is in flight."""
+        """True if all known tokens have been fed, so that the next one is still being computed."""
         return self.fed >= len(self.tokens)
 
     def add(self, token: int) -> bool:
-        """Append the next token, and return True if it was guessed; after a wrong guess it is the next token to run."""
+        """Append the next token, and return True if it matches the pending guess.
+
+        If it does not match, the guesses are dropped, and this token runs next.
+        """
         self.tokens.append(token)
         if self.guesser is not None:
             self.guesser.add(token)
@@ -55,19 +58,19 @@ class Step:
     positions: list[list[int]]
     last: list[int]  # token indices whose logits are returned
     room: int  # attended length, a multiple of `BLOCK`
-    # rows whose logits score a token of the prompt: row, index of the token before, sequence, and the token's index
+    # rows whose logits score a prompt token: (batch row, index of the preceding token in the row, sequence, index of
+    # the scored token)
     scored: list[tuple[int, int, SequenceState, int]] = field(default_factory=list)
-    # rows whose logits give a next token: row of the batch, sequence, number of its tokens up to the row's last one,
-    # and that token
+    # rows whose logits give the next token: (batch row, sequence, tokens fed so far including this one, this token)
     sampled: list[tuple[int, SequenceState, int, int]] = field(default_factory=list)
     lane: int = -1  # the lane that steps; -1 for a chunk of a prompt
     guesses: bool = False
     source: list[list[int]] = field(default_factory=list)  # tokens for the encoder, by row
-    source_sizes: list[int] = field(default_factory=list)  # how many of each row's are not padding
+    source_sizes: list[int] = field(default_factory=list)  # number of tokens of each row without padding
     source_room: int = 0
 
     def continued(self) -> Iterator[tuple[int, SequenceState]]:
-        """Yield each sampled row and its sequence, without rows fed after a wrong guess.
+        """Yield each sampled row and its sequence; skip rows that were fed after a wrong guess.
 
         Results arrive in the order of feeding, so every token before a row is already known.
         """
@@ -79,22 +82,23 @@ class Step:
 class Lanes:
     """Slots in lanes, each of which steps as a whole, so that a sequence's bits do not depend on other sequences.
 
-    A step has a row for each slot of its lane, also for empty or waiting slots; a prompt goes in chunks whose sizes
-    depend only on its length, the last one padded. A row without a token to generate writes at the next position of its
-    own sequence, which is overwritten later. The first `num_used` lanes, one per stage, are filled before the others: a
-    step takes as long for one row as for all, so a few full lanes are faster than many with few rows. Once these are
-    full, the others are used too, and no stage waits while a lane's tokens are sampled.
+    A step has a row for each slot of its lane, including empty and waiting slots. A prompt runs in chunks whose sizes
+    depend only on its length: chunks of 32, and a last chunk padded to 8, 16 or 32. If its tokens are scored, all
+    chunks are of 8. A row without a token to generate writes at the next position of its own sequence, which is
+    overwritten later. The first `num_used` lanes, one per stage, are filled before the other lanes: a step takes as
+    long for one row as for all, so a few full lanes are faster than many lanes with few rows. Once these are full, the
+    other lanes are used too, and no stage waits while a lane's tokens are sampled.
 
     The keys and values of a prompt's whole chunks stay in the slot after release. A prompt that begins with the same
     chunks continues after them, with the same bits. Guesses (draft tokens) run as steps too; the keys and values of a
-    wrong one are overwritten:
+    wrong guess are overwritten:
 
         tokens    a b c d         in flight: e f g, all guessed
         result    a b c d e       e was right: the next token comes from the step that ran e
         result    a b c d e x     f was wrong: x runs next, and the results of f and g are discarded
 
-    `longest` is the largest number of tokens that a model takes. The states of a `recurrent` model cannot go back: its
-    prompts go in steps, a token each, and a row without a token has the slot `num_slots`, which is nobody's.
+    `longest` is the largest number of tokens that an encoder takes. The states of a `recurrent` model cannot be rolled
+    back: its prompts run in steps of one token each, and a row without a token uses the dummy slot `num_slots`.
 
     Example:
         lanes = Lanes(num_lanes=3, num_used=2, slots=4)
@@ -130,8 +134,8 @@ class Lanes:
     def admit(self, sequence: SequenceState) -> None:
         """Assign a free slot to a sequence.
 
-        The slot whose cache has most of the prompt is preferred, then one in the emptiest of the first `num_used`
-        lanes.
+        The slot whose cache already has the most tokens of the prompt is preferred, then a slot in the emptiest of the
+        first `num_used` lanes.
         """
         free = [slot for slot, other in enumerate(self._in_slots) if other is None]
         slot = max(free, key=lambda slot: (self._num_left(slot, sequence), *self._preference(slot)))
@@ -154,7 +158,7 @@ class Lanes:
     def next(self, *, guesses: bool = False) -> Step | None:
         """Return the next microbatch and mark it as fed; None while all sequences wait for results.
 
-        Chunks and steps alternate if both are due. With `guesses`, waiting sequences may continue with a guess.
+        Chunks and steps alternate if both are due. With `guesses`, sequences that wait for a token may run a guess.
         """
         step = None if self._after_chunk else self._next_chunk()
         self._after_chunk = step is not None
@@ -192,8 +196,8 @@ class Lanes:
                 begin, sequence.fed = sequence.fed, sequence.fed + len(part)
                 step = Step(
                     rows=[sequence.slot], ids=[part + [0] * (size - len(part))],
-                    # padding stays below the sequence's limit, where a position table may end
-                    positions=[[min(at, sequence.most - 1) for at in range(begin, begin + size)]],
+                    # padding stays below the sequence's limit, where a position embedding may end
+                    positions=[[min(at, sequence.max_length - 1) for at in range(begin, begin + size)]],
                     room=_room(begin + size),
                     last=list(range(len(part))) if sequence.scored else [len(part) - 1],
                 )  # fmt: skip
@@ -207,7 +211,7 @@ class Lanes:
         return None
 
     def _next_step(self, *, guesses: bool = False) -> Step | None:
-        """Return a step of the next lane with a known token to run and none in flight, or else with a guess."""
+        """Return a step of the next lane with a token to run and none in flight; with `guesses`, a guess to run."""
         for _ in range(len(self._turns)):
             lane = self._turns[0]
             self._turns.rotate(-1)
@@ -249,25 +253,25 @@ class Lanes:
         return step
 
     def _following(self, sequence: SequenceState | None, *, guesses: bool) -> int | None:
-        """Return the token to feed next in a step: one that is known, or a guess."""
+        """Return the token to feed next in a step: a known token, or a guess."""
         if sequence is None or (sequence.fed < sequence.num_prompt and not self.recurrent):
             return None
         if not sequence.waits:
             return sequence.tokens[sequence.fed]
         # the last allowed token is never run, because nothing is sampled after it
-        if not guesses or sequence.guesser is None or sequence.fed >= sequence.most - 1:
+        if not guesses or sequence.guesser is None or sequence.fed >= sequence.max_length - 1:
             return None
         return sequence.guesser.guess(sequence.guesses)
 
 
 def _add_sources(step: Step, own: Sequence[SequenceState | None], longest: int) -> None:
-    """Add what the rows' decoder attends to besides its own tokens, and at most `longest` tokens for the encoder."""
+    """Add the rows' encoder inputs, padded to at most `longest` tokens, and the lengths for cross-attention."""
     if not any(sequence is not None and sequence.source for sequence in own):
         return
     for sequence in own:
         source = sequence.source if sequence is not None else ()
         size = max(len(source), 1)  # a row that attends to nothing would compute NaN
-        padded = min(_room(size), longest)  # a table of positions may end there
+        padded = min(_room(size), longest)  # a position embedding may end there
         step.source.append([*source, *[0] * (padded - size)] if padded else [])
         step.source_sizes.append(size)
         step.source_room = max(step.source_room, _room(size))

@@ -35,13 +35,13 @@ class GenerationLoop:
         self._waiting: deque[Request] = deque()
         self._requests: dict[SequenceState, Request] = {}
         self._closing = False
-        self._record: GenerationRecord | None = None  # of a traced stream
+        self._record: GenerationRecord | None = None  # set if the stream is traced
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="penstock-generator", daemon=True)
         self._thread.start()
 
     def take(self, request: Request) -> None:
-        """Enqueue a request; raises `RunError` once the loop has failed, and `UsageError` once it was ended."""
+        """Enqueue a request; raises `RunError` once the loop has failed, and `UsageError` once it is closed."""
         with self._condition:
             if self._failure is not None:
                 raise RunError(f"the generator has ended: {self._failure}") from self._failure
@@ -68,7 +68,7 @@ class GenerationLoop:
         self._thread.join()  # every wait in the thread has a deadline
 
     def fail(self, error: BaseException) -> None:
-        """Fail every request; later ones raise the first error."""
+        """Fail every request; later requests raise the first error."""
         with self._condition:
             self._failure = self._failure or error
             ended = [*self._requests.values(), *self._waiting]
@@ -83,7 +83,7 @@ class GenerationLoop:
         return self._pipeline.deployment.deployments[0]
 
     def _run(self) -> None:
-        """Generate until `end`; recover from losses if the stages survive them."""
+        """Generate until `end`; recover from lost devices if the pipeline survives them."""
         try:
             self._pipeline.run_over_losses(self._generate, lambda: len(self._requests), self._lanes.begin_again)
         except Exception as error:  # raised to the callers by their requests
@@ -93,13 +93,15 @@ class GenerationLoop:
     def _generate(self) -> None:
         place = self._deployment.place
         driver = open_stream(place)
-        # microbatches in flight: enough that no stage waits, and few enough that a new request does not wait long
+        # limit on microbatches in flight: high enough that no stage waits, low enough that a new request does not wait
+        # long
         most = 2 * len(place.job.ranks)
         in_flight: deque[tuple[Step, Mapping[str, int]]] = deque()
         tracer = place.tracer
         record = self._record = GenerationRecord(place, tracer, self._lanes) if tracer is not None else None
         while self._goes_on(in_flight):
-            # only for devices that join: speeds vary between prompts and tokens, so they do not trigger a replan
+            # only devices that join cause a change: speeds vary between prompts and tokens, so they do not trigger a
+            # replan
             changes = self._pipeline.wants_change(by_speed=False)
             if changes and not in_flight:
                 break
@@ -124,7 +126,7 @@ class GenerationLoop:
             self._pipeline.write_trace(record.report, record.end(stages, self._deployment.cache_bytes))
 
     def _goes_on(self, in_flight: Sequence[object]) -> bool:
-        """Admit requests, and wait a moment for one when idle; return False once ended and drained."""
+        """Admit requests, and wait briefly for one when idle; return False once closed and drained."""
         with self._condition:
             for sequence, request in list(self._requests.items()):
                 if request.cancelled and not sequence.waits:
@@ -137,7 +139,7 @@ class GenerationLoop:
                 begin = request.start or request.prompt
                 sequence = SequenceState(
                     list(begin), len(begin), source=request.prompt if request.start else (), scored=request.scored,
-                    most=request.most, guesser=Guesser(begin) if self._speculates else None,
+                    max_length=request.max_length, guesser=Guesser(begin) if self._speculates else None,
                 )  # fmt: skip
                 self._lanes.admit(sequence)
                 request.num_reused = sequence.num_reused

@@ -18,7 +18,7 @@ MaskFunction = Callable[[Any, Any, Tensor, Tensor], Tensor]
 
 @contextlib.contextmanager
 def masks_by(make: Callable[[MaskFunction], Tensor]) -> Iterator[None]:
-    """Replace the masks of transformers' models in this thread by those of `make`.
+    """In this thread, replace the masks of transformers' models by those that `make` returns.
 
     The argument of `make` is the kind of mask as a function of indices: causal, with a sliding window, in chunks.
     """
@@ -67,6 +67,6 @@ def _sees(function: MaskFunction, query: int, key: int) -> bool:
 
 
 def as_added(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert a mask to one that is added to scores."""
+    """Convert a boolean mask to one that is added to scores."""
     hidden = torch.full((), torch.finfo(dtype).min, dtype=dtype)
     return torch.where(seen, torch.zeros((), dtype=dtype), hidden)

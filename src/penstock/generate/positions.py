@@ -1,4 +1,4 @@
-"""Positions of rows for models whose `forward` takes none: their modules derive them from the cache's length."""
+"""Positions by row for models whose `forward` takes none: their modules derive positions from the cache's length."""
 
 import contextlib
 import inspect
@@ -16,7 +16,8 @@ _OFFSET = "get_query_offset"
 def takes_positions(model: nn.Module, length: int) -> bool:
     """Return whether each row of a model's batch may be at a position of its own, below `length`."""
     for module in model.modules():
-        # attention with positions from the cache's length; Llama 4's changes with them from `floor_scale` on
+        # attention that derives positions from the cache's length; Llama 4's depends on the position from `floor_scale`
+        # on
         if _OFFSET in inspect.unwrap(type(module).forward).__code__.co_names:
             return False
         if getattr(module, "attn_temperature_tuning", False) and length > getattr(module, "floor_scale", length):
@@ -27,7 +28,7 @@ def takes_positions(model: nn.Module, length: int) -> bool:
 
 @contextlib.contextmanager
 def positions_of_rows(model: Any, positions: Tensor, places: Tensor) -> Iterator[dict[str, Tensor]]:
-    """Run a model at `positions` [B, S] with keys at `places` [T]; yields arguments with which to call the model."""
+    """Run a model at `positions` [B, S] with keys at `places` [T]; yields extra arguments for the call of the model."""
     if getattr(model.config, "alibi", False):  # biases are made from a mask
         yield {"attention_mask": torch.ones(positions.shape[0], places.shape[0], dtype=torch.int64)}
         return
@@ -48,7 +49,7 @@ def _named(model: nn.Module) -> str | None:
 
 
 def _places_of_positions(model: Any) -> list[tuple[nn.Module, str, Callable[..., Any]]]:
-    """Return the modules that derive positions from a length, with the method that does and its replacement."""
+    """Return each module that derives positions from a length, the name of its method, and what makes a replacement."""
     decoder = model.get_decoder()
     found: list[tuple[nn.Module, str, Callable[..., Any]]] = []
     for module in decoder.modules() if isinstance(decoder, nn.Module) else ():
@@ -69,7 +70,7 @@ def _parameters(module: nn.Module, name: str) -> tuple[str, ...]:
 
 
 def _embedding(original: Callable[..., Tensor], positions: Tensor) -> Callable[..., Tensor]:
-    """Replace the forward of a table of positions."""
+    """Replace the forward of a position embedding."""
 
     def embed(given: Any, *_args: Any, **_named: Any) -> Tensor:
         return original(given, 0, position_ids=positions.flatten()).reshape(*positions.shape, -1)
@@ -78,7 +79,7 @@ def _embedding(original: Callable[..., Tensor], positions: Tensor) -> Callable[.
 
 
 def _numbers(_original: Callable[..., Tensor], positions: Tensor) -> Callable[..., Tensor]:
-    """Replace the rows of a table whose first position comes after its row for padding."""
+    """Replace the position ids of an embedding whose ids start at padding_idx + 1."""
 
     def number(ids: Tensor, padding: int, *_args: Any, **_named: Any) -> Tensor:
         return torch.where(ids == padding, padding, positions + padding + 1)
@@ -87,10 +88,10 @@ def _numbers(_original: Callable[..., Tensor], positions: Tensor) -> Callable[..
 
 
 def _bias(original: Callable[..., Tensor], positions: Tensor) -> Callable[..., Tensor]:
-    """Replace the bias of relative positions [1, H, S, T] by that of each row [B, H, S, T]."""
+    """Replace the relative position bias [1, H, S, T] by one for each row [B, H, S, T]."""
 
     def compute_bias(_query_length: int, key_length: int, device: Any = None, **_named: Any) -> Tensor:
-        # positions as if they were of one long row: [1, H, B * S, T]
+        # compute the positions as one long row: [1, H, B * S, T]
         found = original(1, key_length, device=device, past_seen_tokens=positions.reshape(-1, 1))
         biases: Tensor = found[0].unflatten(1, positions.shape).transpose(0, 1)
         return biases
@@ -99,7 +100,7 @@ def _bias(original: Callable[..., Tensor], positions: Tensor) -> Callable[..., T
 
 
 def _alibi(original: Callable[..., Tensor], places: Tensor) -> Callable[..., Tensor]:
-    """Replace biases [H, 1, T] that count back from the last key by ones that do not depend on the number of keys."""
+    """Replace biases [H, 1, T] that count back from the last key by biases that do not depend on the number of keys."""
 
     def build(num_heads: int, *_args: Any, **_named: Any) -> Tensor:
         slopes: Tensor = -original(num_heads, 2)[..., :1]

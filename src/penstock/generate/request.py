@@ -16,13 +16,13 @@ from penstock.generate.text import TextDecoder
 
 
 class Request:
-    """One prompt and its answer, in flight or done; made by `Generator.submit`.
+    """A prompt and its answer, in flight or done; created by `Generator.submit`.
 
     Iterating yields the tokens as they are generated, `async for` too; `result` returns all of them. `finish_reason` is
-    "stop" (an end token, or a stop string), "length", "cancelled" or "failed", and None while it is in flight.
-    `logprobs` has a number per token, `likeliest` the requested number of pairs of a token and its log-probability. If
-    the prompt was scored, `prompt_logprobs` has a number per prompt token, None for the first, and `prompt_likeliest`
-    the pairs. `num_reused` prompt tokens were found in the cache of an earlier request.
+    "stop" (an end token, or a stop string), "length", "cancelled" or "failed"; None while in flight. `logprobs` has the
+    log-probability of each token; `likeliest` lists, for each token, the requested number of likeliest tokens with
+    their log-probabilities. If the prompt was scored, `prompt_logprobs` and `prompt_likeliest` have the same for its
+    tokens; the first token has None. `num_reused` prompt tokens were found in the cache of an earlier request.
 
     Example:
         request = generator.submit([5, 7, 2], max_new_tokens=10)
@@ -44,9 +44,9 @@ class Request:
         self.prompt_likeliest: list[list[tuple[int, float]]] = [[] for _ in self.prompt_logprobs]
         self.finish_reason: str | None = None
         self.cancelled = False
-        self.most = self._num_before + most  # the decoder's tokens, those before the answer and the answer's
+        self.max_length = self._num_before + most  # most decoder tokens: start or prompt tokens plus the answer
         self.num_reused = 0
-        self.asked_s, self.came_s = time.perf_counter(), array("d")  # of the submission, and of each token
+        self.asked_s, self.came_s = time.perf_counter(), array("d")  # times of the submission and of each token
         self._num_likeliest = num_likeliest
         self.stops = stops = stops_of(config)
         # special tokens are not part of the decoded text
@@ -78,7 +78,7 @@ class Request:
         while True:
             await came.wait()
             came.clear()
-            ended = self.finish_reason is not None  # read before the tokens: none follows the end
+            ended = self.finish_reason is not None  # read before the tokens: no token follows the end
             while given < len(self.tokens):
                 yield self.tokens[given]
                 given += 1
@@ -89,7 +89,7 @@ class Request:
     def listen(self, listener: Callable[[], object]) -> None:
         """Call `listener` now, after each token and at the end, in the generator's thread."""
         self._listener = listener
-        self._tell()  # of tokens that arrived before
+        self._tell()  # tokens may have arrived before
 
     def result(self) -> list[int]:
         """Wait for the end and return all tokens; raises the request's error."""
@@ -115,7 +115,7 @@ class Request:
         self._tell()
         if token in self._ends or (self._text is not None and self._stops(self._text, token)):
             return "stop"
-        return "length" if self._num_before + len(self.tokens) >= self.most else None
+        return "length" if self._num_before + len(self.tokens) >= self.max_length else None
 
     def score(self, index: int, logits: Tensor) -> None:
         """Record the log-probability of a prompt token."""

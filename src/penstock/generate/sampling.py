@@ -21,8 +21,8 @@ _SAMPLING = {
 _ENDS = {"max_length", "max_new_tokens", "eos_token_id", "pad_token_id", "bos_token_id", "stop_strings"}
 _FORCED = {"decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id"}
 _IGNORED = {"transformers_version", "use_cache", "cache_implementation", "num_return_sequences"}
-_OF_BEAMS = {"num_beam_groups", "length_penalty", "early_stopping", "diversity_penalty"}  # without effect for one beam
-# defaults, with which a feature is off
+_OF_BEAMS = {"num_beam_groups", "length_penalty", "early_stopping", "diversity_penalty"}  # no effect with one beam
+# values that turn a feature off
 _OFF: dict[str, tuple[object, ...]] = {
     "num_beams": (1,), "output_scores": (False,), "output_logits": (False,), "output_attentions": (False,),
     "output_hidden_states": (False,), "return_dict_in_generate": (False,),
@@ -63,10 +63,10 @@ class Sampler:
     Example:
         token, logprob = Sampler(config, num_prompt=4, seed=0)([5, 7, 2, 9], logits)
 
-    With `seed` the sequence has its own random generator, otherwise torch's global one is used. `most` is the largest
-    number of new tokens. `processors` map tokens [1, L] and scores [1, V] to scores, like transformers' own; they run
-    after its penalties and bans, and before temperature, top-k, top-p, min-p and typical-p. The log-probability is that
-    of the unprocessed logits. Raises `RunError` if the largest logit is not finite.
+    With `seed` the sequence has its own random generator, otherwise torch's global generator is used. `most` is the
+    largest number of new tokens. `processors` map tokens [1, L] and scores [1, V] to scores, like transformers' own;
+    they run after its penalties and bans, and before temperature, top-k, top-p, min-p and typical-p. The
+    log-probability is computed from the unprocessed logits. Raises `RunError` if the largest logit is not finite.
     """
 
     def __init__(
@@ -160,20 +160,20 @@ def _processors(config: Any, num_prompt: int, most: int, own: Sequence[Processor
 
 
 def start_of(model: Any, config: Any) -> list[int]:
-    """Return the tokens with which a model's decoder begins if an encoder reads the prompt; no tokens without one.
+    """Return the decoder's start tokens of an encoder-decoder; empty for other models.
 
-    Raises `UsageError` if neither the configuration nor the model has one.
+    Raises `UsageError` if the generation configuration has neither decoder_start_token_id nor bos_token_id.
     """
     if not getattr(model.config, "is_encoder_decoder", False):
         return []
     for token in (config.decoder_start_token_id, config.bos_token_id):
         if token is not None:
             return [int(token)]
-    raise UsageError(f"{type(model).__name__} has no decoder_start_token_id; give decoder_start_token_id=0, or the one")
+    raise UsageError(f"{type(model).__name__} has no decoder_start_token_id; pass it, for example 0")
 
 
 def most_tokens(num_before: int, config: Any, max_length: int) -> int:
-    """Return the limit on new tokens; raises `UsageError` if they do not fit."""
+    """Return the limit on new tokens; raises `UsageError` if prompt and new tokens exceed `max_length`."""
     if config.max_new_tokens is not None:
         most = int(config.max_new_tokens)
     else:
@@ -185,7 +185,7 @@ def most_tokens(num_before: int, config: Any, max_length: int) -> int:
         )
     if num_before + most > max_length:
         raise UsageError(
-            f"a sequence of this generator has at most {max_length} tokens, but {num_before} of a prompt and "
+            f"a sequence of this generator has at most {max_length} tokens, but a prompt of {num_before} and "
             f"{most} new ones were requested; create it with max_length={num_before + most}, or request fewer"
         )
     return most

@@ -14,7 +14,7 @@ from penstock.zoo.optional import optional_import
 _EXTENDED = {"keys", "values"}
 _BOTH = "LinearAttentionAndFullAttentionLayer"
 _NOTHING = "DummyLayer"
-# layers of transformers that keep nothing but keys, values, states of convolutions and recurrent states
+# layers of transformers that keep only keys, values, convolution states and recurrent states
 _KNOWN = {
     "DynamicLayer", "DynamicSlidingWindowLayer", "LinearAttentionLayer", _BOTH, _NOTHING,
     "LinearAttentionAndSlidingWindowAttentionLayer",
@@ -23,10 +23,10 @@ _KNOWN = {
 
 @dataclass(frozen=True, slots=True)
 class SlotState:
-    """A tensor that a layer keeps for each sequence: extended by each token, or replaced by it."""
+    """A tensor that a layer keeps for each sequence; each token extends or replaces it."""
 
     name: str
-    shape: tuple[int, ...]  # of keys and values without the length, which comes first
+    shape: tuple[int, ...]  # shape per sequence; for keys and values without the leading length dimension
     dtype: torch.dtype
     extended: bool
 
@@ -41,7 +41,7 @@ class Slots:
 
 
 def states_in(cache: Any, model: str) -> list[list[SlotState]]:
-    """Return what each layer of a cache of transformers keeps after a call with one token.
+    """Return the states that each layer of a transformers cache keeps after a call with one token.
 
     Raises `UsageError` for a model with a layer that keeps something else.
     """
@@ -56,13 +56,13 @@ def states_in(cache: Any, model: str) -> list[list[SlotState]]:
                 if tensor is not None:
                     kept.append(SlotState(f"{name}{number}_", tuple(tensor.shape[1:]), tensor.dtype, extended=False))
         found.append(kept)
-    while found and not found[-1]:  # a cache may be made with more layers than the decoder has
+    while found and not found[-1]:  # a cache may have more layers than the decoder
         found.pop()
     for layer, kept in zip(cache.layers, found, strict=False):
         kind = type(layer).__name__
         if kind not in _KNOWN or not (kept or kind == _NOTHING):
             raise UsageError(
-                f"a generator keeps keys and values, convolutions and recurrent states; {model} has a layer with "
+                f"a generator keeps keys and values, convolution and recurrent states; {model} has a layer with "
                 f"{'a ' + kind if kept else 'none of them'}; use model.generate"
             )
     if not found:
@@ -79,7 +79,7 @@ def slot_cache(layers: Sequence[Mapping[str, Tensor]], slots: Slots) -> Any:
 
 @contextlib.contextmanager
 def written_back(model: nn.Module, cache: Any) -> Iterator[None]:
-    """Write a layer's replaced states into their slots once a module with that layer's index has run, or at the end."""
+    """Write a layer's replaced states into their slots after a module with the layer's index has run, or at the end."""
 
     def hook(index: int) -> Callable[..., None]:
         return lambda *_: cache.layers[index].write_back()
@@ -99,7 +99,7 @@ def written_back(model: nn.Module, cache: Any) -> Iterator[None]:
 
 
 def _layer_class(utils: Any, name: str) -> Any:
-    """Make a class of layers that models take for transformers' class of that name."""
+    """Make a class of cache layers that models accept as transformers' class of that name."""
 
     class Layer(getattr(utils, name)):  # type: ignore[misc]
         is_initialized, record_past = True, False
@@ -148,7 +148,7 @@ def _layer_class(utils: Any, name: str) -> Any:
 
 
 class _Replaced:
-    """States of one kind by number, read from the slots when a model asks for them; it may write into what it gets."""
+    """States of one kind by number, read from the slots on request; the model may modify them in place."""
 
     def __init__(self, kind: str, states: Mapping[str, Tensor], slots: Slots) -> None:
         self._kind, self._states, self._slots = kind, states, slots
@@ -157,7 +157,7 @@ class _Replaced:
     def __getitem__(self, number: int) -> Tensor:
         if number not in self.read:
             old = self._states[f"{self._kind}{number}_"].index_select(0, self._slots.rows)
-            # a sequence begins with a state of zeros, whatever another one has left in its slot
+            # a sequence begins with a state of zeros, not with the state that an earlier sequence left in the slot
             begins = (self._slots.positions[:, 0] == 0).reshape(-1, *[1] * (old.dim() - 1))
             self.read[number] = torch.where(begins, torch.zeros((), dtype=old.dtype), old)
         return self.read[number]

@@ -3,15 +3,15 @@
 from collections.abc import Sequence
 from typing import Any
 
-_UNFINISHED = "\ufffd"  # what a decoder writes for a part of a character
+_UNFINISHED = "\ufffd"  # decoded from an incomplete character
 
 
 class TextDecoder:
     """Decodes an answer token by token, in constant time per token.
 
     A few tokens before the new one are decoded again with it, since a tokenizer writes a token differently at the start
-    of a text. Text that may be the beginning of a stop string is held back until it is known not to be; a stop string
-    and what follows it are left out.
+    of a text. Text that may be the beginning of a stop string is held back until that is ruled out; a stop string and
+    the text after it are left out.
 
     Example:
         decoder = TextDecoder(tokenizer, stops=["\n\n"])

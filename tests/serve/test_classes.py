@@ -56,6 +56,10 @@ def test_classes_are_those_of_one_process(server: Server) -> None:
         assert [found[index] for index in range(4)] == pytest.approx(alone(data), abs=1e-5)
     form = httpx.post(f"{server.url}/v1/classify?top=4", files={"image": ("a.png", pictures[0], "image/png")})
     assert form.json() == answers[0].json()
+    after_text = httpx.post(
+        f"{server.url}/v1/classify?top=4", data={"note": "a picture"}, files={"image": ("a.png", pictures[0])}
+    )
+    assert after_text.json() == answers[0].json()
 
 
 @pytest.mark.parametrize("data", [b"", b"no image", b"\x89PNG\r\n\x1a\n" + b"\0" * 50, picture(1)[:-200]])

@@ -92,7 +92,7 @@ def test_streams_behind_a_key(tmp_path: Path) -> None:
     assert told["lost", 0]["equal"]
     first, *others = told["lost", 0]["changes"]
     assert "is lost" in first
-    assert set(others) <= {"a device has come"}  # on a busy machine one that answers late
+    assert set(others) <= {"a device has joined"}  # on a busy machine one that answers late
     assert told["lost", 2] == {"message": "fine"}
     # who has another key gets nowhere, and is told why
     assert "does not prove this run's key" in told["stranger", 2]["message"]

@@ -150,7 +150,7 @@ def test_one_that_stood_still_comes_back() -> None:
         check(outputs, model)
         assert pipe.changes[0].devices == ("worker-2",)
         assert set(pipe.changes[1].devices) == {"worker-1", "worker-2"}
-        assert pipe.changes[1].why == "a device has come"
+        assert pipe.changes[1].why == "a device has joined"
 
 
 def test_a_new_device_is_waited_for() -> None:

@@ -88,7 +88,7 @@ def predict_images(asked: PredictSettings, world: World | None = None) -> tuple[
                 say(f"finished before: the predictions of all {len(chosen)} images are in {file.path}")
                 return _summary(num_resumed=len(chosen)), None
             args, kwargs = example_call(zoo, microbatch_size)
-            with working("putting the stages in place"):
+            with working("deploying the stages"):
                 pipe = Pipeline(
                     zoo.module, args, kwargs,
                     stages=asked.stages or (len(world.devices) if world else 2), policy=asked.policy, cuts=asked.cuts,

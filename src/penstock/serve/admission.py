@@ -7,7 +7,7 @@ from penstock.serve.protocol import ApiError
 
 
 class Ticket:
-    """A place in the queue that becomes a slot; the end of its block, or `leave`, releases either."""
+    """A place in the queue, later a slot. Released by leaving the `async with` block, or by `leave()`."""
 
     def __init__(self, queue: "Admission", client: str) -> None:
         self._queue, self.client = queue, client
@@ -42,7 +42,7 @@ class Admission:
     def __init__(self, *, slots: int, most_waiting: int) -> None:
         self.slots, self._most_waiting = slots, most_waiting
         self._free = slots
-        self._waiting: OrderedDict[str, deque[Ticket]] = OrderedDict()  # the next client first
+        self._waiting: OrderedDict[str, deque[Ticket]] = OrderedDict()  # in round-robin order, the next client first
 
     @property
     def num_waiting(self) -> int:

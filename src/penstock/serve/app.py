@@ -45,7 +45,7 @@ class Served:
     stages: Callable[[], Sequence[dict[str, Any]]]
     changes: Callable[[], Sequence[dict[str, Any]]]
     joins_at: Callable[[], str | None]
-    problem: Callable[[], str | None]  # why no request would be answered, if none would
+    problem: Callable[[], str | None]  # reason why the server cannot answer, or None
     created: int
     keys: Sequence[str] = ()
     most_bytes: int = 4 << 20
@@ -94,7 +94,7 @@ class _Guard:
         if scope["type"] == "http" and self._keys and scope["path"] not in _PUBLIC:
             kind, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
             given = key.strip().encode()
-            # compare with every key: the duration must not depend on which one matches
+            # compare with every key: the duration must not depend on the key that matches
             matching = [hmac.compare_digest(given, known) for known in self._keys]
             if kind.lower() != "bearer" or not any(matching):
                 error = ApiError(
@@ -161,7 +161,7 @@ class _Paths:
             raise ApiError("this model writes text; use /v1/completions", status=404)
         top = request.query_params.get("top", "5")
         if not top.isdecimal() or not 0 < len(top) < 6 or int(top) < 1:
-            raise ApiError(f"top is a number of classes, at least 1, not {top[:20]!r}", param="top")
+            raise ApiError(f"top must be a number of classes, at least 1; got {top[:20]!r}", param="top")
         data = await self._body(request)
         image = await asyncio.to_thread(service.read, data, request.headers.get("content-type", ""))
         return JSONResponse(await _until_gone(request, service.classify(image, int(top), _client(request))))
@@ -231,7 +231,7 @@ class _Paths:
 
 
 class _Events(StreamingResponse):
-    """Server-sent events; the source is closed whenever the response ends."""
+    """Server-sent events; their source is closed when the response ends, for any reason."""
 
     media_type = "text/event-stream"
 
@@ -297,7 +297,7 @@ async def _gone(receive: Receive) -> None:
 
 
 def _client(request: Request) -> str:
-    """Return the identity for fair queueing: API key and address."""
+    """Return a client's identity for fair queueing: its API key and address."""
     key = request.scope.get("client_key")
     return f"{key if key is not None else ''}@{request.client.host if request.client else ''}"
 

@@ -36,7 +36,7 @@ class ClassService:
         self._zoo, self._deadline_s, self._names = zoo, deadline_s, zoo.class_names or ()
 
     def read(self, data: bytes, content_type: str) -> Tensor:
-        """Decode and preprocess an image: the body itself, or the first file of a form."""
+        """Decode and preprocess an image: the body itself, or the first file of a multipart form."""
         if content_type.partition(";")[0].strip().lower() == "multipart/form-data":
             data = _first_file(data, content_type)
         if not data:
@@ -57,7 +57,10 @@ class ClassService:
                 output = await asyncio.wrap_future(self.stream.push(as_input(self._zoo, [image])))
         except TimeoutError:
             self.metrics.ended("deadline", asked_s)
-            raise ApiError(f"no result in {self._deadline_s:g} s", code="deadline", status=504) from None
+            raise ApiError(
+                f"no result within {self._deadline_s:g} s, including the wait in the queue; try again later",
+                code="deadline", status=504,
+            ) from None  # fmt: skip
         except RunError:
             self.metrics.ended("error", asked_s)
             raise
@@ -73,7 +76,7 @@ class ClassService:
 
 
 def _first_file(data: bytes, content_type: str) -> bytes:
-    """Return the first non-empty part of a multipart form."""
+    """Return the first non-empty file of a multipart form, or its first non-empty part if no part has a file name."""
     library = optional_import("python_multipart.multipart", "serve")
     header = Message()
     header["content-type"] = content_type
@@ -81,8 +84,10 @@ def _first_file(data: bytes, content_type: str) -> bytes:
     if not isinstance(boundary, str) or not boundary:
         raise ApiError("the Content-Type of a form must have a boundary", param="Content-Type")
     parts: list[bytearray] = []
+    headers: list[bytearray] = []  # the headers of each part, without line breaks
     callbacks = {
-        "on_part_begin": lambda: parts.append(bytearray()),
+        "on_part_begin": lambda: (parts.append(bytearray()), headers.append(bytearray())),
+        "on_header_value": lambda part, begin, end: headers[-1].extend(part[begin:end]),
         "on_part_data": lambda part, begin, end: parts[-1].extend(part[begin:end]),
     }
     try:
@@ -91,4 +96,5 @@ def _first_file(data: bytes, content_type: str) -> bytes:
         parser.finalize()
     except (library.MultipartParseError, ValueError) as problem:
         raise ApiError(f"the form cannot be read ({problem})", param="image") from None
-    return bytes(next((part for part in parts if part), b""))
+    given = [(part, b"filename" in header) for part, header in zip(parts, headers, strict=True) if part]
+    return bytes(max(given, key=lambda each: each[1], default=(b"", False))[0])

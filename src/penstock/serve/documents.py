@@ -11,12 +11,12 @@ from penstock.serve.texts import Choice, Piece, Token
 class Documents:
     """Builds the response to one request, as a completion or as a chat.
 
-    With `counts_in_chunks` every chunk has the counts of tokens so far.
+    With `counts_in_chunks` every chunk of a stream has the token counts so far.
 
     Example:
         documents = Documents("smollm2", choices, chat=True)
-        documents.chunk(piece)      # for each piece of a stream, or at the end
-        documents.whole(pieces)
+        documents.chunk(piece)      # streaming: per piece
+        documents.whole(pieces)     # not streaming: once, at the end
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Documents:
         self._num_reused[piece.index] += piece.num_reused
 
     def _usage(self) -> dict[str, Any]:
-        # each prompt counts once, independent of n
+        # each prompt counts once, regardless of n
         prompt = sum({id(choice.prompt): len(choice.prompt) for choice in self._choices}.values())
         first = {id(choice.prompt): choice.index for choice in reversed(self._choices)}
         return {

@@ -13,7 +13,7 @@ from penstock.zoo.optional import optional_import
 
 
 class JsonGrammar:
-    """A logits processor that allows only tokens that can continue to JSON of a schema.
+    """A logits processor that allows only tokens that keep the output valid JSON for a schema.
 
     For one request. Raises `DataError` if llguidance rejects the schema.
 
@@ -34,7 +34,7 @@ class JsonGrammar:
         for token in tokens[0, self._seen :].tolist():
             self._matcher.consume_token(token)
         self._seen = tokens.shape[1]
-        # 0 for tokens that may not come
+        # 0 for tokens that are not allowed
         allowed = torch.frombuffer(bytearray(self._matcher.compute_logit_bias()), dtype=torch.uint8) > 0
         forbidden = torch.ones(scores.shape[-1], dtype=torch.bool)
         forbidden[: len(allowed)] = ~allowed[: len(forbidden)]

@@ -1,4 +1,4 @@
-"""Prometheus metrics, under vLLM's names if the meaning is the same."""
+"""Prometheus metrics, under vLLM's names for metrics that vLLM has too."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -30,28 +30,28 @@ class Metrics:
         self._next = histogram("vllm:inter_token_latency_seconds", "From one token to the next")
         self._whole = histogram("vllm:e2e_request_latency_seconds", "From a request to its end")
         self._ended = library.Counter(
-            "vllm:request_success", "Requests that ended, by why", ["finished_reason"], registry=registry
+            "vllm:request_success", "Finished requests, by reason", ["finished_reason"], registry=registry
         )
         self._prompt = library.Counter("vllm:prompt_tokens", "Tokens of prompts", registry=registry)
         self._tokens = library.Counter("vllm:generation_tokens", "Tokens that were generated", registry=registry)
-        self._asked = library.Counter("vllm:prefix_cache_queries", "Tokens of prompts looked up", registry=registry)
+        self._asked = library.Counter(
+            "vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache", registry=registry
+        )
         self._reused = library.Counter(
-            "vllm:prefix_cache_hits",
-            "Tokens of prompts that an earlier one began with, not computed",
-            registry=registry,
+            "vllm:prefix_cache_hits", "Prompt tokens taken from the prefix cache", registry=registry
         )
         self._guesses: Callable[[], tuple[int, int]] = lambda: (0, 0)
         self._stages: Callable[[], Iterable[StageState]] = tuple
         self._num_lost: Callable[[], int] = int
         registry.register(self)
-        self.typical_s = 1.0  # of recent requests
+        self.typical_s = 1.0  # moving average of the latency of recent requests
 
     def watch(self, running: Callable[[], int], waiting: Callable[[], int], slots: int) -> None:
         """Register gauges for requests in slots and in the queue."""
         for name, about, look in (
             ("vllm:num_requests_running", "Requests in slots", running),
             ("vllm:num_requests_waiting", "Requests in the queue", waiting),
-            ("vllm:kv_cache_usage_perc", "The part of the slots that are in use, 1 for all", lambda: running() / slots),
+            ("vllm:kv_cache_usage_perc", "Fraction of slots in use", lambda: running() / slots),
         ):
             self._library.Gauge(name, about, registry=self._registry).set_function(look)
 
@@ -60,7 +60,7 @@ class Metrics:
         self._stages, self._num_lost = stages, num_lost
 
     def watch_guesses(self, guesses: Callable[[], tuple[int, int]]) -> None:
-        """Read at each scrape how many tokens were guessed, and how many rightly."""
+        """Read at each scrape the numbers of draft tokens and of accepted draft tokens."""
         self._guesses = guesses
 
     def token(self, seconds: float, *, first: bool) -> None:
@@ -90,8 +90,8 @@ class Metrics:
             sent.add_metric([stage.name], stage.sent_bytes)
         lost = core.CounterMetricFamily("penstock:devices_lost", "Devices lost while serving", value=self._num_lost())
         made, right = self._guesses()
-        guessed = core.CounterMetricFamily("vllm:spec_decode_num_draft_tokens", "Tokens that were guessed", value=made)
-        accepted = core.CounterMetricFamily("vllm:spec_decode_num_accepted_tokens", "Right guesses", value=right)
+        guessed = core.CounterMetricFamily("vllm:spec_decode_num_draft_tokens", "Draft tokens", value=made)
+        accepted = core.CounterMetricFamily("vllm:spec_decode_num_accepted_tokens", "Accepted drafts", value=right)
         return busy, done, sent, lost, guessed, accepted
 
     def text(self) -> bytes:

@@ -1,6 +1,6 @@
 """Request bodies of OpenAI's completions and chat, their limits and their errors."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic
@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, WithJso
 from penstock.errors import PenstockError
 
 _CONTEXT_TOO_LONG = "context_length_exceeded"
-MOST_CHOICES = 128  # of one call, over all of its prompts
+MOST_CHOICES = 128  # answers of one call, for all of its prompts together
 _MOST_STOPS = 16
 
 
@@ -24,7 +24,7 @@ class ApiError(PenstockError):
         self.status, self.param, self.code, self.headers = status, param, code, dict(headers or {})
 
     def document(self) -> dict[str, Any]:
-        """Return what is sent, in OpenAI's form."""
+        """Return the response body, in OpenAI's form."""
         kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
         kind = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
@@ -44,7 +44,7 @@ class StreamOptions(_Body):
     """Options of a stream."""
 
     include_usage: bool = False
-    continuous_usage_stats: bool = False  # vLLM's: counts of tokens in every chunk
+    continuous_usage_stats: bool = False  # vLLM's: token counts in every chunk
     include_obfuscation: bool | None = None  # padding against traffic analysis; never sent
 
 
@@ -109,7 +109,7 @@ class CompletionBody(_Sampling):
 
 
 class TextPart(_Body):
-    """A part of a message; only text is understood."""
+    """A part of a message; only text is supported."""
 
     type: Literal["text"]
     text: str
@@ -124,7 +124,7 @@ class Message(_Body):
     refusal: None = None
 
     def plain(self) -> dict[str, str]:
-        """Return it as templates take it."""
+        """Return the message as chat templates take it."""
         content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
         return {"role": "system" if self.role == "developer" else self.role, "content": content}
 
@@ -139,7 +139,7 @@ class JsonSchema(_Body):
 
 
 class ResponseFormat(_Body):
-    """Text, any JSON object, or JSON of a schema."""
+    """Text, any JSON object, or JSON that matches a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -154,7 +154,7 @@ class ChatBody(_Sampling):
     logprobs: bool | None = None
     top_logprobs: _Likeliest | None = None
     response_format: ResponseFormat | None = None
-    # accepted only if empty; refused by name otherwise
+    # accepted only if empty; otherwise rejected by name
     tools: Annotated[list[Any], Field(max_length=0)] | None = None
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: bool | None = None
@@ -187,14 +187,18 @@ def parse_body(kind: type[_AnyBody], data: bytes) -> _AnyBody:
 
 def openapi(version: str, *, texts: bool) -> dict[str, Any]:
     """Return the OpenAPI document of what is served."""
-    error = {"description": "what is wrong", "content": {"application/json": {"schema": _ERROR}}}
-    wrong = {str(status): error for status in (400, 401, 404, 413, 429, 500, 503, 504)}
+    error = {"description": "The error", "content": {"application/json": {"schema": _ERROR}}}
+    wrong = {str(status): error for status in (400, 401, 404, 408, 413, 429, 500, 503, 504)}
 
-    def post(summary: str, schema: Mapping[str, Any], answer: str, body: str = "application/json") -> dict[str, Any]:
+    def post(
+        summary: str, bodies: Mapping[str, Mapping[str, Any]], answer: str, streams: Mapping[str, Any],
+        parameters: Sequence[Mapping[str, Any]] = (),
+    ) -> dict[str, Any]:  # fmt: skip
         return {"post": {
-            "summary": summary, "requestBody": {"required": True, "content": {body: {"schema": schema}}},
+            "summary": summary, "parameters": list(parameters),
+            "requestBody": {"required": True, "content": {kind: {"schema": body} for kind, body in bodies.items()}},
             "responses": {"200": {"description": answer, "content": {
-                "application/json": {"schema": {"type": "object"}}, **_STREAM}}, **wrong},
+                "application/json": {"schema": {"type": "object"}}, **streams}}, **wrong},
         }}  # fmt: skip
 
     def get(summary: str, kind: str = "application/json") -> dict[str, Any]:
@@ -214,10 +218,14 @@ def openapi(version: str, *, texts: bool) -> dict[str, Any]:
         for path, kind in (("/v1/completions", CompletionBody), ("/v1/chat/completions", ChatBody)):
             schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
             schemas |= schema.pop("$defs", {}) | {kind.__name__: schema}
-            paths[path] = post(kind.__doc__ or "", {"$ref": f"#/components/schemas/{kind.__name__}"}, "the answer")
+            body = {"application/json": {"$ref": f"#/components/schemas/{kind.__name__}"}}
+            paths[path] = post(kind.__doc__ or "", body, "the answer", _STREAM)
     else:
         binary = {"type": "string", "format": "binary"}
-        paths["/v1/classify"] = post("Classify an image", binary, "classes and scores", "application/octet-stream")
+        form = {"type": "object", "properties": {"image": binary}}
+        bodies = {"application/octet-stream": binary, "multipart/form-data": form}
+        top = {"name": "top", "in": "query", "schema": {"type": "integer", "minimum": 1, "default": 5}}
+        paths["/v1/classify"] = post("Classify an image", bodies, "classes and scores", {}, [top])
     return {
         "openapi": "3.1.0", "info": {"title": "Penstock", "version": version}, "paths": paths,
         "components": {"schemas": schemas, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},

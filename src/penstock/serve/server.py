@@ -26,7 +26,7 @@ _SHORTEST_KEY = 16
 
 
 def read_api_keys(path: Path) -> list[str]:
-    """Read API keys, one per line; raises `UsageError` if others may read the file or a key is not valid.
+    """Read API keys, one per line; raises `UsageError` if other users may read the file or a key is not valid.
 
     Example:
         keys = read_api_keys(Path("api.keys"))
@@ -126,12 +126,13 @@ class _Server(uvicorn.Server):
 
 
 class _Protocol(H11Protocol):
-    """HTTP/1.1 with a limit on connections, and a deadline for the first request of each.
+    """HTTP/1.1 with a limit on connections, and a deadline for the first request of a connection.
 
-    Above the limit, the oldest connection without a request gives way, of the address with the most of them.
+    Above the limit, close the oldest connection that has sent no request, from the address with the most such
+    connections.
     """
 
-    waiting: ClassVar[dict["_Protocol", str]]  # connections without a request and their addresses, the oldest first
+    waiting: ClassVar[dict["_Protocol", str]]  # connections without a request yet, oldest first, and addresses
     _due: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -162,7 +163,7 @@ class _Protocol(H11Protocol):
 
 
 def _most_connections() -> int:
-    """Return the limit on connections; the rest of the descriptors is for stages and files."""
+    """Return the limit on connections; the other file descriptors are for stages and files."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _MOST_CONNECTIONS if soft == resource.RLIM_INFINITY else min(_MOST_CONNECTIONS, soft // 2)
 

@@ -33,7 +33,7 @@ from penstock.zoo.models.models import load_model
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeSettings:
-    """Options of `penstock serve`; `placed` are those of the model and its stages."""
+    """Options of `penstock serve`; `placed` has the options of the model and its stages."""
 
     placed: TextSettings
     name: str | None = None
@@ -49,8 +49,8 @@ class ServeSettings:
 def serve_model(settings: ServeSettings, host: str, listener: socket.socket, world: World | None = None) -> None:
     """Load a model, deploy its stages and serve until SIGTERM or Ctrl-C.
 
-    A language model of transformers answers OpenAI's completions and chats, any other model of the zoo classifies
-    images. Raises what loading and placing raise.
+    A transformers language model answers OpenAI's completions and chats; an image model of the zoo classifies images.
+    Errors of loading and placing the model propagate.
 
     Example:
         settings = ServeSettings(placed=TextSettings(model="hf:models/smollm2"))
@@ -66,7 +66,7 @@ def serve_model(settings: ServeSettings, host: str, listener: socket.socket, wor
             lambda: opened.service.admission.num_running, lambda: opened.service.admission.num_waiting,
             opened.service.admission.slots,
         )  # fmt: skip
-        metrics.watch_stages(opened.states, lambda: len(opened.changes))
+        metrics.watch_stages(opened.states, lambda: opened.num_lost)
         served = Served(
             name=name, service=opened.service, metrics=metrics, keys=settings.keys, most_bytes=settings.most_bytes,
             problem=opened.problem, stages=opened.stages, changes=opened.told_changes, joins_at=lambda: opened.joins_at,
@@ -101,11 +101,11 @@ class _Opened:
 
     @property
     def joins_at(self) -> str | None:
-        """Return the address at which a device joins."""
+        """Address at which a device can join; None if the run admits none."""
         return self._pipeline.joins_at
 
     def problem(self) -> str | None:
-        """Return why requests cannot be answered, or None."""
+        """Return the reason why requests cannot be answered, or None."""
         failure = self._failure()
         return f"the stages failed: {failure}" if failure is not None else None
 
@@ -115,8 +115,13 @@ class _Opened:
 
     @property
     def changes(self) -> Sequence[StreamChange]:
-        """Placement changes after losses."""
+        """Placement changes since the start: after lost or joined devices, or for changed speeds."""
         return self._pipeline.changes
+
+    @property
+    def num_lost(self) -> int:
+        """Number of devices lost since the start."""
+        return sum(change.num_lost for change in self.changes)
 
     def stages(self) -> list[dict[str, Any]]:
         """Return every stage's device, bytes of weights and caches, and counters."""
@@ -139,9 +144,9 @@ class _Opened:
 
 @contextlib.contextmanager
 def _texts(settings: ServeSettings, metrics: Metrics, world: World | None) -> Iterator[_Opened]:
-    with working("putting the stages in place"):
+    with working("deploying the stages"):
         generator = open_generator(settings.placed, world)
-    with contextlib.closing(generator):  # its requests were told of a failure
+    with contextlib.closing(generator):  # on failure its requests have already been failed, so just close it
         with working("running a first token"):
             # checks and compilation happen in the first call, before the server reports that it is ready
             generator.submit([0], max_new_tokens=1, do_sample=False).result()
@@ -165,7 +170,7 @@ def _classes(settings: ServeSettings, metrics: Metrics, world: World | None) -> 
     call = ModelCall(model=zoo.module, args=args, kwargs=kwargs, weights=zoo.weights)
     plan = read_plan(placed.plan) if placed.plan is not None else None
     stages = None if plan is not None else placed.stages or (len(world.devices) if world else 2)
-    with working("putting the stages in place"):
+    with working("deploying the stages"):
         pipeline = StreamingPipeline(
             call, CutOptions(stages=stages, policy=placed.policy, cuts=placed.cuts, plan=plan),
             RunOptions(threads=placed.threads, runtime=parse_runtime(placed.runtime),

@@ -1,4 +1,4 @@
-"""Request bodies to generator requests, and their tokens to pieces of text."""
+"""Conversion of request bodies to generator requests, and of their tokens to pieces of text."""
 
 import asyncio
 import secrets
@@ -18,14 +18,14 @@ from penstock.serve.grammar import JsonGrammar
 from penstock.serve.metrics import Metrics
 from penstock.serve.protocol import MOST_CHOICES, ApiError, ChatBody, CompletionBody, ResponseFormat, too_long
 
-_MAX_TOKENS = 16  # of a completion, OpenAI's own
-_COLDEST = 1e-3  # below it the likeliest token alone has a probability, and scores divided by it overflow
+_MAX_TOKENS = 16  # OpenAI's default for completions
+_COLDEST = 1e-3  # below this temperature sampling is greedy anyway, and logits / temperature overflows
 _BEFORE = 6  # prompt tokens decoded together with the first token, for correct spacing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Token:
-    """A token's text and log-probability, and the likeliest in its place."""
+    """A token's text and log-probability, and the likeliest alternatives."""
 
     text: str
     logprob: float | None
@@ -40,7 +40,7 @@ class Piece:
     text: str = ""
     tokens: Sequence[Token] = ()
     num_tokens: int = 0
-    num_reused: int = 0  # prompt tokens that were not computed again
+    num_reused: int = 0  # prompt tokens taken from the prefix cache
     finish_reason: str | None = None
 
 
@@ -84,7 +84,7 @@ class TextService:
         options = self._options(body)
         most = _MAX_TOKENS if body.max_tokens is None else body.max_tokens
         if not most and not body.echo:
-            raise ApiError("max_tokens is at least 1 without echo", param="max_tokens")
+            raise ApiError("max_tokens must be at least 1 without echo", param="max_tokens")
         choices: list[Choice] = []
         for prompt in prompts:
             tokens = await self._tokens(prompt)
@@ -161,11 +161,11 @@ class TextService:
                     news.put_nowait(piece)
         except TimeoutError:
             self.metrics.ended("deadline", asked_s)
-            news.put_nowait(
-                ApiError(
-                    f"the answer exceeded {self._deadline_s:g} s; request fewer tokens", code="deadline", status=504
-                )
+            message = (
+                f"no complete answer within {self._deadline_s:g} s, including the wait in the queue; request fewer "
+                "tokens, or try again later"
             )
+            news.put_nowait(ApiError(message, code="deadline", status=504))
         except asyncio.CancelledError:
             self.metrics.ended("abort", asked_s)
             raise

@@ -1,10 +1,11 @@
-"""A stream that continues without a lost device and with a joining one: it replans, then migrates.
+"""A stream that continues without lost devices and with joining devices: it replans, then migrates.
 
-    a device is lost ──▶ the others form a group ──▶ plan for them ──▶ deploy ──▶ send microbatches without result again
-    one has become slower, or joins ──▶ drain microbatches in flight ──▶ plan ──▶ ... ──▶ send the next microbatches
+    a device is lost ──▶ the survivors form a group ──▶ plan for them ──▶ deploy ──▶ send microbatches without result
+    again a device slows down, or joins ──▶ drain microbatches in flight ──▶ plan ──▶ ... ──▶ send the next
+    microbatches
 
-Forward stages keep no state between microbatches, so a result has the same bits on any device. Results are yielded once
-and in order, since only the driver yields them, and always the next one.
+Forward stages keep no state between microbatches, so a result has the same bits on any device. Only the driver yields
+results, so each is yielded once and in order.
 """
 
 import time
@@ -35,15 +36,16 @@ from penstock.wire import FEEDER
 _LOOK_S = 1.0
 _ATTEMPTS = 8
 
-# puts the stages of a plan in place: on these ranks by device, with jobs from a number on
+# deploys the stages of a plan: (world, plan, rank of each device, number of the first job)
 Place = Callable[[World, Plan, Mapping[str, int], int], Replicas]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamChange:
-    """A change during a stream: its time, reason and duration, the microbatches sent again, the devices that continue.
+    """A placement change during a stream: when, why and how long, microbatches sent again, and the devices afterwards.
 
-    `at_s` counts from the stream's beginning until the stages were in place again, `took_s` from the detection.
+    `at_s` is the time from the stream's beginning until the stages were deployed again, `took_s` the time since the
+    cause was detected.
     """
 
     at_s: float
@@ -51,13 +53,14 @@ class StreamChange:
     took_s: float
     num_again: int
     devices: tuple[str, ...]
+    num_lost: int = 0
 
 
 class SurvivingStages:
-    """Deployed stages that survive the loss of devices; used like a `Deployment`.
+    """Deployed stages that survive lost devices; used like a `Deployment`.
 
-    `ranks` are those of the devices by name. The world is switched to a new group after a regroup. A stream that
-    `adapts` is replanned as soon as the devices' speeds were observed, since it was cut without a plan.
+    `ranks` has the rank of each device by name. A regroup switches the world to the new group. With `adapts`, a stream
+    that was cut without a plan is replanned as soon as the devices' speeds have been observed.
 
     Example:
         stages = SurvivingStages(world, deploy, {"board0": 0, "board1": 1}, replanner, place, options)
@@ -70,7 +73,7 @@ class SurvivingStages:
         replanner: Replanner, place: Place, options: SurvivalOptions, *, adapts: bool = False,
     ) -> None:  # fmt: skip
         self.world = world
-        self.changes: list[StreamChange] = []  # of the last stream
+        self.changes: list[StreamChange] = []  # changes of the last stream
         self._replanner, self._put, self._options = replanner, place, options
         self._report, self._begin_s = StreamReport(), time.perf_counter()
         members = _members(world)
@@ -89,17 +92,17 @@ class SurvivingStages:
 
     @property
     def order(self) -> tuple[int, ...]:
-        """In which order the pipelines take microbatches."""
+        """Order in which the pipelines take microbatches."""
         return self.deployment.order
 
     @property
     def deployments(self) -> tuple[Deployment, ...]:
-        """The pipelines that are in place."""
+        """The deployed pipelines."""
         return self.deployment.deployments
 
     @property
     def sizes(self) -> Mapping[str, int]:
-        """Return the sizes of the largest microbatch."""
+        """Sizes of the largest microbatch."""
         return self.deployment.sizes
 
     @property
@@ -109,7 +112,7 @@ class SurvivingStages:
 
     @property
     def last_report(self) -> StreamReport:
-        """Times of the last stream, including those of changes."""
+        """Times of the last stream, including its changes."""
         return self._report
 
     def stage_states(self) -> list[StageState]:
@@ -129,9 +132,9 @@ class SurvivingStages:
         self.deployment.leave()
 
     def stream(self, microbatches: Iterable[Microbatch]) -> Generator[list[Tensor], None, None]:
-        """Stream microbatches and yield their results in order, as `Deployment.stream` does, across losses of devices.
+        """Stream microbatches and yield their results in order, as `Deployment.stream` does, even if devices are lost.
 
-        Raises the loss itself if the stream cannot continue.
+        Raises `DeviceLost` or `OutOfMemory` if the stream cannot continue.
         """
         feed = Feed(iter(microbatches))
         report = self._report = StreamReport()
@@ -159,13 +162,13 @@ class SurvivingStages:
     def wants_change(self, *, by_speed: bool = True) -> bool:
         """Return True if a device waits to be admitted, or speeds changed enough for another plan; looks once a second.
 
-        The caller then stops feeding, takes what is in flight, and calls `change`.
+        The caller then stops feeding, takes the results in flight, and calls `change`.
         """
         if not self.world.followed or time.monotonic() - self._looked_s < _LOOK_S:
             return False
         self._looked_s = time.monotonic()
         if wait_for_newcomers(self.world, 1):
-            self._next = "a device has come", None
+            self._next = "a device has joined", None
             return True
         if not by_speed or not self._speeds.changed():
             return False
@@ -184,7 +187,7 @@ class SurvivingStages:
         return True
 
     def change(self) -> None:
-        """Switch to other devices or another plan, as `wants_change` found, while nothing is in flight."""
+        """Make the change that `wants_change` found, while nothing is in flight."""
         began_s, (why, plan) = time.perf_counter(), self._next
         speeds = self._speeds.now()
         try:
@@ -196,18 +199,20 @@ class SurvivingStages:
         except (DeviceLost, OutOfMemory, TransportError) as error:
             self.recover(error, 0)
             return
-        self._tell(why, began_s, 0)
+        self._tell(why, began_s)
 
     def recover(self, error: PenstockError, num_again: int) -> None:
-        """Continue without the lost rank, with `num_again` microbatches to send again; raises the loss if this is
-        impossible.
+        """Continue without the lost rank; `num_again` microbatches are sent again.
+
+        Raises `DeviceLost`, or the given error, if this is impossible.
         """
-        began_s, first = time.perf_counter(), error
+        began_s, first, num_lost = time.perf_counter(), error, 0
         speeds = self._speeds.now()
         for _ in range(_ATTEMPTS):
             lost = self._lost()
             if not lost:
                 raise first
+            num_lost += len(lost)
             self.deployment.abandon()
             self._wait_for_others(len(lost), first)
             self._regroup(lost)
@@ -219,7 +224,7 @@ class SurvivingStages:
                 ) from problem
             except (DeviceLost, OutOfMemory, TransportError):
                 continue
-            self._tell(_sentence(first), began_s, num_again)
+            self._tell(_sentence(first), began_s, num_again, num_lost)
             return
         raise first
 
@@ -275,23 +280,26 @@ class SurvivingStages:
                     found[by_rank[rank]] = Count(counters.needed_s, counters.num_run)
             return found
 
-        # also after a loss before any observation: devices are then assumed equal
+        # also if a device is lost before any observation: devices are then assumed equal
         at_first = self._adapts and len(known) < len(by_rank)
         return ObservedSpeeds(count, self._replanner.seconds, planned=known, at_first=at_first)
 
-    def _tell(self, why: str, began_s: float, num_again: int) -> None:
+    def _tell(self, why: str, began_s: float, num_again: int = 0, num_lost: int = 0) -> None:
         now_s = time.perf_counter()
         devices = self._replanner.current.devices
         change = StreamChange(
-            at_s=now_s - self._begin_s, why=why, took_s=now_s - began_s, num_again=num_again, devices=devices
-        )
+            at_s=now_s - self._begin_s, why=why, took_s=now_s - began_s, num_again=num_again, devices=devices,
+            num_lost=num_lost,
+        )  # fmt: skip
         self.changes.append(change)
         note(f"{why}; continuing on {', '.join(devices)} after {change.took_s:.1f} s")
 
 
 def _members(world: World) -> tuple[str, ...]:
     if world.membership is None:
-        raise RunError("only a run that survives losses can form another group; start the run with on_loss='continue'")
+        raise RunError(
+            "only a run that survives lost devices can form another group; start the run with on_loss='continue'"
+        )
     return world.membership.members
 
 

@@ -1,0 +1,29 @@
+"""The OpenAPI document: every field, every error status and every media type that the server uses."""
+
+import json
+from typing import Any
+
+from penstock.serve.protocol import openapi
+from tests.serve.test_strangers import WRONG
+
+
+def test_every_field_has_a_place_in_the_document() -> None:
+    document = openapi("0", texts=True)
+    fields = document["components"]["schemas"]["CompletionBody"]["properties"]
+    assert {next(iter(change)) for change, _ in WRONG} - {"unheard_of"} <= fields.keys()
+    json.dumps(document)
+
+
+def test_only_texts_are_streamed_and_only_images_are_forms() -> None:
+    assert media_types("/v1/completions", texts=True) == (
+        {"application/json"}, {"application/json", "text/event-stream"}
+    )  # fmt: skip
+    assert media_types("/v1/classify", texts=False) == (
+        {"application/octet-stream", "multipart/form-data"}, {"application/json"}
+    )  # fmt: skip
+
+
+def media_types(path: str, *, texts: bool) -> tuple[set[str], set[str]]:
+    post: dict[str, Any] = openapi("0", texts=texts)["paths"][path]["post"]
+    assert "408" in post["responses"]
+    return set(post["requestBody"]["content"]), set(post["responses"]["200"]["content"])

@@ -36,7 +36,7 @@ def ask_baseline(
 
 
 def serve_baseline(world: World, document: RunBaseline) -> None:
-    """Run the whole model on this rank, from memory to memory, once all ranks are ready."""
+    """Run the whole model on this rank, with inputs and outputs in memory, once all ranks are ready."""
     transport, device = world.transport, find_device(document.computes_on, world.position)
     program = read_program(document.program)
     sizes = document.sizes

@@ -5,7 +5,7 @@
       interface.json          inputs and outputs, as a program without operations
       host0/
         part.json             plan and stage, and the SHA-256 of every file
-        program-0.json        one for each cut set
+        program-0.json        one program for each cut set
         weights.safetensors
 
 A machine needs only its own folder: neither the model's source nor the other parts.
@@ -92,7 +92,7 @@ def _write_part(folder: Path, part: Part, programs: Sequence[StageProgram], load
 def read_part(folder: Path, plan: str) -> tuple[list[StageProgram], dict[str, Tensor]]:
     """Read a device's part of the plan with this fingerprint: its programs and its weights.
 
-    Raises `ProgramError` for a part of another plan and for modified files.
+    Raises `ProgramError` if the part is of another plan, or if a file was modified.
     """
     part = decode_json(read_bytes(folder / _PART, "a part", ProgramError), Part, "a part", ProgramError)
     if part.plan != plan:
@@ -108,19 +108,19 @@ def read_part(folder: Path, plan: str) -> tuple[list[StageProgram], dict[str, Te
         raise ProgramError(f"{folder / _PART} does not list all of its files; bundle again")
     programs = [read_program(read_bytes(folder / name, "a program", ProgramError)) for name in part.programs]
     weights = FileWeights(folder / _WEIGHTS)
-    # copied into memory allocated by torch: tensors in a file have any alignment, and some kernels choose their path by
-    # it
+    # copied into memory allocated by torch: tensors in a file have any alignment, and some kernels depend on the
+    # alignment
     return programs, {state.value.name: weights.load(state.value.name).clone() for state in states_of(programs)}
 
 
 def read_bundle(folder: Path) -> tuple[Plan, StageProgram]:
-    """Read what the driver needs: the plan, and the program with its inputs and outputs."""
+    """Read the driver's part: the plan, and the program with the model's inputs and outputs."""
     plan = read_plan(folder / _PLAN)
     return plan, read_interface(read_bytes(folder / _INTERFACE, "an interface", ProgramError))
 
 
 def interfaces(interface: StageProgram, num_stages: int) -> list[RoundRobin[StageProgram]]:
-    """Return programs that have only the outer ends of a pipeline, which is all that its driver needs."""
+    """Return programs that have only the pipeline's inputs and outputs, which is all that its driver needs."""
     first, last = replace(interface, outputs=()), replace(interface, inputs=())
     between = replace(interface, inputs=(), outputs=())
     if num_stages == 1:

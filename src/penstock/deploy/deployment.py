@@ -32,18 +32,20 @@ from penstock.tracing.trace import StreamTrace
 from penstock.transport.messages import CLOSE, Message
 from penstock.wire import FEEDER
 
-# stages report progress with every heartbeat: a stall shorter than a few of these cannot be detected
+# stages report progress with every heartbeat: a stall shorter than a few heartbeats cannot be detected
 _SHORTEST_STALL_BEATS = 4
 
 
 class Deployment:
     """Stages placed on the devices of a world, ready for successive streams.
 
-    Each stage is one program, or several that microbatches use round-robin if the cuts around it rotate; all stages
-    have the same order. `ranks` has for each stage the rank that holds it, or several that share it.
+    Each stage has one program, or several that microbatches use round-robin if the cuts around the stage rotate; all
+    stages have the same order. `ranks` has for each stage the rank that holds the stage, or several ranks that share
+    it.
 
-    Raises `RunError` or `DeviceLost` if a device fails; after that nothing more can be streamed. A message lost without
-    a device failing is detected when nothing has moved and no stage has computed for `stall_s` while the driver waits.
+    Raises `RunError` or `DeviceLost` if a device fails; after that nothing more can be streamed. If a message is lost
+    but no device fails, this is detected once no message has arrived and no stage has computed for `stall_s` while the
+    driver waits.
     """
 
     def __init__(
@@ -88,7 +90,7 @@ class Deployment:
         self, programs: Sequence[RoundRobin[StageProgram]], runtimes: Mapping[int, RoundRobin[StageRuntime]],
         stall_s: float, *, direct: bool,
     ) -> Place:  # fmt: skip
-        """Open the driver's channels and those of its own stages, and start serving these."""
+        """Open the channels of the driver and of its own stages, and start serving these stages."""
         world, job = self.world, self.job
         own = OwnStages(world, job, runtimes, direct, feeder_links(programs))
         counters = Counters()
@@ -125,7 +127,7 @@ class Deployment:
 
         An exception of `microbatches` itself is raised here after the microbatches in flight have drained; the stages
         are then ready for the next stream. Raises `UsageError` while another stream is running. A `KeyboardInterrupt`
-        in the middle abandons the pipeline, because the state of the transfer is unknown.
+        during a transfer abandons the pipeline, because the state of the transfer is unknown.
         """
         return stream_through(RoundRobin([self.place]), microbatches)
 
@@ -197,7 +199,7 @@ class Replicas:
     """Parallel pipelines on disjoint devices that share the microbatches of one stream round-robin.
 
     Example:
-        Replicas([first, second], order=(0, 0, 1)).stream(microbatches)     # the first one is twice as fast
+        Replicas([first, second], order=(0, 0, 1)).stream(microbatches)     # the first is twice as fast
     """
 
     def __init__(self, deployments: Sequence[Deployment], order: Sequence[int] | None = None) -> None:
@@ -221,7 +223,7 @@ class Replicas:
 
     @property
     def world(self) -> World:
-        """The world that all of them run in."""
+        """The world that all pipelines run in."""
         return self.deployments[0].world
 
     def stream(self, microbatches: Iterable[Microbatch]) -> Generator[list[Tensor], None, None]:
@@ -250,11 +252,11 @@ class Replicas:
 
 
 def _check_shared(job: StagesJob) -> None:
-    """Raise `UsageError` if a rank that shares a stage holds another one: they could deadlock at a stream's end."""
+    """Raise `UsageError` if a rank that shares a stage holds another stage: they could deadlock at a stream's end."""
     for rank in sorted({rank for ranks in job.ranks if len(ranks.items) > 1 for rank in ranks.items}):
         stages = job.stages_of(rank)
         if len(stages) > 1:
             raise UsageError(
-                f"a device that shares a stage must hold no other; rank {rank} would hold the stages "
-                f"{', '.join(map(str, stages))}; give each of them to a separate device"
+                f"a device that shares a stage must hold no other stage; rank {rank} would hold the stages "
+                f"{', '.join(map(str, stages))}; give each stage to a separate device"
             )

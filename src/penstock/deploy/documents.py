@@ -1,6 +1,6 @@
-"""Documents with which the driver requests jobs of the workers: one for each kind of job, decoded strictly.
+"""Documents with which the driver requests jobs from workers: one type for each kind of job, decoded strictly.
 
-Every field is checked: names are names, counts have bounds, ranks are those of the run.
+Every field is checked: names must be valid, counts within bounds, ranks in the run.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from penstock.spec.fields import check_name
 
 
 class RunBaseline(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="alone", forbid_unknown_fields=True):
-    """A job that runs a whole model on one worker, with inputs that follow, and reports its seconds."""
+    """A job that runs a whole model on one worker, on inputs that follow, and reports the seconds."""
 
     program: str
     sizes: dict[Short, Count]
@@ -28,7 +28,7 @@ class RunBaseline(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", t
 
 
 class DoMore(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="more", forbid_unknown_fields=True):
-    """A further job that this process was started with, selected by `name`."""
+    """An additional job of a worker, selected by `name` among those that the worker was started with."""
 
     name: Short
     settings: dict[str, Any]
@@ -64,7 +64,7 @@ def read_document(data: bytes, num_ranks: int) -> Document:
 
 def _check_stages(document: StagesJob, num_ranks: int) -> None:
     for rotation in document.ranks:
-        _check_order("the ranks of a stage", rotation.order, len(rotation.items))
+        _check_order("ranks for a stage", rotation.order, len(rotation.items))
         if max(rotation.items) >= num_ranks:
             raise ProgramError(
                 f"a stage's rank must be below {num_ranks}, the number of processes; got {max(rotation.items)}; "
@@ -72,9 +72,11 @@ def _check_stages(document: StagesJob, num_ranks: int) -> None:
             )
     for index, programs in document.programs.items():
         if not 0 <= index < len(document.ranks):
-            raise ProgramError(f"a stage of this job must be below {len(document.ranks)}; got {index}; start again")
+            raise ProgramError(
+                f"a stage index of this job must be below {len(document.ranks)}; got {index}; start again"
+            )
         if document.source != "bundle":
-            _check_order(f"the programs of stage {index}", document.order, len(programs))
+            _check_order(f"programs for stage {index}", document.order, len(programs))
     if len(document.runtimes) not in (0, len(document.ranks)):
         raise ProgramError(
             f"expected {len(document.ranks)} runtimes, one per stage; got {len(document.runtimes)}; start again"
@@ -90,7 +92,9 @@ def _check_stages(document: StagesJob, num_ranks: int) -> None:
 def _check_order(what: str, order: tuple[int, ...], count: int) -> None:
     if not order or not count or max(order) >= count:
         most = max(order, default="none")
-        raise ProgramError(f"{what} rotate among {count}, numbered from 0, but an order names {most}; start again")
+        raise ProgramError(
+            f"the job has {count} {what}, numbered from 0, but its rotation order uses {most}; start again"
+        )
 
 
 def check_settings(settings: Mapping[str, Any], wanted: type[Any]) -> Any:

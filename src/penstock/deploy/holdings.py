@@ -1,4 +1,4 @@
-"""Tensors that a process retains from earlier stages, so that only the missing ones are sent again."""
+"""Tensors that a process retains from earlier stages, so that only missing tensors are sent."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TypeVar
@@ -16,12 +16,12 @@ T = TypeVar("T")
 
 
 class Holdings:
-    """The tensors of a process's last stages, by their names in the model and by their contents.
+    """Tensors of the stages that a process held last, by name in the model and by content.
 
     Example:
         holdings = Holdings()
-        holdings.keep(states, tensors)                # of the stages being served
-        have = holdings.claim(transport, states)      # of the next stages; the missing ones are sent
+        holdings.keep(states, tensors)                # the tensors of the current stages
+        have = holdings.claim(transport, states)      # those that the next stages reuse; the others are sent
     """
 
     def __init__(self) -> None:
@@ -34,8 +34,7 @@ class Holdings:
                 self._tensors[_name(state)] = tensors[state.value.name]
 
     def claim(self, transport: Transport, states: Sequence[State]) -> dict[str, Tensor]:
-        """Report the held tensors of these states to the driver, and return those that it need not send, by values'
-        names.
+        """Report the held tensors of these states to the driver, and return by value name those that it need not send.
 
         All other tensors are released first, before new ones are allocated.
         """
@@ -51,7 +50,7 @@ class Holdings:
 def compare_holdings(
     transport: Transport, rank: int, states: Sequence[State], load: Callable[[State], Tensor]
 ) -> Collection[str]:
-    """Receive a rank's digests of these states, reply with the matching ones, and return these by values' names."""
+    """Receive a rank's digests of these states, reply with those that match, and return these by value name."""
     held = _read(receive_bytes(transport, rank, limit=DOCUMENT_BYTES), dict[str, str])
     right = {
         _name(state): state.value.name

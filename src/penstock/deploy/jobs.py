@@ -1,7 +1,7 @@
 """Jobs of the driver, and the transfer of programs and weights to the workers.
 
 A job is a document (`deploy/documents.py`) followed by tensors, one message each, in the order in which the job's
-programs list their state. Workers have no model: they receive nothing else.
+programs list their state. Workers need nothing else: they have no model.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -28,7 +28,7 @@ from penstock.tensors import HOST, find_device, moved
 from penstock.transport.base import JOB_BYTES, Transport, receive_bytes, send_bytes
 from penstock.wire import FEEDER
 
-# makes a stage's runtime in a process that has the stage's module; only the interface is sent
+# makes a stage's runtime in a process that has the stage's module; only the stage's interface is sent
 MakeRuntime = Callable[[int, StageProgram], StageRuntime]
 Programs = RoundRobin[StageProgram]
 Runtimes = RoundRobin[StageRuntime]
@@ -49,7 +49,7 @@ class FromWeights:
 
 @dataclass(frozen=True, slots=True)
 class FromBundle:
-    """Each rank's part of a bundle, in a separate folder, with the plan's fingerprint and each rank's device."""
+    """A bundle whose parts the ranks read from separate folders: the plan's fingerprint, and each rank's device."""
 
     kind: ClassVar[Literal["bundle"]] = "bundle"
 
@@ -86,7 +86,7 @@ def load_part(
     programs, tensors = read_part(folder, plan)
     if max(order) >= len(programs):
         raise ProgramError(
-            f"{folder} has {len(programs)} programs, numbered from 0, but a job's order names program {max(order)}; "
+            f"{folder} has {len(programs)} programs, numbered from 0, but a job's order uses program {max(order)}; "
             "bundle again"
         )
     there = {name: moved(tensor, device) for name, tensor in tensors.items()}
@@ -105,7 +105,7 @@ def send_stages(
     transport: Transport, job: StagesJob, programs: Sequence[RoundRobin[StageProgram]], source: Source, *,
     compare: bool = False,
 ) -> None:  # fmt: skip
-    """Send every other rank the stages that it holds, reading one weight at a time.
+    """Send every other rank its stages, reading one weight at a time.
 
     With `compare`, send only tensors that the rank does not already hold.
     """
@@ -137,11 +137,11 @@ def receive_job(transport: Transport) -> Document:
 
 
 def receive_stages(transport: Transport) -> StagesJob:
-    """Wait for the document of a job that serves stages; raises `ProgramError` for another one."""
+    """Wait for the document of a job that serves stages; raises `ProgramError` for any other job."""
     document = receive_job(transport)
     if not isinstance(document, StagesJob):
         raise ProgramError(
-            "a Pipeline's process expects a job that serves stages; got another one; run the same script in all "
+            "a Pipeline's process expects a job that serves stages; got another job; run the same script in all "
             "processes"
         )
     return document
@@ -151,12 +151,12 @@ def read_stages(
     world: World, job: StagesJob, make: MakeRuntime | None = None, bundle: Path | None = None,
     holdings: Holdings | None = None,
 ) -> tuple[dict[int, RoundRobin[StageRuntime]], bool]:  # fmt: skip
-    """Receive the weights of a job's stages, make its stages if they are modules, or read them from a bundle.
+    """Make the runtimes of a job's stages: from weights that follow, from modules, or from a bundle.
 
     Returns the stages' runtimes, and whether tensors between stages are sent from device to device. Tensors among
     `holdings` need not be sent; received tensors are added to them.
 
-    Raises `UsageError` for a job of modules or parts in a process without them, and as `find_device` does.
+    Raises `UsageError` if the job needs modules or a bundle that this process lacks, and as `find_device` does.
     """
     if set(job.programs) != set(job.stages_of(world.rank)):
         raise ProgramError(f"a job must have a program for each stage of a process; got stages {sorted(job.programs)}")

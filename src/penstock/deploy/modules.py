@@ -1,8 +1,8 @@
-"""Stages that are modules of the caller: the explicit route for models that torch.export does not accept.
+"""Stages that are the caller's modules: the explicit route for models that torch.export does not accept.
 
-Such a stage has no program that could be sent, only an interface: its inputs and outputs. So every process needs the
-modules themselves. Under torchrun each has them, since all run the same script; otherwise the stages run as threads of
-this process.
+Such a stage has no program to send, only an interface: its inputs and outputs. So every process needs the modules.
+Under torchrun every process has them, since all run the same script; otherwise the stages run as threads of this
+process.
 """
 
 import contextlib
@@ -36,14 +36,14 @@ def chain(
 ) -> tuple[Graph, list[RoundRobin[StageProgram]]]:
     """Infer the interfaces of modules that are called in sequence, from two runs of the example.
 
-    A tuple that a module returns becomes the positional inputs of the next one. A dimension that grows with the batch
-    between the two runs is assumed to always do so.
+    A tuple that a module returns becomes the positional inputs of the next module. A dimension that grows with the
+    batch between the two runs is assumed to always grow with it.
 
     Example:
         graph, programs = chain([encoder, head], (torch.randn(2, 8),), {})
 
-    Raises `UsageError` for an empty list, an example without a batch, or a module in between that
-    returns anything but tensors.
+    Raises `UsageError` for an empty list, an example without a batch, or a module before the last that returns anything
+    but tensors.
     """
     if not modules:
         raise UsageError("a list of stage modules needs at least one module")
@@ -98,7 +98,7 @@ class ModuleRuntime:
         """Run on one microbatch."""
         try:
             output = self._call(list(inputs))
-        # any exception of the caller's module needs that module's name
+        # for any exception of the caller's module, add the module's name
         except Exception as error:
             raise RunError(f"the module {type(self._module).__name__} failed: {error}") from error
         tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
@@ -140,7 +140,7 @@ class ModuleRuntime:
 def runtime_maker(modules: Sequence[nn.Module], graph: Graph | None) -> MakeRuntime:
     """Return a factory of stage runtimes for a process that has the modules.
 
-    The first stage, which is always on the driver, is called as the `graph`'s example was.
+    The first stage, which is always on the driver, is called with the signature of the `graph`'s example.
     """
 
     def make(index: int, program: StageProgram) -> StageRuntime:
@@ -162,7 +162,7 @@ def _run_all(modules: Sequence[nn.Module], args: Any, kwargs: Any) -> tuple[list
         for index, module in enumerate(modules):
             try:
                 output = module(*args, **kwargs)
-            # any exception of the caller's module needs that module's name
+            # for any exception of the caller's module, add the module's name
             except Exception as error:
                 raise UsageError(f"stage {index} ({type(module).__name__}) fails on the example: {error}") from error
             args, kwargs = output if isinstance(output, tuple) else (output,), {}
@@ -237,7 +237,7 @@ def start_threads(num_stages: int, make: MakeRuntime) -> World:
 
 @contextlib.contextmanager
 def advising(model: nn.Module) -> Iterator[None]:
-    """Add to a `CaptureError` the way to stream an `nn.Sequential` that does not export."""
+    """Add advice to a `CaptureError`: how to stream an `nn.Sequential` that does not export."""
     try:
         yield
     except CaptureError as error:

@@ -31,9 +31,9 @@ def place(
 ) -> Replicas:  # fmt: skip
     """Send every device its stages and return the pipelines to stream through.
 
-    `ranks` are those of the devices if they are known, `largest` the sizes of the largest microbatch except its rows,
-    which the plan has. Pipelines use job numbers from `number` on. Raises `PlanError` if the plan is for another model
-    or names a missing device, and if stages that devices share would be traced.
+    `ranks` has the rank of each device if known, `largest` the sizes of the largest microbatch except its rows, which
+    are in the plan. Pipelines use job numbers from `number` on. Raises `PlanError` if the plan is for another model or
+    names a missing device, and if a trace is requested but devices share a stage.
     """
     shared = [stage for pipeline in plan.pipelines for stage in pipeline.stages if len(stage.devices) > 1]
     if shared and tracer is not None:
@@ -63,10 +63,10 @@ def place(
 
 
 def places_in_line(world: World, graph: Graph, num_stages: int) -> list[int]:
-    """Return the rank of each stage of a line, in groups as even as can be.
+    """Return the rank of each stage of a line, in groups as even as possible.
 
-    The driver's own device holds the first stage, or the last one where results are larger than inputs, as a language
-    model's are: the larger ones then cross no link.
+    The driver's own device holds the first stage, or the last stage if results are larger than inputs, as in language
+    models: the larger tensors then cross no link.
 
         images     driver+0 -> 1 -> 2 -> driver         tokens     driver -> 0 -> 1 -> driver+2
     """
@@ -78,7 +78,7 @@ def places_in_line(world: World, graph: Graph, num_stages: int) -> list[int]:
 
 
 def place_bundle(world: World, folder: Path, run: RunOptions, *, number: int = 0) -> tuple[Replicas, StageProgram]:
-    """Deploy a bundle, of which every device reads its part; return pipelines and interface.
+    """Deploy a bundle, each device reading its own part; return the pipelines and the interface.
 
     Raises `ProgramError` for a damaged bundle, and `PlanError` as `place` does.
     """
@@ -104,7 +104,7 @@ def _runtimes(pipeline: Pipeline) -> list[RuntimeChoice]:
 
 
 def _places(pipeline: Pipeline, ranks: Mapping[str, int]) -> list[RoundRobin[int]]:
-    """Return the ranks that alternate on each stage, in the order of their shares, without those that get none."""
+    """Return the ranks that alternate on each stage, in the order of their shares, without ranks that have none."""
     places = []
     for stage in pipeline.stages:
         order = round_robin(stage.shares)
@@ -128,10 +128,10 @@ def name_devices(world: World) -> dict[str, int]:
 
 
 def ranks_of(world: World, devices: Sequence[str]) -> dict[str, int]:
-    """Find the rank of every device of a plan: the process on the host of that name.
+    """Find the rank of every device of a plan: the process on the host of the same name.
 
-    More processes of the same host are `name:1`, `name:2` and so on. Workers started by this process, and processes
-    without a host, represent the devices in order. Raises `PlanError` for a device without a process.
+    More processes of the same host are `name:1`, `name:2` and so on. Workers that this process started, and processes
+    without a host, are matched to the devices in order. Raises `PlanError` for a device without a process.
     """
     if world.workers is not None or not world.hosts:
         if len(devices) > len(world.devices):

@@ -29,14 +29,14 @@ def choose_cuts(
 ) -> list[Cut]:
     """Find cuts by names or, without names, choose them for a number of stages by a policy.
 
-    - `balanced`: the least work in the largest stage, or on the busiest device if devices hold several stages;
-    - `smallest-crossing`: the fewest bytes cross among cuts that keep the largest stage within 10% of that;
-    - `equal-blocks`: the same number of repeated blocks in every stage;
-    - `equal-size`: stages filled up to an equal share of the parameters, as PiPPy does.
+    - `balanced`: the least work in the largest stage, or on the busiest device if devices hold several stages; -
+    `smallest-crossing`: the fewest bytes cross, among cuts whose largest stage has at most 10% more work than with
+    `balanced`; - `equal-blocks`: the same number of repeated blocks in every stage; - `equal-size`: stages filled up to
+    an equal share of the parameters, as PiPPy does.
 
     `work` is seconds per operation of the graph, counted from shapes by default; `sizes` are those of the microbatch,
-    by default one row; `places` are the devices of the stages, by default one each. Raises `CutError` for an unknown
-    name or policy, or one that this model does not allow.
+    by default one row; `places` are the devices of the stages, by default a separate device for each. Raises `CutError`
+    for a name or policy that is unknown or that this model does not allow.
     """
     if names is not None:
         return cuts.find_all(names)
@@ -73,7 +73,7 @@ def _choose_among(
     cuts: Sequence[Cut], choose: Callable[..., list[int]], graph: Graph, work: Sequence[float],
     sizes: Mapping[str, int], stages: int,
 ) -> list[Cut]:  # fmt: skip
-    """Choose among cuts with a function of `plan.partition`; every crossing byte is work on both sides."""
+    """Choose among cuts with a function of `plan.partition`; each crossing byte counts as work on both sides."""
     bounds = [0, *(cut.position for cut in cuts), len(graph.ops)]
     units = [sum(work[a:b]) for a, b in pairwise(bounds)]
     crossing = [0, *(cut.num_bytes(sizes) for cut in cuts), 0]
@@ -101,7 +101,7 @@ def _equal_size(graph: Graph, cuts: Cuts, work: Sequence[float], stages: int) ->
     distinct = sorted({cut.position for cut in chosen})
     if len(distinct) != stages - 1:
         raise CutError(
-            f"the parameters of {graph.model} are in pieces too large for {stages} equal sizes; use fewer stages or "
+            f"single blocks of {graph.model} are too large for {stages} stages of equal size; use fewer stages or "
             "the policy 'balanced'"
         )
     return [cuts.at(position) for position in distinct]

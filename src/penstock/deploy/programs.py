@@ -1,6 +1,6 @@
-"""A graph divided into every stage's programs: by sets of cuts that alternate, or by a plan.
+"""A graph divided into the programs of all stages: by sets of cuts that alternate, or by a plan.
 
-Separate from `split` because workers need it, and capturing, which they never do, takes long to import.
+Separate from `split` because workers need this module, while capturing, which they never do, takes long to import.
 """
 
 from collections.abc import Collection, Sequence
@@ -21,7 +21,7 @@ from penstock.spec.plan import Pipeline, Plan
 def divide_in_turns(
     graph: Graph, cut_sets: Sequence[Sequence[Cut]], order: Sequence[int] = (0,)
 ) -> list[RoundRobin[StageProgram]]:
-    """Return for every stage its programs, one for each set of cuts, which alternate in this order.
+    """Return the programs of every stage, one for each set of cuts; microbatches use them alternately, in this order.
 
     Example:
         divide_in_turns(graph, [cuts.find_all(["blocks.5:after"])])
@@ -33,9 +33,9 @@ def divide_in_turns(
 def check_operators(
     world: World, holders: Sequence[Collection[int]], programs: Sequence[Collection[StageProgram]]
 ) -> None:
-    """Check that the ranks that hold each stage have the same operators as this process.
+    """Check that the operators of each stage are the same on its ranks as in this process.
 
-    Ranks may have another version of PyTorch. Raises `RunError` naming the operator that differs or is missing.
+    Ranks may run another version of PyTorch. Raises `RunError` naming an operator that differs or is missing.
     """
     for ranks, own in zip(holders, programs, strict=True):
         targets = {op.target for program in own for op in (*program.prelude, *program.ops)}
@@ -48,9 +48,9 @@ def check_operators(
 
 
 def divide_plan(graph: Graph, plan: Plan) -> list[list[RoundRobin[StageProgram]]]:
-    """Return for every pipeline of a plan its stages' programs.
+    """Return the programs of all stages for every pipeline of a plan.
 
-    Raises `PlanError` if the plan is for another model, or contradicts itself.
+    Raises `PlanError` if the plan is for another model or is inconsistent.
     """
     check_purpose(plan, trains=False)
     cuts = cuts_of_plan(graph, plan)
@@ -61,7 +61,7 @@ def divide_plan(graph: Graph, plan: Plan) -> list[list[RoundRobin[StageProgram]]
 
 
 def cuts_of_plan(graph: Graph, plan: Plan) -> Cuts:
-    """Return the possible cuts of a graph, which include the plan's; raises `PlanError` as `divide_plan` does."""
+    """Return the possible cuts of a graph, including the plan's; raises `PlanError` as `divide_plan` does."""
     check_plan(plan)
     if plan.graph != graph_fingerprint(graph):
         raise PlanError(

@@ -22,10 +22,10 @@ from penstock.zoo.weights.weights import Weights
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCall:
-    """A model with an example call, which is captured, and the source of its tensors.
+    """A model, the example call with which it is captured, and the source of its tensors.
 
-    `model` is a module, a function that makes one, a list of modules, or None in a worker. `dynamic` and `largest` are
-    those of `capture`.
+    `model` is a module, a function that returns a module, a list of modules, or None in a worker. `dynamic` and
+    `largest` are those of `capture`.
     """
 
     model: nn.Module | Sequence[nn.Module] | Callable[[], nn.Module] | None
@@ -33,7 +33,7 @@ class ModelCall:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     dynamic: Mapping[str, Mapping[str | int, int]] | None = None
     largest: Mapping[str, int] | None = None
-    weights: Weights | None = None  # default: the model's own
+    weights: Weights | None = None  # default: the model's own tensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,11 +48,11 @@ class CutOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SurvivalOptions:
-    """Policy for a lost device: stop, continue with the others, or wait until another joins.
+    """Policy for a lost device: stop, continue on the other devices, or wait until another device joins.
 
-    `profile` and `cluster` are those of its plan; without them the parts' cost is counted from shapes, and unknown
-    devices are equal. `joins` is the host and port of the running training that this process joins. Raises `UsageError`
-    for values that are not allowed.
+    `profile` and `cluster` are used to replan; without them costs are counted from shapes, and unknown devices are
+    assumed equal. `joins` is the host and port of the training run that this process joins. Raises `UsageError` for
+    values that are not allowed.
     """
 
     on_loss: str = "stop"
@@ -71,12 +71,12 @@ class SurvivalOptions:
 
     @property
     def survives(self) -> bool:
-        """True if the run continues after the loss of a device."""
+        """True if the run continues after a device is lost."""
         return self.on_loss != "stop"
 
 
 class RunOptions(StageOptions, frozen=True, kw_only=True):
-    """Options of computing and tracing a pipeline's stages, as the driver has them.
+    """Options of the driver for computing and tracing a pipeline's stages.
 
     Raises `UsageError` for options that exclude each other.
     """
@@ -86,7 +86,7 @@ class RunOptions(StageOptions, frozen=True, kw_only=True):
     trace: Path | None = None
     trace_units: bool = False
     trace_profile: bool = False
-    runtime: RuntimeChoice = EAGER  # of every stage, unless a plan has one
+    runtime: RuntimeChoice = EAGER  # runtime of every stage that has none in a plan
     survival: SurvivalOptions = SurvivalOptions()
 
     def __post_init__(self) -> None:
@@ -97,5 +97,5 @@ class RunOptions(StageOptions, frozen=True, kw_only=True):
         check_way(self.between_gpus, self.device)
 
     def of_stages(self) -> StageOptions:
-        """Return the options that all processes have."""
+        """Return the options that are sent to all processes."""
         return StageOptions(**{name: getattr(self, name) for name in StageOptions.__struct_fields__})

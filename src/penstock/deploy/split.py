@@ -24,7 +24,7 @@ from penstock.zoo.weights.weights import ModuleWeights, Weights
 class Stage:
     """One stage: its program, the cuts on both sides, and a call that runs it.
 
-    Called with its input tensors it returns its output tensors; the batch size is read from them.
+    A call takes the stage's input tensors and returns its output tensors; the batch size is read from the inputs.
     """
 
     index: int
@@ -98,7 +98,7 @@ def split(
 ) -> SplitModel:
     """Split a model into stages; the result is called like the model and returns the same.
 
-    `cuts` names the cuts by hand, as in `["blocks.5:after"]`, and then decides the number of stages. `weights` is
+    `cuts` names the cuts explicitly, as in `["blocks.5:after"]`, which also sets the number of stages. `weights` is
     needed only if the model's parameters are on the meta device.
 
     Example:

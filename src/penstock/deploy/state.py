@@ -1,4 +1,4 @@
-"""Tensors by name on any rank: read from a model, moved between ranks, kept so that a training can continue."""
+"""Tensors by name on any rank: read from a model, moved between ranks, kept so that training can continue."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ from penstock.zoo.weights.weights import Weights
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """The ranks that hold each tensor, by its name; `load` reads one on such a rank."""
+    """The ranks that hold each tensor, by tensor name; `load` reads a tensor on a rank that holds it."""
 
     ranks: Mapping[str, Sequence[int]]
     load: Callable[[str], Tensor]
@@ -28,7 +28,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """The ranks that want each tensor, by its name; `room` makes a contiguous one to be filled on such a rank."""
+    """The ranks that want each tensor, by tensor name; `room` allocates a contiguous tensor to receive into."""
 
     ranks: Mapping[str, Sequence[int]]
     room: Callable[[str], Tensor]
@@ -41,13 +41,13 @@ def redistribute(
 
     Every participating rank calls this with the same `ranks` and exhausts the iterator. Up to `in_flight` tensors are
     in memory in addition to those that the caller keeps; they are yielded in the order of `want`. With several, links
-    between different ranks are busy simultaneously. A tensor that a rank already holds is not moved; one that several
-    hold is sent by the first of them.
+    between different ranks are busy simultaneously. A tensor that a rank already holds is not moved; a tensor that
+    several ranks hold is sent by the first of them.
 
         have  a: 0     b: 0 1              a: rank 0 ──▶ rank 1
         want  a: 1     b: 1 2     gives    b: rank 0 ──▶ rank 2, and rank 1 has it
 
-    Raises `TransportError` after the last tensor if one was damaged on the way.
+    Raises `TransportError` after the last tensor if any tensor was damaged in transit.
     """
     checksums: dict[tuple[int, int], int] = {}
     moving: deque[_Moving] = deque()
@@ -67,14 +67,14 @@ def redistribute(
 
 @dataclass(slots=True)
 class _Moving:
-    """A tensor in flight, as this rank sees it: the pairs of ranks that exchange it, and the pending operations."""
+    """A tensor in flight, as seen by this rank: the pairs of ranks that exchange it, and the pending operations."""
 
     name: str
     tensor: Tensor | None
     wanted: bool
     pairs: list[tuple[int, int]] = field(default_factory=list)
     pending: list[Pending] = field(default_factory=list)
-    arriving: Tensor | None = None  # the host copy, if the tensor itself is elsewhere
+    arriving: Tensor | None = None  # the host copy, if the tensor itself is on another device
 
 
 def _begin(name: str, have: Held, want: Wanted, transport: Transport, tag: int) -> _Moving:
@@ -113,10 +113,10 @@ def _finish(move: _Moving, checksums: dict[tuple[int, int], int]) -> Iterator[tu
 
 @dataclass(slots=True, kw_only=True)
 class TrainState:
-    """The state from which a training continues, as far as one process has it, by the model's own names."""
+    """One process's part of the state from which training continues, by the model's own names."""
 
     tensors: dict[str, Tensor]  # parameters and buffers
-    slots: dict[str, dict[str, Any]] = field(default_factory=dict)  # of the optimizer, by parameter: mostly tensors
+    slots: dict[str, dict[str, Any]] = field(default_factory=dict)  # optimizer state by parameter, mostly tensors
     step: int = 0
     position: Mapping[str, int] | None = None  # position in the data, if a loader has one
     random: Tensor = field(default_factory=torch.get_rng_state)
@@ -152,7 +152,7 @@ def source_of(name: str) -> str:
 
 
 def load_state(graph: Graph, state: State, weights: Weights) -> Tensor:
-    """Read one tensor of a model's state to the host: constants from the graph, the rest by name from the weights.
+    """Read a tensor of a model's state to the host: constants from the graph, other tensors by name from the weights.
 
     A cache is zero.
     """
@@ -174,14 +174,14 @@ def load_state(graph: Graph, state: State, weights: Weights) -> Tensor:
 
 
 def room_for(state: State) -> Tensor:
-    """Allocate an empty tensor on the host for one of a model's."""
+    """Allocate an empty host tensor for a tensor of a model."""
     return torch.empty(state.value.evaluate({}), dtype=state.value.dtype)
 
 
 def send_state(transport: Transport, states: Iterable[State], load: Callable[[State], Tensor], rank: int) -> None:
     """Send a program's state from the driver to a rank that calls `receive_state`."""
     for _ in _first_weights(transport, states, rank, load):
-        pass  # everything belongs to the other rank
+        pass  # this rank wants no tensor: nothing is yielded
 
 
 def receive_state(transport: Transport, states: Iterable[State], device: torch.device = HOST) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""A worker process: it joins, runs jobs in sequence, and leaves. It has no model of its own."""
+"""A worker process, which joins, runs jobs in sequence and leaves; it has no model of its own."""
 
 import argparse
 import contextlib
@@ -40,7 +40,7 @@ def work(
 ) -> Leave:  # fmt: skip
     """Run jobs until the driver sends `Leave`, and return it. Errors are reported to the whole world, then raised.
 
-    `more` are additional jobs by name that this process was started with.
+    `more` are additional jobs, by name, that this process was started with.
     """
     with world.explained():
         while not isinstance(document := receive_job(world.transport), Leave):
@@ -58,9 +58,9 @@ def work(
 def follow(
     world: World, more: Mapping[str, Job] | None = None, make: MakeRuntime | None = None, bundle: Path | None = None
 ) -> str:
-    """Run jobs until the driver sends `Leave`, across successive groups; return its message.
+    """Run jobs until the driver sends `Leave`, across successive groups; return the driver's message.
 
-    A group that ends with the loss of a rank may be followed by one without that rank: see `group/regroup.py`.
+    If a rank is lost, the run may form another group without that rank: see `group/regroup.py`.
     """
     holdings = Holdings()
     while True:
@@ -111,7 +111,7 @@ def main(prepare: Prepare = _nothing) -> int:
         parser.add_argument(f"--{name}", type=int, required=True)
     given = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # a clean end is announced by a job; allow time for it before treating the closed pipe as a failure
+    # a clean exit is announced by a job; allow time for it before treating the closed pipe as a failure
     leave_with_parent(grace_s=3.0)
     folder = os.environ.get(BUNDLE)
     try:

@@ -1,12 +1,11 @@
 """Both ends of a link: a receiver with receives posted ahead, a sender with sends in flight.
 
-Both have a fixed number of buffers, the depth, so a stage that is too fast waits: for a free send
-buffer, which is free when the next stage has posted a receive for it. Buffers are on the host; with
-a GPU they are pinned, so that it copies at full speed.
+Both have a fixed number of buffers, the depth, so a stage that is too fast waits for a free send buffer: a buffer is
+free once the next stage has posted a receive for it. Buffers are on the host; with a GPU they are pinned, for copies at
+full speed.
 
-On a link between two devices the tensors have device buffers and a separate tag. They are received
-after their header, so a device never waits for a message that is not in flight; the sender has the buffers of both
-sides.
+On a link between two devices tensors have device buffers and a separate tag. They are received after their header, so a
+device never waits for a message that is not in flight; so the sender has as many buffers as both sides together.
 """
 
 import queue
@@ -41,7 +40,7 @@ class Formats:
         return max(layout.largest(sizes) for layout in self._formats.items)
 
     def largest_apart(self, sizes: Mapping[str, int]) -> tuple[int, int]:
-        """Return the bytes of the largest message without its tensors, and those of its tensors."""
+        """Return the bytes of the largest message without its tensors, and the bytes of its tensors."""
         rooms = [layout.largest_apart(sizes) for layout in self._formats.items]
         return max(host for host, _ in rooms), max(apart for _, apart in rooms)
 
@@ -94,7 +93,7 @@ class Apart:
     num_bytes: int
 
     def make(self) -> Tensor:
-        """Allocate a buffer, of at least the one byte that connects."""
+        """Allocate a buffer, at least the one byte that is sent to connect."""
         return torch.zeros(max(self.num_bytes, 1), dtype=torch.uint8, device=self.device)
 
 
@@ -142,7 +141,7 @@ class RemoteReceiver:
         self._post(self._taken.popleft())
 
     def _receive_apart(self, there: Tensor, num_bytes: int) -> Tensor:
-        """Receive the tensors of a message after its header; those of the previous one have been released."""
+        """Receive the tensors of a message after its header; the previous message's tensors have been released."""
         tensors = there[:num_bytes]
         self._transport.receive(tensors, self._source, device_tag(self._tag)).wait()
         return tensors
@@ -155,7 +154,7 @@ class RemoteReceiver:
         self._track = track
 
     def _drain(self) -> None:
-        """Wait for all posted receives, as none may stay posted on a closed tag: each buffer gets one CLOSE."""
+        """Wait for all posted receives, since none may stay posted on a closed tag: each buffer receives one CLOSE."""
         while self._posted:
             self._posted.popleft()[0].wait()
 
@@ -173,7 +172,7 @@ class RemoteSender:
         self._to = to
         self._tag = tag
         self._format = formats
-        # a receiver between devices posts nothing ahead, so the sender has the buffers of both ends
+        # a receiver between devices posts nothing ahead, so the sender has as many buffers as both ends together
         self._free = deque(
             (torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=pinned), apart.make() if apart is not None else None)
             for _ in range(depth if apart is None else 2 * depth)
@@ -223,12 +222,12 @@ class RemoteSender:
 
 
 class LocalChannel:
-    """Both ends of a link within one process; it copies like a remote sender. Without a depth sends never block."""
+    """Both ends of a link within one process; copies like a remote sender. Without a depth, sends never block."""
 
     width = 1
 
     def __init__(self, depth: int | None) -> None:
-        # SimpleQueue runs no Python code while waiting or passing items; places are counted by tokens
+        # SimpleQueue runs no Python code while waiting or passing items; free places are counted by tokens
         self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._places: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._bounded = depth is not None
@@ -262,10 +261,10 @@ class LocalChannel:
             return message
 
     def release(self) -> None:
-        """Release nothing, as none is held."""
+        """Do nothing: no buffer is held."""
 
     def put(self, message: Message) -> int:
-        """Queue a copy, waiting for room; uses no link."""
+        """Queue a copy, waiting for room; returns 0, as no link is used."""
         while not self.offer(message, _POLL_S):
             self._check()
         return 0

@@ -1,6 +1,6 @@
 """Counters of each stage's messages and actions, shared by heartbeats, stall watch, live view and reports.
 
-A process sends them with every heartbeat. If more was sent than taken, messages are in flight, or lost:
+A process sends them with every heartbeat. If more messages were sent than taken, some are in flight, or lost:
 
     driver sent 3 ──▶ stage 0 took 3, sent 3 ──▶ stage 1 took 2, sent 2 ──▶ driver took 2
                                               ^ here
@@ -23,17 +23,18 @@ def _none() -> dict[str, int]:
 
 
 class Counters(msgspec.Struct, forbid_unknown_fields=True):
-    """One stage's counts on one device: messages by kind, their bytes, and actions, including the ends of streams.
+    """Counts of one stage on one device: messages by kind, their bytes, and actions, including the ends of streams.
 
-    `doing` is the kind of message that it waits for, `COMPUTING`, or empty.
+    `doing` is the kind of message that the stage waits for, `COMPUTING`, or empty.
     """
 
     sent: dict[str, _Count] = msgspec.field(default_factory=_none)
     taken: dict[str, _Count] = msgspec.field(default_factory=_none)
     num_run: _Count = 0
-    sent_bytes: _Count = 0  # over a link
-    busy_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0  # of computing
-    # of sustained computing: under a CPU quota, a rested process computes faster than it can sustain
+    sent_bytes: _Count = 0  # sent over links
+    busy_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0  # seconds of computing
+    # seconds of computing at the sustained speed: under a CPU quota, a process that was idle computes faster for a
+    # while
     needed_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     doing: str = ""
 
@@ -43,14 +44,14 @@ class Counters(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag="stages", forbid_unknown_fields=True):
-    """A process's progress report: busy flag, finished transport waits, and its stages' counts."""
+    """Progress report of a process: busy flag, finished transport waits, and the counts of its stages."""
 
     job: _Count
     rank: _Count
     busy: bool
     num_moved: _Count
     stages: dict[_Count, Counters]
-    call: Annotated[str, msgspec.Meta(max_length=80)] = ""  # current call of a training, with its number
+    call: Annotated[str, msgspec.Meta(max_length=80)] = ""  # the current training call, with its number
 
 
 def write_counters(

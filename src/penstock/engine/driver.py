@@ -25,7 +25,7 @@ JOIN_S = 5.0
 
 
 class Driver:
-    """The driver of one pipeline during one stream; a thread for each end may block, so that the caller never does."""
+    """The driver of one pipeline during one stream; a thread for each end may block, so the caller never does."""
 
     def __init__(self, place: Place) -> None:
         self.num_fed = self.num_taken = 0
@@ -67,7 +67,7 @@ class Driver:
         self._check_stall()
 
     def feed(self, tensors: Sequence[Tensor], sizes: Sequence[int]) -> None:
-        """Send a microbatch, waiting while the first stage has enough."""
+        """Send a microbatch; waits while the first stage has no room."""
         self._hand_over(Message(DATA, self.num_fed, tuple(sizes), list(tensors)))
         self.num_fed += 1
 
@@ -89,18 +89,18 @@ class Driver:
             self._ended = True
 
     def finish(self) -> list[StageReport]:
-        """End the stream, discard results in flight, and return the stages' reports, which arrive with the end."""
+        """End the stream, discard results in flight, and return the stages' reports, which END carries."""
         if self._finished:
             return []
         if self._place.world.health.failure is not None or not self._place.errors.empty():
             self.abandon()
             return []
         message = self._last(END)
-        # a shared stage has a report from each of its devices, in their order
+        # a stage shared by devices has a report from each device, in order
         return sorted((StageReport(**report) for report in json.loads(message.body)), key=lambda report: report.stage)
 
     def stop(self) -> None:
-        """Close the stages, and wait until all of them have received it."""
+        """Close the stages, and wait until all of them have received the CLOSE message."""
         self._last(CLOSE)
 
     def abandon(self) -> None:
@@ -196,7 +196,7 @@ class Driver:
                 message = self._take()
                 tensors = [copy_exactly(tensor, HOST) for tensor in message.tensors]
                 kept = Message(message.kind, message.index, message.sizes, tensors, message.body)
-                if kept.kind != CLOSE:  # nothing may stay posted after it
+                if kept.kind != CLOSE:  # no receive may stay posted after CLOSE
                     self._receiver.release()
                 self._place.counters.taken[ACTIVATIONS] += 1 if kept.kind == DATA else self._receiver.width
                 self._results.put(kept)
@@ -217,7 +217,7 @@ class Driver:
 
 
 def open_stream(place: Place) -> Driver:
-    """Start a stream; raises `UsageError` while another one is running."""
+    """Start a stream; raises `UsageError` while another stream is running."""
     if place.driver is not None:
         raise UsageError("another stream is running; take all of its results or close() it first")
     driver = place.driver = Driver(place)
@@ -241,7 +241,7 @@ def stream_through(
 ) -> Generator[list[Tensor], None, None]:
     """Feed microbatches round-robin to parallel pipelines, and yield their results in order.
 
-    In any case, each pipeline has ended its stream afterwards. An exception of `microbatches` itself is raised
+    When this returns or raises, each pipeline has ended its stream. An exception of `microbatches` itself is raised
     after microbatches in flight have been drained.
     """
     first = places.items[0]
@@ -253,7 +253,7 @@ def stream_through(
         source = iter(microbatches)
         yield from _drive(drivers, first.symbols, first.tracer.loading(source) if first.tracer else source, report)
     except (TransportError, KeyboardInterrupt) as error:
-        # the stages may be out of step: an interrupt can occur between any two steps of a send
+        # the stages may be out of sync: an interrupt can occur in the middle of a send
         first.world.health.report(error)
         raise
     finally:
@@ -267,7 +267,7 @@ def stream_through(
 def _drive(
     drivers: RoundRobin[Driver], symbols: Sequence[str], source: Iterator[Microbatch], report: StreamReport
 ) -> Generator[list[Tensor], None, None]:
-    """Feed and take alternately, and update the report."""
+    """Feed microbatches and take results alternately, and update the report."""
     begin = time.perf_counter()
     exhausted = False
     fed = taken = 0
@@ -285,7 +285,7 @@ def _drive(
             report.num_rows += sizes.get("batch", 1)
             report.fed_s = time.perf_counter() - begin
             if drivers[taken].has_result:
-                break  # yield it before feeding the next microbatch: results never wait for a full pipeline
+                break  # yield the result before feeding the next microbatch: results never wait for a full pipeline
         if taken < fed:
             result = drivers[taken].take()
             taken += 1

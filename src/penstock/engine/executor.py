@@ -24,14 +24,14 @@ from penstock.tracing.record import FEEDER_STAGE
 from penstock.transport.messages import CLOSE, DATA, END, Message
 from penstock.wire import FEEDER
 
-# the message kind that an action takes from one neighbour and sends to the other; other actions have none
+# kind of message that an action takes from one neighbour and sends to the other; other actions have no messages
 CARRIES = {"F": ACTIVATIONS, "B": GRADIENTS, "I": GRADIENTS}
 
 
 class Stage(Protocol):
     """A stage as run by the executor: it only computes; the executor takes and sends its messages."""
 
-    # True if it needs an action's inputs after the action, so that they must be copied from the buffer
+    # True if the stage needs an action's inputs after the action, so that they must be copied from the buffer
     keeps_inputs: ClassVar[bool]
 
     @property
@@ -39,7 +39,7 @@ class Stage(Protocol):
         """Device on which the stage computes."""
 
     def run(self, action: Action, message: Message | None) -> Message | None:
-        """Run an action on its incoming message, if it has one; return the message to send, if any.
+        """Run an action on its incoming message, if any; return the message to send, if any.
 
         Raises `RunError` if an operation fails.
         """
@@ -103,10 +103,10 @@ def _naming(action: Action) -> Iterator[None]:
 
 
 def _take(receiver: Receiver, action: Action, kind: str, stage: Stage, observer: Observer) -> Message:
-    """Take an action's message, END or CLOSE; raise `TransportError` if another one was due."""
+    """Take an action's message, END or CLOSE; raise `TransportError` if the message is not the expected one."""
     with _naming(action):
         message = receiver.take()
-    # END carries the number of microbatches: with round-robin, this device's next one may be later
+    # END carries the number of microbatches: with round-robin, this device's next microbatch may be later
     expected = message.kind == CLOSE or (
         message.index <= action.microbatch if message.kind == END else message.index == action.microbatch
     )
@@ -115,7 +115,7 @@ def _take(receiver: Receiver, action: Action, kind: str, stage: Stage, observer:
             f"stage {action.stage} expected microbatch {action.microbatch}, got {message}: a message was lost or "
             "repeated; start again"
         )
-    if message.kind == DATA and stage.keeps_inputs:  # inputs that a stage keeps must not block the next message
+    if message.kind == DATA and stage.keeps_inputs:  # kept inputs must not occupy the buffer of the next message
         message.tensors = [copy_exactly(tensor, stage.device) for tensor in message.tensors]
         receiver.release()
     observer.took(action, kind, message, receiver.width)
@@ -156,7 +156,7 @@ class OwnStages:
     """The stages of one process in a job, with their channels and counters.
 
     With `direct` tensors between stages are sent from device to device. `feeds` are the driver's links, on the driver
-    only. From here on heartbeats report the stages' progress.
+    only. From now on heartbeats report the stages' progress.
     """
 
     def __init__(

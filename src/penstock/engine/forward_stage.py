@@ -1,4 +1,4 @@
-"""A stage of a stream: forwards of its programs, as the executor runs them."""
+"""A stage of a stream: forward passes of its programs, run by the executor."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -18,7 +18,7 @@ from penstock.transport.messages import DATA, Message
 class ForwardStage:
     """A stage of a stream with its programs, one for each cut set, which run microbatches round-robin.
 
-    With a recorder of units every operation is recorded.
+    With a recorder, every operation is recorded.
     """
 
     keeps_inputs: ClassVar[bool] = False

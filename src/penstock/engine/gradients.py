@@ -46,7 +46,7 @@ class Weight:
 
 @dataclass(slots=True)
 class Bucket:
-    """Weights whose gradients are reduced together; `number` is the same on all of their ranks."""
+    """Weights whose gradients are reduced together; `number` is the same on all ranks that hold the weights."""
 
     number: int
     weights: list[Weight]
@@ -93,7 +93,7 @@ class Synchronizer:
     Example:
         synchronizer.begin()
         ...                                  # backwards; `leaf_done` and `stage_done` report final gradients
-        synchronizer.flush()                 # all are final; `unused` do not contribute to the loss here
+        synchronizer.flush()                 # all gradients are final
         gradients = synchronizer.finish()    # by name, sums over all ranks
     """
 
@@ -132,7 +132,7 @@ class Synchronizer:
                 leaf.grad = None
 
     def hold_back(self, names: Iterable[str]) -> None:
-        """Delay the gradients of these weights until `flush`, as more is added to them."""
+        """Delay the gradients of these weights until `flush`, as the step still adds to them."""
         self._late.update(names)
 
     def leaf_done(self, stage: int, name: str) -> None:
@@ -158,7 +158,7 @@ class Synchronizer:
         self._alone = {weight.name: self._take(weight) for weight in self._weights if weight.name not in shared}
 
     def finish(self, divisor: float = 1.0) -> dict[str, Tensor]:
-        """Wait for the sums, and divide each while others are in flight.
+        """Wait for the sums, and divide each while other sums are in flight.
 
         Raises `ConnectionBroken` if another process is lost, and any other error that ended a thread.
         """
@@ -173,7 +173,7 @@ class Synchronizer:
         return gradients
 
     def _await_sum(self) -> Mapping[str, Tensor] | BaseException:
-        """Wait for the next sum of a thread, or its error, including a connection broken by a verdict.
+        """Wait for the next sum of a thread, or the thread's error, including a connection broken by a verdict.
 
         Raises `RunError` if no thread is left.
         """
@@ -220,7 +220,7 @@ class Synchronizer:
                         "synchronize", FEEDER_STAGE, bucket.number, begin_s, self.recorder.clock(), "sum", num_bytes
                     )
                 self._done.put(sums)
-            # any error, since `finish` waits for a result
+            # catch any error, since `finish` waits for a result
             except BaseException as error:
                 self._done.put(error)
                 return

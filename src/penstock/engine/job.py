@@ -1,4 +1,4 @@
-"""The job of serving stages: a document that the driver writes, and that deployment, executor and tracer read."""
+"""The job of serving stages: a document that the driver writes and the deployment, executor and tracer read."""
 
 from collections.abc import Iterator
 from typing import Annotated, Literal
@@ -18,7 +18,7 @@ Short = Annotated[str, Meta(max_length=256)]
 
 
 class Rotation(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Ranks that share a stage, mostly one, and the order in which microbatches visit them."""
+    """Ranks that share a stage (usually a single rank), and the order in which microbatches visit them."""
 
     items: tuple[Rank, ...]
     order: tuple[Number, ...] = (0,)
@@ -28,9 +28,9 @@ class Rotation(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 
 
 class StageOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Options of computing stages that all processes of a job have; `RunOptions` adds those of the driver.
+    """Options for computing stages, sent to all processes of a job; `RunOptions` adds the driver's own options.
 
-    `device` is the name that each process resolves on its machine (see `find_device`).
+    `device` is a name that each process resolves on its own machine (see `find_device`).
     """
 
     threads: Few | None = None
@@ -39,7 +39,7 @@ class StageOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class Tracing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Spans that a trace has beside those of messages and actions: of each operation, or of torch's profiler."""
+    """Spans of a trace in addition to messages and actions: of each operation, or of torch's profiler."""
 
     units: bool = False
     profile: bool = False
@@ -48,8 +48,8 @@ class Tracing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class StagesJob(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="stages", forbid_unknown_fields=True):
     """A job to serve some stages of a pipeline until CLOSE.
 
-    `source` is the origin of the programs' tensors: messages that follow, the part of a device in the bundle of `plan`,
-    or modules of the process. `programs` are texts by stage, one for each cut set; `order` is their round-robin order.
+    `source` is the origin of the programs' tensors: messages that follow, the device's part in the bundle of `plan`, or
+    modules of the process. `programs` are texts by stage, one for each cut set; `order` is their round-robin order.
     """
 
     number: Number
@@ -57,9 +57,9 @@ class StagesJob(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag
     sizes: dict[Short, Count]
     device_names: tuple[str, ...]
     options: StageOptions = StageOptions()
-    runtimes: tuple[RuntimeChoice, ...] = ()  # of every stage; empty: eager
+    runtimes: tuple[RuntimeChoice, ...] = ()  # runtime of every stage; empty: eager
     trace: Tracing | None = None
-    torch_settings: dict[Short, bool | Short] = {}  # of the driver
+    torch_settings: dict[Short, bool | Short] = {}  # the driver's settings
     source: Literal["weights", "bundle", "modules"] = "weights"
     programs: dict[int, list[str]] = {}
     order: tuple[Number, ...] = (0,)
@@ -69,7 +69,7 @@ class StagesJob(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag
 
     @property
     def threads(self) -> int:
-        """Threads of a process."""
+        """Number of threads of a process."""
         return self.options.threads or 1
 
     @property
@@ -86,7 +86,7 @@ class StagesJob(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag
         return self.runtimes[stage] if self.runtimes else EAGER
 
     def schedule(self, rank: int) -> Iterator[Action]:
-        """Yield endless forwards of this rank's stages, on each microbatch that is assigned to it."""
+        """Yield endless forwards of this rank's stages, for each microbatch that is assigned to the rank."""
         for action in forward_only(self.stages_of(rank)):
             if self.ranks[action.stage][action.microbatch] == rank:
                 yield action

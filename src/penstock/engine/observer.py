@@ -1,4 +1,4 @@
-"""Observation of a process's running stages: counters, times, spans, and microbatches for a baseline run."""
+"""Observation of a process's running stages: counters, times, spans, and microbatches kept for a baseline run."""
 
 import contextlib
 import json
@@ -28,9 +28,9 @@ class Seconds:
     num_microbatches: int = 0
     forward_s: float = 0.0
     backward_s: float = 0.0
-    compute_cpu_s: float = 0.0  # of the thread that computes
-    wait_s: float = 0.0  # for messages, except the first one, while the pipeline fills
-    fill_s: float = 0.0  # for the first message
+    compute_cpu_s: float = 0.0  # CPU time of the computing thread
+    wait_s: float = 0.0  # waiting for messages, except the first
+    fill_s: float = 0.0  # waiting for the first message, while the pipeline fills
     send_s: float = 0.0
 
 
@@ -54,11 +54,11 @@ class Observer:
         self.recorder: Recorder | None = None
         self.profile: ProfileWindow | None = None
         self._since = self._since_cpu_s = 0.0  # begin of the current phase
-        self._quota, self._quota_s = 1.0, -math.inf  # and the time of its last read
-        self._computed: dict[int, tuple[float, float]] = {}  # the end of a stage's last computation, and in CPU seconds
+        self._quota, self._quota_s = 1.0, -math.inf  # the quota, and the time at which it was last read
+        self._computed: dict[int, tuple[float, float]] = {}  # end of each stage's last computation: time, CPU time
 
     def _cores(self, now_s: float) -> float:
-        """Return the current CPU quota of this process, at most one core, as one thread computes."""
+        """Return this process's current CPU quota in cores, at most one, since one thread computes."""
         if now_s - self._quota_s > _QUOTA_S:
             self._quota, self._quota_s = min(1.0, cpu_quota() or 1.0), now_s
         return self._quota
@@ -68,7 +68,7 @@ class Observer:
         self.seconds = {index: Seconds() for index in self.counters}
 
     def starts(self, action: Action, awaits: str | None) -> None:
-        """Record the start of an action, which waits for a message of a kind, or for none."""
+        """Record the start of an action, and the kind of message that the action waits for, if any."""
         self.counters[action.stage].doing = awaits or COMPUTING
         self._since, self._since_cpu_s = self.clock(), time.thread_time()
 
@@ -127,7 +127,7 @@ class Observer:
         self._since = now_s
 
     def ended(self, action: Action, message: Message, width: int) -> bytes:
-        """Record the end of a stream at a stage; returns the body to forward with it."""
+        """Record the end of a stream at a stage; returns the body of the END message to forward."""
         self.counters[action.stage].num_run += width
         self.counters[action.stage].doing = ""
         return message.body
@@ -137,9 +137,9 @@ class Observer:
 class StageReport:
     """One stage's report on one stream, in seconds.
 
-    `compute_cpu_s` is CPU time of the computing thread during `compute_s`; if it is lower, something else
-    used the core. `cpu_s` is CPU time of the whole process during the stream, `memory_bytes` the memory that the
-    process held, on its GPU if any, after the stage's last microbatch (see `held_bytes`).
+    `compute_cpu_s` is CPU time of the computing thread during `compute_s`; if lower than `compute_s`, another thread or
+    process used the core. `cpu_s` is CPU time of the whole process during the stream. `memory_bytes` is the memory that
+    the process held (on its GPU, if any) after the stage's last microbatch (see `held_bytes`).
     """
 
     stage: int
@@ -178,7 +178,7 @@ class StreamReport:
 
     @property
     def steady_rows_per_s(self) -> float:
-        """Rows per second from the first result to the last accepted input; of the whole stream if that is short."""
+        """Rows per second from the first result to the last accepted input; for short streams, of the whole stream."""
         steady = [moment for moment in self.results_s if self.fill_s < moment <= self.fed_s]
         if len(steady) < 2:
             return self.rows_per_s
@@ -186,7 +186,7 @@ class StreamReport:
 
 
 class StreamObserver(Observer):
-    """An observer of a stream's stages: each adds its report to the stream's end, and measures a baseline.
+    """An observer of a stream's stages: each stage adds its report to the END message, and measures a baseline.
 
     `others` is the number of other stages of the model.
     """
@@ -199,11 +199,11 @@ class StreamObserver(Observer):
         super().__init__(stages, clock)
         self._stages, self._device_name, self._others = stages, device_name, others
         self._began_cpu_s: dict[int, float] = {}
-        self.kept: dict[int, dict[int, Message]] = {index: {} for index in stages}  # by stage and program
+        self.kept: dict[int, dict[int, Message]] = {index: {} for index in stages}  # first message by stage and program
         self.alone: dict[int, Alone] = {}
 
     def took(self, action: Action, kind: str, message: Message, width: int = 1) -> None:
-        """Record the arrival of an action's message; keep the first one of each program."""
+        """Record the arrival of an action's message; keep the first message of each program."""
         super().took(action, kind, message, width)
         if message.kind == DATA:
             if not self.seconds[action.stage].num_microbatches:

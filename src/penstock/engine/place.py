@@ -29,7 +29,7 @@ class Stream(Protocol):
 class Place:
     """A pipeline's ranks, the driver's ends of it with their counters, and the last stream's report.
 
-    `window` bounds the microbatches in flight; `counters` count the driver's sent and taken messages.
+    `window` limits the microbatches in flight; `counters` count the driver's sent and taken messages.
     """
 
     world: World
@@ -40,10 +40,10 @@ class Place:
     counters: Counters
     window: int
     tracer: FeederTracer | None = None
-    errors: "queue.Queue[BaseException]" = field(default_factory=queue.Queue)  # of this process's stages
-    driver: Stream | None = None  # of the running stream
-    report: StreamReport = field(default_factory=StreamReport)  # of the last stream
-    traces: Sequence[StreamTrace] = field(default_factory=list)  # of its processes, if recorded
+    errors: "queue.Queue[BaseException]" = field(default_factory=queue.Queue)  # errors of this process's stages
+    driver: Stream | None = None  # driver of the running stream
+    report: StreamReport = field(default_factory=StreamReport)  # report on the last stream
+    traces: Sequence[StreamTrace] = field(default_factory=list)  # traces of its processes, if recorded
 
     def give_up(self) -> None:
         """Abort every wait of this process after a failure, so that its threads end."""

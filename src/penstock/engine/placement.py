@@ -9,10 +9,10 @@ LOST = -1  # replaces the rank of a process that has left the group
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """One whole pipeline: its ranks in the order of devices, the rank of every stage, and its part of each batch.
+    """A complete pipeline: its ranks in the order of devices, the rank of each stage, and its share of each batch.
 
-    `num_microbatches` is its number per step in a plan; without a plan all replicas have the same. A device that
-    a plan leaves idle belongs to the first replica, without a stage.
+    `num_microbatches` is the number per step that a plan sets; without a plan, all replicas have the same number. A
+    device that a plan leaves idle belongs to the first replica, without a stage.
     """
 
     devices: tuple[int, ...]
@@ -45,11 +45,11 @@ class Grid:
         return {rank for replica in self.replicas for rank in replica.devices}
 
     def holders(self, stage: int) -> list[int]:
-        """Return the ranks of a stage in all replicas that still have one."""
+        """Return the ranks that hold a stage, in all replicas that have not lost it."""
         return [replica.stages[stage] for replica in self.replicas if replica.stages[stage] != LOST]
 
     def renumbered(self, ranks: Mapping[int, int]) -> "Grid":
-        """Return the same grid with the ranks of another group; ranks without a new one are lost.
+        """Return the same grid with the ranks of another group; ranks that are not in `ranks` are lost.
 
         >>> Grid((Replica((0, 1), (0, 1)),)).renumbered({0: 0}).replicas[0].stages
         (0, -1)
@@ -63,7 +63,7 @@ class Grid:
         ))  # fmt: skip
 
     def with_idle(self, ranks: Iterable[int]) -> "Grid":
-        """Return the same grid with idle devices added for those of some ranks that it lacks.
+        """Return the same grid with an idle device added for each of these ranks that the grid lacks.
 
         >>> Grid((Replica((0, 1), (0, 1)),)).with_idle([0, 2]).replicas[0].devices
         (0, 1, 2)
@@ -76,8 +76,8 @@ class Grid:
     def rows(self, num_rows: int) -> list[range]:
         """Divide the rows of a batch among the replicas: evenly, or along their microbatches.
 
-        If `num_microbatches` of every replica is set, the batch is first divided into all their microbatches, so that
-        for the same total a row's microbatch does not depend on the number of replicas.
+        If every replica has `num_microbatches`, the batch is first divided into the microbatches of all replicas, so
+        that for the same total a row's microbatch does not depend on the number of replicas.
         """
         counts = [replica.num_microbatches for replica in self.replicas]
         if None in counts:
@@ -88,7 +88,7 @@ class Grid:
 
 
 def shares(num_rows: int, num_parts: int) -> list[range]:
-    """Divide rows into consecutive parts that differ by one row at most; with few rows some parts are empty.
+    """Divide rows into consecutive parts that differ by at most one row; with few rows some parts are empty.
 
     >>> shares(7, 3)
     [range(0, 3), range(3, 5), range(5, 7)]

@@ -8,18 +8,18 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from penstock.tracing.record import Recorder
 
-# after the first ones, which allocate buffers; few enough to slow the stream only briefly
+# the window starts after the first microbatches, which allocate buffers, and is short, since profiling slows the stream
 FIRST, COUNT = 2, 4
 MAX_OPERATIONS = 20_000
 _MARK = "penstock: the recorder's clock"
-# torch has one profiler in a process, which may hold stages in several threads
+# torch has one profiler per process, but a process may run stages in several threads
 _BUSY = threading.Lock()
 
 
 class ProfileWindow:
-    """A profiler of the blocks inside `around`, for a window of microbatches, into a recorder.
+    """Profiles the blocks inside `around` for a window of microbatches, and writes the operations to a recorder.
 
-    The profiler has a separate clock: a mark, created when the recorder's clock is read, aligns them.
+    The profiler has a separate clock; a mark, made at a known time of the recorder's clock, aligns both clocks.
 
     Example:
         window = ProfileWindow(recorder)

@@ -1,4 +1,4 @@
-"""Baseline measurements of a device and its stages alone, for comparison with a run."""
+"""Baseline measurements of a device, and of its stages running alone, for comparison with a run."""
 
 import socket
 import threading
@@ -21,7 +21,7 @@ from penstock.transport.messages import Message
 # long enough to average CPU quotas, which are granted in slices of some milliseconds
 _ALONE_S = 0.6
 _LEAST_ROUNDS = 3
-# of reference work: 19 MB, part of the memory allowance of recording
+# size of the reference work: 19 MB, part of the memory allowance of recording
 _BLOCKS = 4
 _BYTES = 2**20
 _BYTE_ROUNDS = 8
@@ -30,7 +30,7 @@ _BYTE_ROUNDS = 8
 def measure_baseline(
     stage: int, runtimes: RoundRobin[StageRuntime], kept: Sequence[Message], *, others: int = 0
 ) -> Alone:
-    """Rerun a stage on kept microbatches, one for each of its programs, without messages in between.
+    """Rerun a stage on kept microbatches, one for each of its programs, without any messages.
 
     Each program is weighted by its share of microbatches. Programs are measured sequentially, so the memory
     for it does not grow with their number: at most `SCRATCH_BYTES`.
@@ -48,19 +48,19 @@ def measure_baseline(
 def _measure(runtime: StageRuntime, message: Message, others: int, least_s: float) -> tuple[float, float]:
     """Return the seconds and the CPU seconds of one run after the `others` have filled the caches.
 
-    A device that runs the whole model returns to a stage after all others. Copies of the stage replace them, if they
-    fit into memory, and reads of memory replace the rest: repeating the same stage would be faster than any
-    real model.
+    A device that runs the whole model returns to a stage after all other stages. Copies of this stage stand in for them
+    if they fit into memory, and memory reads for the rest: repeating one stage with warm caches would be faster than
+    any real model.
     """
     alike, rest = _with_copies(runtime, others)
     for copy in alike[1:]:
-        _run(copy, message)  # the first run of each sets size-dependent state
+        _run(copy, message)  # the first run of each copy sets size-dependent state
     count, took_s, took_cpu_s = 0, 0.0, 0.0
     begin_s = time.perf_counter()
     while count < _LEAST_ROUNDS or time.perf_counter() - begin_s < least_s:
         if rest is not None:
             rest.sum()
-        # of the computing thread, as in a stream: other threads of this process may still take results
+        # CPU time of this thread, as in a stream: other threads of this process may still take results
         at_s, at_cpu_s = time.perf_counter(), time.thread_time()
         _run(alike[count % len(alike)], message)
         took_s += time.perf_counter() - at_s
@@ -112,7 +112,7 @@ def byte_seconds() -> float:
             near.sendall(memoryview(target.numpy()))  # type: ignore[arg-type]
         near.shutdown(socket.SHUT_WR)
         reader.join()
-        # both sides are this process: a copy, two sums, the system's send and receive
+        # this process is both sides: a copy, two checksums, the system's send and receive
         return (time.process_time() - begin_s) / (2 * _BYTES * _BYTE_ROUNDS)
 
 
@@ -130,9 +130,9 @@ def calibrate(
 ) -> float:
     """Return the seconds per round of a small transformer's matrix products on this device.
 
-    The weights, 4.7 MB for each of its `blocks`, exceed most caches, like those of a model. Rounds are repeated
-    for at least `seconds`, to average a CPU quota that is granted in short slices, and at least `rounds` times, after
-    a quarter of that as warm-up; `by_cpu` counts this thread's CPU seconds.
+    The weights, 4.7 MB for each of its `blocks`, exceed most caches, like those of a model. Rounds are repeated for at
+    least `seconds`, to average a CPU quota that is granted in short slices, and at least `rounds` times, after a
+    warm-up of a quarter of that time; `by_cpu` counts this thread's CPU seconds.
 
     Example:
         speed = profile.calibration_s / calibrate()

@@ -18,10 +18,9 @@ from penstock.transport.messages import DATA, END, Message
 
 
 class RoundRobinReceiver:
-    """A receiver that takes messages from devices round-robin, and the end of a stream from all of them as one.
+    """A receiver that takes messages from devices round-robin, and merges their END messages into one.
 
-    `sources` has the index in `receivers` of every microbatch received here, in order and repeating; see
-    `sources_of`.
+    `sources` has the index in `receivers` for each microbatch received here, in order, and repeats; see `sources_of`.
     """
 
     def __init__(self, receivers: Sequence[Receiver], sources: Sequence[int]) -> None:
@@ -42,7 +41,7 @@ class RoundRobinReceiver:
         if message.kind == DATA:
             self._taken.append((source,))
             return message
-        # all earlier microbatches have passed: the others' next message is the end as well
+        # all earlier microbatches have arrived, so the next message of every other receiver is the end too
         ends = [message if receiver is source else receiver.take() for receiver in self._receivers]
         self._taken.append(self._receivers)
         self._turn = cycle(self._sources)
@@ -87,7 +86,7 @@ class RoundRobinSender:
 
 
 def sources_of(before: RoundRobin[int], here: RoundRobin[int], rank: int) -> list[int]:
-    """Return the sources of a rank's microbatches: indices in `before`, for one round of both orders.
+    """Return for each microbatch of a rank the index of its source in `before`, for one round of both orders.
 
     >>> sources_of(RoundRobin([5, 6], (0, 1)), RoundRobin([7, 8], (0, 0, 1)), rank=7)
     [0, 1, 1, 0]

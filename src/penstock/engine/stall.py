@@ -1,4 +1,4 @@
-"""Stall detection: a lost message between living processes, while no stage computes and no message moves."""
+"""Stall detection: a message was lost if no stage computes and no message moves while all processes are alive."""
 
 import threading
 import time
@@ -21,16 +21,16 @@ _LOOK_S = 0.5
 Counted = Mapping[tuple[int, int], Counters]
 
 
-# the ranks of each stage of one pipeline, with their names; including the driver's if links end there
+# the ranks of each stage of one pipeline, with their names; includes the driver's if links end there
 Holders = Mapping[int, Mapping[int, str]]
 
 
 class StallWatch:
     """A watch on the progress of all pipelines, from one process.
 
-    `pipelines` are those whose stages are watched, `links` the links between the stages of each; `listen` returns
-    the last heartbeats of all processes. `own` are this process's counters as the driver. Until `everyone`, a number
-    of processes, has sent a heartbeat, no stall is reported.
+    `pipelines` has the holders of each watched pipeline's stages, `links` the links between the stages of each;
+    `listen` returns the last heartbeats of all processes. `own` are this process's counters as the driver. No stall is
+    reported before `everyone`, a number of processes, has sent a heartbeat.
 
     Example:
         watch.begin()
@@ -90,7 +90,7 @@ class StallWatch:
         return counted
 
     def _explain(self, counted: Counted) -> Verdict:
-        """Find a stage that waits for a sent message; if none does, one that left a sent message untaken."""
+        """Find a stage that waits for a message that was sent; otherwise a stage that has not taken a message."""
         found: list[tuple[bool, Verdict]] = []
         for holders in self._pipelines:
             for stage, ranks in holders.items():
@@ -128,12 +128,12 @@ def _total(counts: str, link: Link, holders: Holders, counted: Counted) -> int:
 
 
 def _backlog(link: Link, holders: Holders, counted: Counted) -> int:
-    """Return the number of a link's messages that were sent and not taken."""
+    """Return the number of a link's messages that were sent but not taken."""
     return _total("sent", link, holders, counted) - _total("taken", link, holders, counted)
 
 
 class TrainingWatch:
-    """Progress reports with every heartbeat, and on the first process a thread that detects stalls.
+    """Reports progress with every heartbeat; on rank 0, also detects stalls in a thread.
 
     Example:
         watch = TrainingWatch(world, transport, training_links(parts), grid.replicas, observer)

@@ -54,7 +54,7 @@ class StageTracer:
         own, recorder = self.own, self.recorder if on else None
         own.observer.recorder = recorder
         for stage in own.stages.values():
-            # torch's profiler sees the operations itself
+            # torch's profiler records the operations itself
             stage.recorder = recorder if own.observer.profile is None else None
         own.channels.trace(recorder, list(own.stages))
 
@@ -71,7 +71,7 @@ class StageTracer:
 
 
 class FeederTracer:
-    """A recording of the driver, which gathers those of the other ranks."""
+    """The driver's recording; it also gathers the recordings of the other ranks."""
 
     def __init__(self, world: World, *, units: bool = False, profile: bool = False) -> None:
         self._world = world
@@ -81,14 +81,14 @@ class FeederTracer:
         self._own: StageTracer | None = None
 
     def follow(self, own: OwnStages, pipeline: int = 0) -> None:
-        """Start recording the driver's ends of a pipeline and its stages, and read the clocks of the other ranks."""
+        """Start recording the driver's ends of a pipeline and its own stages; read the clocks of the other ranks."""
         own.channels.trace(self.recorder, [FEEDER_STAGE], feeder=feeder_stage(pipeline))
         if own.stages:
             self._own = StageTracer(own)
         self._clocks.begin(_others(own.job.holders))
 
     def loading(self, source: Iterator[T]) -> Iterator[T]:
-        """Yield the items of a source, and record the time of each."""
+        """Yield the items of a source, and record the time that each takes."""
         for number in count():
             begin_s, cpu_s = self.recorder.clock(), time.thread_time()
             following = next(source, None)
@@ -98,7 +98,7 @@ class FeederTracer:
             yield following
 
     def loaded(self, number: int, begin_s: float, cpu_s: float) -> None:
-        """Record that a microbatch was made since `begin_s` of the recorder's clock and `cpu_s` of this thread's."""
+        """Record the loading of a microbatch since `begin_s` (recorder's clock) and `cpu_s` (thread's CPU clock)."""
         took_s = time.thread_time() - cpu_s
         self.recorder.span("load", FEEDER_STAGE, number, begin_s, self.recorder.clock(), cpu_s=took_s)
 
@@ -107,7 +107,7 @@ class FeederTracer:
         return self._clocks.take(_others(ranks))
 
     def own(self) -> ProcessTrace:
-        """Return the recording of this process: the driver's, and that of its stages."""
+        """Return the recording of this process: of the driver and of its stages."""
         mine = make_trace(self._world, self.recorder, Machine())
         if self._own is None:
             return mine

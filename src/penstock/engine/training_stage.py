@@ -16,15 +16,15 @@ from penstock.tensors import synchronize
 from penstock.transport.messages import DATA, Message
 
 Sizes = Mapping[str, int]
-# maps a microbatch's last-stage outputs to the sum to minimize
+# maps a microbatch's outputs of the last stage to the sum to minimize
 Head = Callable[[int, Sequence[Tensor], Sizes], Tensor | None]
 
 
 @dataclass(frozen=True, slots=True)
 class StepInput:
-    """A process's view of one microbatch: its sizes, and the model inputs that were loaded here.
+    """One microbatch as seen by a process: its sizes, and the model inputs that were loaded here.
 
-    `rng_key` identifies its random numbers: seed, step and microbatch.
+    `rng_key` (seed, step and microbatch) determines its random numbers.
     """
 
     sizes: Sizes
@@ -46,11 +46,11 @@ class _Kept:
 class TrainingStage:
     """A stage that runs training actions: forward, whole or split backward, synchronization.
 
-    `leaves` are the trained parameters, by name; backwards accumulate in their `grad`. `head` computes
-    the loss on the last stage; `saw_leaves` receives the leaves that a loss depends on directly, such as penalized
-    parameters, before they have gradients. With `recompute`, a second runtime that writes buffers to copies
-    that are never read, a stage keeps only its inputs, and repeats its forward before its backward (Chen et al. 2016,
-    sublinear memory cost).
+    `leaves` are the trained parameters, by name; backwards accumulate in their `grad`. `head` computes the loss on the
+    last stage; `saw_leaves` receives the leaves that a loss depends on directly, such as penalized parameters, before
+    they have gradients. With `recompute` a stage keeps only its inputs, and repeats its forward before its backward
+    (Chen et al. 2016, sublinear memory cost); `recompute` is a second runtime, which writes buffers to copies that are
+    never read.
     """
 
     keeps_inputs: ClassVar[bool] = True
@@ -66,10 +66,10 @@ class TrainingStage:
     saw_leaves: Callable[[Sequence[Tensor]], None] = lambda _leaves: None
     trains: bool = True
     step: Mapping[int, StepInput] = field(default_factory=dict)
-    final: int = -1  # the microbatch whose backward is the step's last
-    last_backward: bool = False  # during that one: gradients are final as they arrive
+    final: int = -1  # the microbatch whose backward is the last of the step
+    last_backward: bool = False  # True during the last backward: gradients are final as they arrive
     direct: Sequence[Tensor] | None = None  # leaves that a step's loss depends on, but not through the outputs
-    first_nonfinite: int | None = None  # the first microbatch of a step with an output that is not finite
+    first_nonfinite: int | None = None  # the first microbatch of the step whose output is not finite
     _kept: dict[int, _Kept] = field(default_factory=dict)
 
     @property
@@ -78,7 +78,7 @@ class TrainingStage:
         return self.runtime.device
 
     def begin(self, step: Mapping[int, StepInput], final: int = -1) -> None:
-        """Start another step with its microbatches; `final` is the one whose backward is last."""
+        """Start another step with its microbatches; `final` is the microbatch whose backward is last."""
         self.step = step
         self.final = final
         self.first_nonfinite = None
@@ -137,9 +137,9 @@ class TrainingStage:
         return _Kept(inputs, outputs, loss)
 
     def _check_finite(self, microbatch: int, kept: _Kept) -> None:
-        """Record the first microbatch with non-finite numbers; reported only if the loss is not finite either."""
+        """Record the first microbatch with non-finite numbers; it is reported only if the loss is not finite."""
         if self.first_nonfinite is not None or (kept.loss is not None and bool(torch.isfinite(kept.loss.detach()))):
-            return  # a finite loss saves the last stage a check of all its outputs: a language model's are large
+            return  # the last stage checks its loss instead of its outputs, which are large in a language model
         for position in self.part.backward_outputs:
             if not bool(torch.isfinite(kept.outputs[position].detach().sum())):
                 self.first_nonfinite = microbatch
@@ -199,7 +199,7 @@ class TrainingStage:
 
 
 def leaves_beside(loss: Tensor, outputs: Sequence[Tensor]) -> list[Tensor]:
-    """Return the leaves that a loss depends on other than through the model's outputs.
+    """Return the leaves that a loss depends on directly, not through the model's outputs.
 
     >>> weight = torch.ones(2, requires_grad=True)
     >>> output = weight * 2
@@ -207,7 +207,7 @@ def leaves_beside(loss: Tensor, outputs: Sequence[Tensor]) -> list[Tensor]:
     [tensor([1., 1.], requires_grad=True)]
     """
     seen = {output.grad_fn for output in outputs}
-    given = {id(output) for output in outputs}  # an output passed through from an earlier stage has no function
+    given = {id(output) for output in outputs}  # an output that an earlier stage passed through has no grad_fn
     waiting = [loss.grad_fn]
     found: list[Tensor] = []
     while waiting:

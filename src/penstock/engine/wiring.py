@@ -39,7 +39,7 @@ _Remote = TypeVar("_Remote", RemoteReceiver, RemoteSender)
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Messages of one kind from one stage to another: the values in each, for every cut set, and their symbols.
+    """Messages of one kind from one stage to another: their values for every cut set, and their symbols.
 
     The driver is `FEEDER_STAGE`. A link may lead from the last stage back to the first.
     """
@@ -52,7 +52,7 @@ class Link:
 
     @property
     def number(self) -> int:
-        """Index among the links of a pipeline: by cut, activations first; all ranks open channels in this order."""
+        """Index among the links of a pipeline, by cut, activations first; all ranks open channels in this order."""
         return 2 * (self.target + 1) + 1 if self.kind == GRADIENTS else 2 * (self.source + 1)
 
 
@@ -70,7 +70,7 @@ def stream_links(programs: Mapping[int, RoundRobin[StageProgram]], num_stages: i
 
 
 def feeder_links(programs: Sequence[RoundRobin[StageProgram]]) -> list[Link]:
-    """Return the driver's two links: to the first stage and from the last one."""
+    """Return the driver's two links: to the first stage and from the last stage."""
     first, last = programs[0], programs[-1]
     return [
         _forward(FEEDER_STAGE, 0, first.map(lambda program: program.inputs), first),
@@ -83,7 +83,7 @@ def _forward(source: int, target: int, values: RoundRobin[Sequence[Value]], prog
 
 
 def training_links(parts: Sequence[TrainingPart], *, evaluates: bool = False) -> list[Link]:
-    """Return the links of a training's stages: activations forwards and, unless it evaluates, gradients back."""
+    """Return the links of training stages: activations forwards and, unless `evaluates`, gradients back."""
     links = []
     for stage, part in enumerate(parts[1:], 1):
         symbols = part.program.symbols
@@ -108,7 +108,7 @@ class Channels:
             channel.abort()
 
     def trace(self, recorder: Recorder | None, stages: Sequence[int], *, feeder: int = FEEDER_STAGE) -> None:
-        """Record the messages of these stages, the driver's under the number `feeder`; without a recorder, stop."""
+        """Record these stages' messages, and the driver's under the number `feeder`; stop if `recorder` is None."""
         for (stage, kind), receiver in self.receivers.items():
             if stage in stages:
                 receiver.trace_taking(_track(recorder, feeder if stage == FEEDER_STAGE else stage, kind))
@@ -123,9 +123,9 @@ def _track(recorder: Recorder | None, stage: int, kind: str) -> Track | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opening:
-    """Options for opening channels: `ranks` has each stage's and the driver's, `own` the stages of this process.
+    """Options for opening channels: `ranks` has the ranks of each stage and of the driver, `own` this process's stages.
 
-    Both ends have buffers for `depth` messages of microbatches up to `sizes`; with `direct` tensors between stages are
+    Both ends have buffers for `depth` messages of microbatches up to `sizes`. With `direct`, tensors between stages are
     sent from `device` to device. `number` is unique to this set of channels.
     """
 
@@ -162,10 +162,10 @@ def open_channels(transport: Transport, links: Sequence[Link], opening: Opening)
 def _open(
     remote: Callable[..., _Remote], transport: Transport, link: Link, rank: int, opening: Opening, channels: Channels
 ) -> _Remote | LocalChannel:
-    """Open this process's end of a link to a rank, possibly itself."""
+    """Open this process's end of a link to a rank, possibly its own."""
     with_feeder = FEEDER_STAGE in (link.source, link.target)
     if rank == transport.rank:
-        # between stages of one process one thread runs both ends, so it must never wait for room
+        # one thread runs both ends of a link within a process, so it must never wait for room
         return channels.local.setdefault(link.number, LocalChannel(opening.depth if with_feeder else None))
     sizes = opening.sizes
     formats = Formats(link.values.map(lambda values: Format(values, link.symbols, sizes)))
@@ -181,9 +181,9 @@ def _open(
 class GrowingChannels:
     """Channels of one replica in training, reopened when microbatches outgrow their buffers.
 
-    All processes know the sizes of a step, so all open new ones at the same step. With `direct`, this process's device,
-    tensors are sent from device to device. Successive placements have separate channel numbers, by
-    `first_generation`: receives posted for earlier ones never match a send.
+    All processes know the sizes of a step, so all open new channels at the same step. `direct` is this process's device
+    if tensors are sent from device to device. Successive placements have separate channel numbers, by
+    `first_generation`: receives posted for an earlier placement never match a send.
     """
 
     def __init__(
@@ -197,7 +197,7 @@ class GrowingChannels:
         self.channels = Channels()
 
     def fit(self, sizes: Mapping[str, int]) -> bool:
-        """Open larger channels if any size exceeds all earlier ones; return whether new ones were opened."""
+        """Open larger channels if a size exceeds all earlier sizes; return whether channels were opened."""
         if all(size <= self._sizes.get(symbol, 0) for symbol, size in sizes.items()):
             return False
         self._sizes = {symbol: max(size, self._sizes.get(symbol, 0)) for symbol, size in sizes.items()}

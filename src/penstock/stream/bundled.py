@@ -1,4 +1,4 @@
-"""A model run from its bundle: every machine reads its own part and needs no source of the model."""
+"""A model run from its bundle: every machine reads its own part and does not need the model's source."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -30,9 +30,9 @@ class BundledPipeline:
             for (logits,) in pipe.stream(images):
                 ...
 
-    Inputs and outputs are the model's tensors in order, without names. A worker process serves until the driver leaves,
-    and its `stream` yields nothing. Raises `ProgramError` for a part that is damaged or of another plan, `PlanError` if
-    the run's hosts are not the plan's devices. `device` and `between_gpus` are as for `Pipeline`.
+    Inputs and outputs are the model's tensors in order, without names. In a worker process `stream` serves until the
+    driver leaves, and yields nothing. Raises `ProgramError` if a part is damaged or of another plan, `PlanError` if the
+    run's hosts are not the plan's devices. `device` and `between_gpus` are as for `Pipeline`.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""A model divided for streaming: cut, or given as modules; deployed by the driver, or served by a worker."""
+"""Division of a model for streaming: cut, or given as modules; deployed by the driver, served by a worker."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ from penstock.stream.survival import SurvivingStages
 from penstock.transport.messages import CLOSE
 from penstock.zoo.weights.weights import ModuleWeights
 
-_STAGES = 4  # default if neither the caller nor a world has a number
+_STAGES = 4  # default if neither the caller nor the world sets a number
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Division:
     """A model in stages that are not deployed yet.
 
     `cuts` is empty for a list of modules, and for a plan the first cut set of its first pipeline. `start_world` starts
-    a world if the caller has none; `deploy` deploys the stages in a world, with a number of threads each.
+    a world if the caller has none; `deploy` deploys the stages in a world, with a number of threads per stage.
     """
 
     graph: Graph
@@ -59,7 +59,7 @@ class Division:
 
 
 def divide_model(call: ModelCall, cut: CutOptions, run: RunOptions, world: World | None) -> Division:
-    """Divide a model by the caller's options, for as many devices as a world has, if there is one.
+    """Divide a model by the caller's options; if there is a world, for its number of devices.
 
     Raises `UsageError` for a missing model and for options that exclude each other, and as `penstock.split` does.
     """
@@ -121,7 +121,7 @@ def _surviving(
             one_way=graph.keeps_caches,
         )
         ranks = name_devices(world)
-        if world.workers is not None:  # they represent a plan's devices, in order
+        if world.workers is not None:  # the workers represent a plan's devices, in order
             names = cut.plan.devices if cut.plan is not None else [as_name(world.names[rank]) for rank in world.devices]
             ranks = dict(zip(names, world.devices, strict=True))
         if cut.plan is None:
@@ -143,7 +143,7 @@ def _describe(
     replanner: Replanner, run: RunOptions, cuts: Sequence[Cut], places: Sequence[int], ranks: Mapping[str, int],
     rows: int,
 ) -> None:  # fmt: skip
-    """Describe the current placement, which has no plan, to a replanner; cuts within a device are left out."""
+    """Describe a placement that was made without a plan to a replanner; cuts within a device are left out."""
     by_rank = {rank: name for name, rank in ranks.items()}
     between = [cut.name for cut, before, after in zip(cuts, places, places[1:], strict=False) if before != after]
     devices = [by_rank[rank] for rank in dict.fromkeys(places)]
@@ -153,7 +153,7 @@ def _describe(
 
 
 def _chained(modules: Sequence[nn.Module], call: ModelCall, cut: CutOptions, run: RunOptions) -> Division:
-    """Use modules as stages, each called with the output of the one before."""
+    """Use modules as stages, each called with the output of the previous module."""
     if run.runtime != EAGER:
         raise UsageError("a list of modules runs as it is; leave runtime out")
     if run.device != "cpu":
@@ -187,9 +187,9 @@ def _line(
 
 
 class ServedStages:
-    """Stages that this process runs: received from the driver, or its own modules, of which `make` makes runtimes.
+    """Stages that this process runs: received from the driver, or its own modules, whose runtimes `make` creates.
 
-    Raises the error that prevents it from running them, after reporting it to the other processes.
+    An error that prevents this process from running them is reported to the other processes, then raised.
     """
 
     def __init__(self, world: World, make: MakeRuntime | None) -> None:
@@ -198,7 +198,7 @@ class ServedStages:
         self._take()
 
     def _take(self) -> None:
-        """Receive the stages of this process, at the start and again in each further group."""
+        """Receive this process's stages, at the start and again in each further group."""
         while True:
             try:
                 with self._world.explained():
@@ -235,6 +235,6 @@ class ServedStages:
         return next_group(self._world)
 
     def serve_to_end(self) -> None:
-        """Work until the stages are closed."""
+        """Serve streams until the stages are closed."""
         while not self.closed:
             self.serve()

@@ -1,4 +1,4 @@
-"""Microbatches of a stream, with those that may have to be sent again."""
+"""Microbatches of a stream, including copies of those that may have to be sent again."""
 
 import time
 from collections import deque
@@ -9,9 +9,9 @@ from penstock.tensors import copy_exactly
 
 
 class Feed:
-    """The microbatches of a stream: after a loss, first those without a result, then the others.
+    """The microbatches of a stream; after a device is lost, first those without a result, then the remaining ones.
 
-    The caller may reuse tensors after a microbatch was sent, so those that may be sent again are copied.
+    The caller may reuse tensors once a microbatch was sent, so microbatches that may be sent again are copied.
     """
 
     def __init__(self, source: Iterator[Microbatch]) -> None:

@@ -26,8 +26,8 @@ class _Pushed:
 class PushedStream:
     """Streams pushed inputs through a pipeline and completes a future per input; runs in its own thread.
 
-    Use it in the driver, with no other stream in flight. After the loss of a device, inputs without a result are sent
-    again if the stages survive losses.
+    Use it in the driver, with no other stream in flight. If a device is lost and the pipeline survives that, inputs
+    without a result are sent again.
 
     Example:
         with PushedStream(pipeline) as stream:
@@ -121,7 +121,7 @@ class PushedStream:
             finish_stream(place)
 
     def _wait(self, drivers: RoundRobin[Driver], fed: int, taken: int, *, changes: bool) -> bool:
-        """Wait a moment for an input or a result; return False once closed and drained."""
+        """Wait briefly for an input or a result; return False once closed and drained."""
         with self._news:
             may_feed = self._waiting and not changes and drivers[fed].has_room
             if may_feed or (taken < fed and drivers[taken].has_result):

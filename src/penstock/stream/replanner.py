@@ -1,4 +1,4 @@
-"""Planning of a stream for the devices currently present."""
+"""Replanning of a stream for the devices that are currently present."""
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
@@ -13,14 +13,15 @@ from penstock.spec.fields import fingerprint
 from penstock.spec.plan import CutSet, Pipeline, Plan, Prediction, Stage
 from penstock.spec.profile import Profile
 
-# minimum predicted gain for changing the plan when no device was lost: a change drains the pipeline and moves weights
+# minimum predicted gain of another plan if no device was lost: a change drains the pipeline and moves weights
 WORTH = 0.1
 
 
 class Replanner:
-    """A planner that replans a stream whenever its devices change; unknown devices are assumed equal. Without an
-    initial plan, `begin` records the placement. `profile` is measured, or counted from shapes (`measure/counted.py`)
-    and made when it is first needed.
+    """A planner that replans a stream whenever its devices change; unknown devices are assumed equal.
+
+    Without an initial plan, `begin` records the placement. `profile` returns a profile, measured or counted from shapes
+    (`measure/counted.py`); it is called when the profile is first needed.
 
     Example:
         replanner = Replanner(plan, lambda: profile, cluster)
@@ -34,7 +35,7 @@ class Replanner:
         self._profile: Profile | None = None
         self._cluster = cluster
         self._replicas = not one_way and (cluster is not None or (plan is not None and len(plan.pipelines) > 1))
-        self._one_way = one_way  # every microbatch takes the same cuts, because of the stages' caches
+        self._one_way = one_way  # every microbatch must use the same cuts, because of the stages' caches
 
     @property
     def profile(self) -> Profile:
@@ -44,7 +45,7 @@ class Replanner:
         return self._profile
 
     def begin(self, cuts: Sequence[str], devices: Sequence[str], rows: int, depth: int, stage: Stage) -> None:
-        """Record stages that were placed without a plan, one on each device, computed as `stage` is."""
+        """Record stages that were placed without a plan, one on each device; `stage` has their runtime and options."""
         stages = tuple(msgspec.structs.replace(stage, devices=(name,)) for name in devices)
         self._plan = Plan(
             model=self.profile.model, graph=self.profile.graph, profile=fingerprint(self.profile), cluster="",
@@ -57,13 +58,13 @@ class Replanner:
 
     @property
     def current(self) -> Plan:
-        """Return the plan that is in place."""
+        """The plan of the current placement."""
         if self._plan is None:
-            raise PlanError("no stages are placed yet; begin with a plan, or with their placement")
+            raise PlanError("no stages are placed yet; begin with a plan, or record their placement")
         return self._plan
 
     def plan(self, names: Sequence[str], speeds: Mapping[str, float]) -> Plan:
-        """Return the plan for these devices at the observed speeds; the current plan if none is much better.
+        """Return a plan for these devices at the observed speeds; the current plan if no other is much faster.
 
         Raises `PlanError` if no plan fits.
         """
@@ -83,15 +84,15 @@ class Replanner:
         )
         if columns_of(old, self.profile) is not None:
             return fresh
-        # the profile has no times of this runtime, so runtimes stay as they are
+        # the profile has no times of this runtime, so runtimes are not changed
         return msgspec.structs.replace(fresh, pipelines=computed_like(fresh.pipelines, old.pipelines[0].stages[0]))
 
     def take(self, plan: Plan) -> None:
-        """Record the plan that is in place."""
+        """Record the plan that was deployed."""
         self._plan = plan
 
     def seconds(self) -> dict[str, float]:
-        """Return the seconds per microbatch of a device of speed 1, for every device of the plan."""
+        """Return for every device of the plan the seconds per microbatch that it would need at speed 1."""
         plan, profile = self.current, self.profile
         place = profile.rows.index(plan.microbatch_rows) if plan.microbatch_rows in profile.rows else 0
         taken = [unit.forward_s[place] for unit in profile.units]
@@ -112,7 +113,7 @@ class Replanner:
         return found
 
     def _cluster_of(self, present: Sequence[str], gone: Sequence[str], speeds: Mapping[str, float]) -> Cluster:
-        """Return the cluster of these devices; the first one present is the driver if the cluster's driver is gone."""
+        """Return the cluster of these devices; if its driver is lost, the first device present is the driver."""
         names, first = [*present, *gone], present[0]
         usual = sorted(speeds.values())[len(speeds) // 2] if speeds else 1.0
         feeder = self._cluster.feeding.name if self._cluster is not None else first

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from penstock.errors import TransportError
 
-# observation window of a device's speed, and the fewest microbatches that it must have run within it
+# observation window of a device's speed, and the minimum number of microbatches that the device runs within it
 WINDOW_S = 5.0
 MIN_MICROBATCHES = 4
-# smaller changes are ignored: on shared cores speeds vary that much from one moment to the next
+# smaller changes are ignored: on shared cores speeds fluctuate by this much
 CHANGE = 0.2
-# uncertainty factor of a part's cost counted from shapes: a device is slower or faster than planned only beyond it
+# uncertainty of costs that are counted from shapes: within this factor a device is considered as fast as planned
 FAR = 1.6
 
 
@@ -26,9 +26,9 @@ class Count:
 class ObservedSpeeds:
     """Observed speeds of the devices of deployed stages, window by window.
 
-    `count` returns each device's counters, by name, `expected_s` the seconds per microbatch at speed 1. The usual speed
-    of a device is the first observed one, unless that is far from the one in `planned`, which the deployed stages were
-    planned for. With `at_first` the first speeds count as a change, because all devices were assumed equal.
+    `count` returns each device's counters by name, `expected_s` the seconds per microbatch at speed 1. The usual speed
+    of a device is the first observed speed, unless that is far from the speed in `planned`, for which the deployed
+    stages were planned. With `at_first` the first speeds count as a change, because all devices were assumed equal.
 
     Example:
         speeds = ObservedSpeeds(count, lambda: {"board0": 0.02, "board1": 0.02})
@@ -47,7 +47,7 @@ class ObservedSpeeds:
         self._before: Mapping[str, Count] = {}
         self._planned = dict(planned or {})
         self._usual: dict[str, float] = {}  # speeds last accepted
-        self._speeds: dict[str, float] = {}  # of the last window
+        self._speeds: dict[str, float] = {}  # speeds of the last window
         self._at_first = at_first
 
     def changed(self) -> bool:

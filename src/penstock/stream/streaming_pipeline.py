@@ -1,4 +1,4 @@
-"""A model in evaluation mode as a pipeline: fed from an ordinary loop, its stages in processes of their own."""
+"""A model in evaluation mode as a pipeline: driven by an ordinary loop, with stages in separate processes."""
 
 import atexit
 import contextlib
@@ -45,7 +45,7 @@ NO_AUTOCAST = "convert the model to the wanted dtype, or use runtime='eager:bflo
 class StreamingPipeline:
     """Implementation of `penstock.Pipeline` for evaluation mode; see there.
 
-    It uses the processes that torchrun started, or starts its own; `owns_world` says whether they end with it.
+    It uses the processes that torchrun started, or starts its own. With `owns_world`, they end with the pipeline.
     """
 
     def __init__(
@@ -54,11 +54,11 @@ class StreamingPipeline:
         self.model_name = type(call.model).__name__
         self.graph: Graph
         self.cuts: Sequence[Cut] = ()
-        self.deployment: Deployment | Replicas | SurvivingStages  # in the process that feeds
+        self.deployment: Deployment | Replicas | SurvivingStages  # on the driver
         self._run, self._plan = run, cut.plan
         self._owns_world = owns_world
         self._dropped: weakref.finalize[..., object] | None = None
-        self._stages: ServedStages | None = None  # in the other processes
+        self._stages: ServedStages | None = None  # on the other ranks
         self._closed = False
         self._changes = False  # the running stream should stop so that the placement can change
         if cut.plan is not None:
@@ -75,11 +75,11 @@ class StreamingPipeline:
 
     @property
     def feeds(self) -> bool:
-        """Whether this process feeds the others."""
+        """True if this process is the driver."""
         return self._stages is None
 
     def _place(self, call: ModelCall, cut: CutOptions, world: World | None) -> None:
-        """Put the stages where they will stream."""
+        """Deploy the stages."""
         try:
             check_no_autocast(NO_AUTOCAST)
             self._torch_settings = read_settings()
@@ -89,7 +89,7 @@ class StreamingPipeline:
             world = self.world = world or division.start_world()
             if self._run.survival.survives and world.membership is None:
                 raise UsageError(
-                    "on_loss needs processes that outlive a loss, but torchrun ends all of them; use penstock hosts "
+                    "on_loss needs processes that survive a lost one, but torchrun ends them all; use penstock hosts "
                     "run or a lab, or leave on_loss out"
                 )
             world.between_gpus = self._run.between_gpus
@@ -112,7 +112,7 @@ class StreamingPipeline:
             self._dropped = end_when_dropped(self, self.world, self.deployment)
         else:
             self._process = os.getpid()
-            atexit.register(self._end_at_exit)  # the other processes wait for this one, so it cannot just be dropped
+            atexit.register(self._end_at_exit)  # not just dropped: the other processes wait for this one
 
     def _forget_end(self) -> None:
         atexit.unregister(self._end_at_exit)
@@ -140,7 +140,7 @@ class StreamingPipeline:
             self.world.close()
 
     def stream(self, inputs: Iterable[Any]) -> Iterator[Any]:
-        """Return the model's output for every input, in order; in a process that does not feed, serve the stream."""
+        """Return the model's output for every input, in order; on ranks other than the driver, serve the stream."""
         if self._closed:
             raise UsageError("the pipeline is closed; make a new one")
         if self._stages is not None:
@@ -169,10 +169,11 @@ class StreamingPipeline:
     def run_over_losses(
         self, stream: Callable[[], None], num_pending: Callable[[], int], begin_again: Callable[[], None]
     ) -> None:
-        """Run a stream to its end, and again after each loss if the stages survive losses; raises the loss otherwise.
+        """Run a stream to its end, and again after each lost device if the stages survive that, else raise the error.
 
-        `num_pending` is the number of inputs without a result, which `begin_again` queues to be sent again. A stream
-        that asks `wants_change` and gets True returns as soon as nothing is in flight, and is run again after it.
+        `num_pending` returns the number of inputs without a result, which `begin_again` queues to be sent again. If
+        `wants_change` returns True, the stream must return as soon as nothing is in flight; it is run again after the
+        change.
         """
         while True:
             self._changes = False
@@ -189,14 +190,14 @@ class StreamingPipeline:
             begin_again()
 
     def wants_change(self, *, by_speed: bool = True) -> bool:
-        """Return True if stages that survive losses should switch to other devices or another plan."""
+        """Return True if the stages should switch to other devices or another plan."""
         if not self._changes and isinstance(self.deployment, SurvivingStages):
             self._changes = self.deployment.wants_change(by_speed=by_speed)
         return self._changes
 
     @property
     def joins_at(self) -> str | None:
-        """Return the address at which a device joins this run; None if the run admits no devices."""
+        """Address at which a device can join this run; None if the run admits no devices."""
         membership = self.world.membership
         if membership is None or not self.world.followed:
             return None
@@ -204,11 +205,11 @@ class StreamingPipeline:
 
     @property
     def changes(self) -> Sequence[StreamChange]:
-        """Return what changed during the last stream: nothing unless it outlives a loss."""
+        """Placement changes during the last stream; empty unless the stages survive lost devices."""
         return self.deployment.changes if isinstance(self.deployment, SurvivingStages) else ()
 
     def __call__(self, *args: Any, microbatch_size: int = 1, **kwargs: Any) -> Any:
-        """Run one batch of any size: cut into microbatches, streamed, and put together again."""
+        """Run one batch of any size: split it into microbatches, stream them and concatenate the outputs."""
         if microbatch_size < 1:
             raise UsageError(f"microbatch_size must be at least 1; got {microbatch_size}")
         if not self.feeds:
@@ -246,7 +247,7 @@ class StreamingPipeline:
                 )
 
     def write_trace(self, report: StreamReport, generation: GenerationFacts | None = None) -> None:
-        """Write the folder of a traced stream that has ended; cuts are advised for microbatches of one size."""
+        """Write the folder of a traced stream that has ended; advises on cuts if all microbatches have one size."""
         alike = generation is None and list(Cuts(self.graph))
         facts = stream_facts(
             self.deployment, report, model=self.model_name, cuts=[cut.name for cut in self.cuts],
@@ -257,7 +258,7 @@ class StreamingPipeline:
             write_run(self._run.trace, facts, self.deployment.traces)
 
     def close(self) -> None:
-        """End the stages and the worker processes; nothing is left behind."""
+        """Stop the stages and the worker processes."""
         if self._closed and self.feeds:
             return
         self._forget_end()
@@ -271,7 +272,7 @@ class StreamingPipeline:
                 self._closed = True
 
     def end(self, error: BaseException | None) -> None:
-        """Close in order, or give everything up because of an error of the caller's."""
+        """Close cleanly, or abort because of an error of the caller."""
         if error is None or isinstance(error, GeneratorExit):
             self.close()
             return
@@ -291,7 +292,7 @@ class StreamingPipeline:
 
 
 def threads_per_stage(world: World) -> int:
-    """Share this machine's cores among the stages on it; torchrun's default of one thread is not a choice."""
+    """Divide this machine's cores among its stages; ignores torchrun's default of one thread, which nobody chose."""
     return world.cores or max(1, available_cores() // len(world.devices))
 
 
@@ -316,7 +317,7 @@ def stream_facts(
 
 
 def units_of(graph: Graph, sizes: Mapping[str, int]) -> list[tuple[str, float, float]]:
-    """Return what lies between the possible cuts: the cut in front, the counted work, the bytes that cross there."""
+    """Return the units between possible cuts: name of the cut before each, counted work, bytes that cross."""
     work = count_work(graph, sizes)
     cuts = list(Cuts(graph))
     bounds = [0, *(cut.position for cut in cuts), len(work)]

@@ -27,7 +27,7 @@ GROUPS = {
         checkpoint-every keep-best
     """,
     "Elastic training": """
-        elastic freeze pack replicate cache cache-dir cache-limit cache-dtype cache-views keep-cache costs
+        elastic freeze pack replicate cache cache-dir cache-limit cache-dtype cache-views keep-cache
     """,
     "Several trainings": "compare weak-scaling sweep ablation find-max-batch memory",
     "Machines": "cluster on-loss wait-for join from-profile from-cluster bind key patience",
@@ -36,6 +36,7 @@ GROUPS = {
 _GROUP_OF = {f"--{name}": title for title, names in GROUPS.items() for name in names.split()}
 _VALUES = {"int": "N", "float": "X", "str": "TEXT", "list": "TEXT", "path": "PATH"}
 _WIDEST = 26  # column of the options
+_OLD_NAMES = {"--costs"}  # still accepted, but not shown
 
 
 def group_of(option: Any) -> str:
@@ -64,11 +65,13 @@ class Verb(TyperCommand):
 
 
 def _values(text: str) -> str:
-    """Shorten the type of an option's value.
+    """Shorten the type of an option's value, and leave out old names of the option.
 
-    >>> _values("--stages <int range>"), _values("-o, --output <path>")
-    ('--stages N', '-o, --output PATH')
+    >>> _values("--stages <int range>"), _values("-o, --output <path>"), _values("--from-profile, --costs FILE")
+    ('--stages N', '-o, --output PATH', '--from-profile FILE')
     """
+    for name in _OLD_NAMES:
+        text = text.replace(f", {name}", "")
     return re.sub(r" <([a-z]+)[^>]*>", lambda found: f" {_VALUES.get(found[1], found[1].upper())}", text)
 
 

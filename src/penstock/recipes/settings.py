@@ -115,7 +115,7 @@ class FitSettings(ElasticChoices, frozen=True, kw_only=True, forbid_unknown_fiel
         WholePath | None,
         Meta(
             description="Profile of `penstock profile --data`, for --elastic (default: measured) and --on-loss.",
-            extra={"metavar": "FILE"},
+            extra={"metavar": "FILE", "flags": ["--from-profile", "--costs"]},
         ),
     ] = None
     on_loss: Annotated[
@@ -125,7 +125,7 @@ class FitSettings(ElasticChoices, frozen=True, kw_only=True, forbid_unknown_fiel
     from_cluster: Annotated[
         WholePath | None,
         Meta(
-            description="Cluster to plan for with --elastic (default: measured), or --on-loss and --costs.",
+            description="Cluster to plan for with --elastic (default: measured), or --on-loss and --from-profile.",
             extra={"metavar": "FILE"},
         ),
     ] = None
@@ -175,14 +175,14 @@ def make_settings(fields: dict[str, Any]) -> FitSettings:
         raise UsageError(f"{given[0]} is for an elastic training; add elastic=True (--elastic), or leave it out")
     survives = settings.on_loss != "stop"
     if settings.costs is not None and not settings.elastic and not survives:
-        raise UsageError("costs are for an elastic training, or one that continues after a loss; leave --costs out")
+        raise UsageError("costs are for an elastic training, or one that survives lost processes; leave --from-profile out")
     if settings.from_cluster is not None and not (settings.elastic or (survives and settings.costs is not None)):
         raise UsageError(
-            "a cluster is for planning an elastic training, or with costs after a loss; add --elastic, or --on-loss "
-            "and --costs, or leave --from-cluster out"
+            "a cluster is for planning an elastic training, or with costs after a process is lost; add --elastic, or "
+            "--on-loss and --from-profile, or leave --from-cluster out"
         )
     if survives and (settings.elastic or settings.trace is not None):
-        raise UsageError("an elastic training, or one with a trace, cannot continue after a loss; leave --on-loss out")
+        raise UsageError("an elastic training, or one with a trace, cannot survive lost processes; leave --on-loss out")
     if settings.join is not None:
         read_place(settings.join)
     if settings.elastic:

@@ -218,7 +218,7 @@ def test_one_that_comes_with_another_script_leaves_and_the_others_go_on(tmp_path
     assert (tmp_path / "model").read_text().startswith("UsageError: the training run at 127.0.0.1:")
     said = (tmp_path / "groups").read_text()
     assert said.startswith("UsageError: ")
-    assert "this one has [2] groups of parameters" in said
+    assert "this process has [2] groups of parameters" in said
     assert said.endswith("has [1]")
 
 
@@ -319,7 +319,7 @@ def test_a_profile_is_of_the_model_that_trains() -> None:
 
 def test_settings_that_do_not_go_together() -> None:
     settings = FitSettings(model="a", data="b", stages=2)
-    with pytest.raises(UsageError, match="leave --costs out"):
+    with pytest.raises(UsageError, match="leave --from-profile out"):
         settings.replace(costs="profile.json")
     for given in ({}, {"on_loss": "continue"}):
         with pytest.raises(UsageError, match="leave --from-cluster out"):

@@ -67,9 +67,7 @@ def test_a_head_that_does_not_train_counts_as_nothing() -> None:
     made = seeded(nn.Sequential, nn.Flatten(), nn.Linear(768, 12), nn.ReLU(), nn.Linear(12, 4)).double().train()
     made.get_submodule("3").requires_grad_(False)
     model = Captured(made, (torch.zeros(2, 3, 16, 16, dtype=torch.float64),))
-    assert "nothing of Sequential would train" in refused(
-        UsageError, lambda: small([len(model.layers)], captured=model)
-    )
+    assert "Sequential would train nothing" in refused(UsageError, lambda: small([len(model.layers)], captured=model))
 
 
 def _with(captured: Captured, options: ElasticOptions, size: int = 2, **settings: Any) -> Any:

@@ -164,7 +164,7 @@ def _alone(captured: Captured, do: Callable[[Trainer, torch.optim.Optimizer], An
         ({"files": {"stage-0/../../x": 3}}, "matching regex"),
         ({"version": 7}, r"checkpoint\.json is not a checkpoint"),
         ({"more": 1}, "unknown field `more`"),
-        ({"shapes": {}}, "must have a place and a shape"),
+        ({"shapes": {}}, "must have a folder and a shape"),
     ],
 )
 def test_a_forged_index_is_refused(captured: Captured, tmp_path: Path, change: dict[str, Any], said: str) -> None:
@@ -236,7 +236,7 @@ def test_a_host_that_does_not_see_the_checkpoint_is_named(captured: Captured, tm
 
     said = in_threads(2, script)
     assert said[0] == said[1]
-    assert "all hosts share, but rank 1 cannot read it as rank 0 can" in said[0]
+    assert "rank 1 cannot read it although rank 0 can" in said[0]
 
 
 def test_a_full_disk_is_one_line_and_leaves_the_earlier_checkpoint(

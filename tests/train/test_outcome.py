@@ -45,7 +45,7 @@ def test_a_loss_that_is_not_finite_says_where_it_came_from(first: dict[int, int 
 
 
 def test_a_loss_over_nothing_is_refused() -> None:
-    with pytest.raises(RunError, match="the loss of step 2 is empty"):
+    with pytest.raises(RunError, match="the loss of step 2 is undefined"):
         mean_loss([told((0.0, 0))], step=2, last_stage=0)
 
 

@@ -213,7 +213,7 @@ def test_bad_input(pipe: penstock.Pipeline, tmp_path: Path) -> None:
         pipe.train_step(x[:1], y[:1], F.cross_entropy)
     with pytest.raises(UsageError, match=r"\(5,\) .* 6 rows"):
         pipe.train_step(x, y[:5], F.cross_entropy)
-    with pytest.raises(UsageError, match="7 parameters that are not this pipeline's"):
+    with pytest.raises(UsageError, match="7 parameters of the optimizer are not this pipeline's"):
         pipe.optimizer(lambda _: torch.optim.SGD([nn.Parameter(torch.zeros(1)) for _ in range(7)]))
     pipe.evaluate(x, y, F.cross_entropy)
     with pytest.raises(UsageError, match="this pipeline trains"):

@@ -1,4 +1,4 @@
-"""Placement of a training: ranks of all stages, microbatches and schedule."""
+"""Placement of a training run: ranks of all stages, microbatches and schedule."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -45,7 +45,7 @@ class TrainOptions:
 
 
 class ScheduleChoice:
-    """A schedule by name, or a custom one as text or file, for any number of microbatches.
+    """A schedule: by name, for any number of microbatches, or a custom schedule as text or file.
 
     Example:
         ScheduleChoice("1f1b").make(num_stages=4, num_microbatches=8, num_devices=4)
@@ -71,7 +71,7 @@ class ScheduleChoice:
     def make(self, num_stages: int, num_microbatches: int, num_devices: int) -> Schedule:
         """Return a validated schedule for these counts.
 
-        Raises `UsageError` for a custom one that cannot run or is for other counts.
+        Raises `UsageError` for a custom schedule that cannot run or is for other counts.
         """
         key = (num_stages, num_microbatches, num_devices)
         if key not in self._made:
@@ -105,8 +105,8 @@ class ScheduleChoice:
 def make_grid(devices: Sequence[int], stages: int | None, replicas: int | None, choice: ScheduleChoice) -> Grid:
     """Divide ranks evenly into replicas, and place the stages of each.
 
-    Without either count every rank is a stage; without `replicas` as many as fit. Raises
-    `UsageError` if a rank would have no stage.
+    Without either count every rank is a stage; without `replicas`, as many replicas as fit. Raises `UsageError` if a
+    rank would have no stage.
     """
     count = len(devices)
     replicas = replicas or (max(1, count // stages) if stages else 1)
@@ -129,8 +129,9 @@ def make_grid(devices: Sequence[int], stages: int | None, replicas: int | None, 
 def plan_grid(plan: Plan, ranks: Mapping[str, int], places: Mapping[str, int]) -> tuple[Grid, list[str]]:
     """Place a plan's pipelines, and return the names of all their cuts, in the order of the model.
 
-    `ranks` are those of the plan's devices, `places` the positions of its cuts. All replicas have the same stages:
-    if their cuts differ, a stage ends at each cut of any, and a device has several neighbouring ones.
+    `ranks` has the rank of each device of the plan, `places` the position of each cut. All replicas have the same
+    stages: if their cuts differ, the model is divided at the cuts of all replicas, and a device holds several
+    neighbouring stages.
 
         one pipeline    a: ──────────┃ b: ────     stages 0 and 1 on a, 2 on b
         another         c: ────┃ d: ──────────     stage 0 on c, 1 and 2 on d
@@ -149,9 +150,9 @@ def plan_grid(plan: Plan, ranks: Mapping[str, int], places: Mapping[str, int]) -
 
 
 class Arrangement:
-    """The placement of a training, as seen by one process: all ranks, and this process's replica.
+    """The placement of a training run, as seen by one process: all ranks, and this process's replica.
 
-    `grid` has every stage's rank, `cuts` are between stages. The first `skipped` stages do not run in a step: their
+    `grid` has every stage's rank; `cuts` separate the stages. The first `skipped` stages do not run in a step: their
     outputs are read from a cache. Created by `arrange`, and changed by `moved`.
     """
 
@@ -161,7 +162,7 @@ class Arrangement:
     ) -> None:  # fmt: skip
         self.rank, self.grid, self.cuts, self.skipped = rank, grid, list(cuts), skipped
         self._choice, self._checkpointing = choice, checkpointing
-        self.schedule_name = choice.name  # or its text if custom
+        self.schedule_name = choice.name  # the schedule's text if it is custom
         self.num_stages = len(grid.replicas[0].stages)
         self.replica_index = grid.replica_of(rank)
         self.replica: Replica = grid.replicas[self.replica_index]
@@ -188,21 +189,21 @@ class Arrangement:
         return with_recompute(schedule) if self._checkpointing else schedule
 
     def count_microbatches(self, num_rows: int, *, short: bool, least: int = 1) -> int:
-        """Return the number of microbatches of a batch, reduced if one would have fewer than `least` rows.
+        """Return the number of microbatches of a batch, reduced so that each has at least `least` rows.
 
-        Raises `UsageError` for a batch with fewer rows than the requested microbatches, unless it is a
-        `short` one, at the end of the data.
+        Raises `UsageError` for a batch with fewer rows than the requested microbatches, unless the batch is `short`:
+        the last of an epoch.
         """
         wanted = self.num_microbatches
         if num_rows < wanted and self._asked and not short:
             raise UsageError(
-                f"a batch of {num_rows} rows cannot be {wanted} microbatches; use at least {wanted} rows, or fewer "
-                "microbatches"
+                f"a batch of {num_rows} rows cannot be split into {wanted} microbatches; use at least {wanted} rows or "
+                "fewer microbatches"
             )
         return min(wanted, max(num_rows // least, 1)) if num_rows else 0
 
     def fixed(self) -> "Arrangement":
-        """Return this placement with a fixed number of microbatches per replica, for it and its successors.
+        """Return this placement with a fixed number of microbatches per replica, kept by later placements.
 
         Rows then fall into the same microbatches for any number of replicas.
         """
@@ -211,7 +212,7 @@ class Arrangement:
         return self.moved(Grid(tuple(replicas)), self.cuts, skipped=self.skipped)
 
     def moved(self, grid: Grid, cuts: Sequence[Cut], *, skipped: int = 0, rank: int | None = None) -> "Arrangement":
-        """Return the same training on another grid, and with another `rank` of this process in another group."""
+        """Return the placement of the same run on another grid; in another group, with this process's new `rank`."""
         return Arrangement(
             self.rank if rank is None else rank, grid, cuts, self._choice, checkpointing=self._checkpointing,
             skipped=skipped, asked=self._asked,
@@ -220,8 +221,8 @@ class Arrangement:
     def shape(self, num_devices: int) -> Grid:
         """Return a grid with this training's schedule for a number of devices, from `make_grid`.
 
-        A replica keeps its number of devices, or gets more if they do not divide evenly; the total number of
-        microbatches is unchanged.
+        There are as many replicas as fit with their current number of devices; devices left over add stages. The total
+        number of microbatches is unchanged.
         """
         replicas = self.grid.replicas
         total = self.all_microbatches
@@ -234,9 +235,9 @@ class Arrangement:
 
 
 def arrange(world: World, graph: Graph, cut: CutOptions, options: TrainOptions) -> Arrangement:
-    """Choose grid and cuts for a new training.
+    """Choose grid and cuts for a new training run.
 
-    Raises `UsageError`, `CutError` and `PlanError` for invalid options, on every process alike.
+    Raises `UsageError`, `CutError` and `PlanError` for invalid options, on every process.
     """
     microbatches = options.microbatches
     if microbatches is not None and microbatches < 1:
@@ -262,7 +263,7 @@ def arrange(world: World, graph: Graph, cut: CutOptions, options: TrainOptions) 
 def place_training(world: World, graph: Graph, plan: Plan) -> tuple[Grid, list[str]]:
     """Find the processes for a plan's devices, and return the grid and the names of the cuts.
 
-    Raises `PlanError` for a plan for inference or of another model, and if processes and devices do not match.
+    Raises `PlanError` if the plan is for inference or for another model, or if processes and devices do not match.
     """
     check_purpose(plan, trains=True)
     cuts = cuts_of_plan(graph, plan)
@@ -276,7 +277,7 @@ def place_training(world: World, graph: Graph, plan: Plan) -> tuple[Grid, list[s
 
 
 def find_cuts(graph: Graph, cut: CutOptions, options: TrainOptions, num_processes: int) -> list[Cut]:
-    """Find a model's cuts before its stages are placed; a plan for inference has none for training."""
+    """Find a model's cuts before its stages are placed; empty for a plan for inference."""
     if cut.plan is None:
         stages = cut.stages or num_processes
         return choose_cuts(graph, Cuts(graph), names=cut.cuts, stages=stages, policy=cut.policy)

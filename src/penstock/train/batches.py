@@ -1,4 +1,4 @@
-"""Splitting of one process's rows of a batch into microbatches."""
+"""Split one process's rows of a batch into microbatches."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ def bind(graph: Graph, inputs: Any) -> tuple[dict[str, Tensor], dict[str, int]]:
 def cut_rows(
     graph: Graph, tensors: Mapping[str, Tensor], sizes: Mapping[str, int], labels: Any, num_parts: int, cut: RowCut
 ) -> list[Microbatch]:
-    """Split rows into `num_parts` microbatches, which differ by one row at most."""
+    """Split rows into `num_parts` microbatches that differ by at most one row."""
     batched = {value.name: _is_batched(value.shape) for value in graph.tensor_inputs()}
     parts = shares(sizes["batch"], num_parts)
     return [
@@ -67,9 +67,9 @@ def largest(microbatches: Sequence[Microbatch]) -> dict[str, int]:
 def sample_rows(
     graph: Graph, outputs: Sequence[Tensor], sizes: Sizes, rows: Sequence[int], noise: Sequence[float]
 ) -> Any:
-    """Return a model's output for some rows of a microbatch, each perturbed by its amount of `noise`.
+    """Return a model's output for some rows of a microbatch, each row perturbed by its amount of `noise`.
 
-    The noise is deterministic. Raises `RunError` if outputs have no dimension of rows.
+    The noise is deterministic. Raises `RunError` if outputs have no row dimension.
     """
     fewer = {**sizes, "batch": len(rows)}
     parts = []

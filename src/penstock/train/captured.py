@@ -29,14 +29,14 @@ from penstock.train.shared_module import SharedModule, check_whole
 from penstock.zoo.models.meta import build_on_meta
 from penstock.zoo.weights.weights import ModuleWeights, RandomWeights, Weights
 
-_SHOWN = 5  # names of parameters
+_SHOWN = 5  # parameter names listed in a note
 
 
 class Captured:
-    """A captured model with its example call; with `shares`, training changes the module itself.
+    """A captured model with its example call; with `shares`, training updates the module itself.
 
-    `model` is a module in training mode, or a function that creates one: its parameters are then created on
-    the meta device, and take their values from `weights`, or random ones.
+    `model` is a module in training mode, or a function that creates one. The function's parameters are created on the
+    meta device; their values come from `weights`, or are random.
 
     Raises `CaptureError` if the model cannot be exported.
     """
@@ -64,13 +64,13 @@ class Captured:
         self.hidden = HiddenAttributes(module, self.graph.left if shares else {})
         if counts := {name: value for name, value in self.graph.left.items() if value is not None and shares}:
             note(
-                f"the forward pass changes {', '.join(f'self.{name}' for name in counts)}, once during capture "
-                "and not in every step; keep counters in a buffer"
+                f"the forward pass assigns {', '.join(f'self.{name}' for name in counts)}; this ran once, during "
+                "capture, and does not run in each step; use a buffer"
             )
         self._was = _captured_state(module)
-        self.least_rows = _least_rows(self.graph)  # of a microbatch
+        self.least_rows = _least_rows(self.graph)  # minimum rows of a microbatch
         self.frozen_layers = 0  # number of leading layers that do not train
-        self.frozen_end = 0  # their end position in the graph
+        self.frozen_end = 0  # position in the graph where these layers end
 
     def check_trainable(self) -> None:
         """Raise `UsageError` unless the model can be trained in microbatches."""
@@ -91,7 +91,7 @@ class Captured:
             return
         for path, now in _captured_state(self._model).items():
             was = self._was.get(path)
-            # removed backward hooks are no longer called; others were part of the capture
+            # removed backward hooks are no longer called; other removed hooks were captured
             if was is None or now[:2] != was[:2] or not now[2] <= was[2]:
                 raise UsageError(
                     f"{path or self.graph.model} has another mode (train, eval) or other hooks than when the pipeline "
@@ -124,9 +124,9 @@ class Captured:
 
     @cached_property
     def layers(self) -> list[Cut]:
-        """Cuts after the model's layers, in the order of freezing; see `find_layers`.
+        """Cuts after the model's layers, in the order in which layers are frozen; see `find_layers`.
 
-        A layer without a cut after it in evaluation is merged with the next.
+        A layer after which the evaluation graph allows no cut is merged with the next layer.
         """
         evaluated = Cuts(self.evaluation)
         known = {name for cut in evaluated for name in (cut.name, *cut.aliases)}
@@ -135,9 +135,9 @@ class Captured:
     def frozen(self, layers: int) -> "Captured":
         """Return the model with its first `layers` layers frozen; no layer may be frozen yet.
 
-        They compute as in evaluation, without dropout and with fixed BatchNorm statistics, and nothing in them
-        is trained. Raises `UsageError` if they share a weight with layers that train, or if nothing would train,
-        `CutError` if the model cannot be divided there.
+        Frozen layers compute as in evaluation, without dropout and with fixed BatchNorm statistics, and are not
+        trained. Raises `UsageError` if they share a weight with layers that train, or if no parameter would train,
+        `CutError` if the model cannot be divided after them.
         """
         if not layers:
             return self
@@ -153,12 +153,12 @@ class Captured:
         found.trainable = self.trainable - sources_before(graph, evaluated.position)
         if not found.trainable & {state.source for state in graph.states}:
             raise UsageError(
-                f"nothing of {graph.model} would train with {layers} of {len(self.layers)} layers frozen; freeze fewer"
+                f"{graph.model} would train nothing with {layers} of {len(self.layers)} layers frozen; freeze fewer"
             )
         return found
 
     def same_cuts(self, cuts: Sequence[Cut]) -> list[Cut]:
-        """Find the evaluation graph's cuts that match cuts of the training graph, by any of their names."""
+        """Find the evaluation graph's cuts that match cuts of the training graph; any name of a cut may match."""
         possible = Cuts(self.evaluation)
         found = []
         for cut in cuts:
@@ -182,7 +182,7 @@ class Captured:
     def evaluation_parts(
         self, cuts: Sequence[Cut], autocast: torch.dtype | None, device: torch.device = HOST
     ) -> list[TrainingPart]:
-        """Divide the evaluation graph into stages, at the same cuts."""
+        """Divide the evaluation graph into stages at the same cuts."""
         parts = divide_for_training(self.evaluation, self.same_cuts(cuts), ())
         return cast_crossings(parts, self.example_sizes, autocast, device) if autocast else parts
 
@@ -216,7 +216,7 @@ def cast_crossings(
 
 
 def _captured_state(module: nn.Module) -> dict[str, tuple[bool, frozenset[int], frozenset[int]]]:
-    """Return the state that a capture depends on and that a script may change later: modes and hooks of each module."""
+    """Return each module's mode and hooks, which a capture depends on and a script may change later."""
     return {
         path: (
             part.training,
@@ -228,7 +228,7 @@ def _captured_state(module: nn.Module) -> dict[str, tuple[bool, frozenset[int], 
 
 
 def _least_rows(graph: Graph) -> int:
-    """Return the minimum rows of a microbatch: two if BatchNorm has a single value per channel and row."""
+    """Return the minimum rows of a microbatch: two if a BatchNorm has only one value per channel and row."""
     one = graph.sizes(1)
     for op in graph.ops:
         if op.target == BATCH_NORM and op.arguments[5] is True:

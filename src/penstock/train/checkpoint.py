@@ -1,8 +1,8 @@
-"""Checkpoints that can continue with another number of stages or replicas: all state by the model's names.
+"""Checkpoints that can be loaded with another number of stages or replicas: all state is stored by the model's names.
 
-All processes share the folder: each writes its stages' tensors there, and the first one writes the index
-that completes the checkpoint (see `checkpoint_folder.py`). Nothing in a checkpoint is pickled. The first of several
-stages with the same tensor saves it.
+All processes share the folder: each writes the tensors of its stages, and rank 0 writes the index that completes the
+checkpoint (see `checkpoint_folder.py`). Nothing in a checkpoint is pickled. A tensor used by several stages is saved
+with the first of them.
 """
 
 import base64
@@ -50,13 +50,12 @@ def save_checkpoint(
 ) -> None:  # fmt: skip
     """Write a checkpoint to a shared folder (a collective call).
 
-    It includes the position in each loader's data, and the loader that was trained on.
+    The checkpoint includes the position in each loader's data, and which loader was trained on.
 
-    An earlier checkpoint in the folder stays whole until the later one is complete, even if a process fails.
+    An earlier checkpoint in the folder stays valid until the new one is complete, even if a process fails.
 
-    Raises `ModelError` on every process if it cannot be written or if the hosts do not share the folder,
-    `UsageError` for a setting that JSON cannot hold, and for fewer optimizers or schedulers than a training with
-    on_loss has.
+    Raises `ModelError` on every process if it cannot be written or if the hosts do not share the folder, `UsageError`
+    for a setting that JSON cannot hold, and in a run with on_loss also if an optimizer or scheduler is missing.
     """
     if trainer.survivors is not None:
         _check_all_given(trainer, optimizers, schedulers)
@@ -79,20 +78,20 @@ def save_checkpoint(
 
 
 def _check_all_given(trainer: Trainer, optimizers: Optimizers, schedulers: Any) -> None:
-    """Raise `UsageError` unless the checkpoint contains all state needed for recovery after a loss."""
+    """Raise `UsageError` unless the checkpoint contains all state needed to recover from a lost process."""
     for what, given, has, say in (
         ("optimizers", _each(optimizers), trainer.optimizers, "every optimizer made by pipe.optimizer"),
         ("schedulers", _each(schedulers), trainer.schedulers, "every scheduler registered with pipe.scheduler"),
     ):
         if {id(each) for each in given} != {id(each) for each in has}:
             raise UsageError(
-                f"a training with on_loss recovers from its last checkpoint, but this one would hold {len(given)} of "
+                f"a run with on_loss recovers from its last checkpoint, but this checkpoint would hold {len(given)} of "
                 f"{len(has)} {what}; pass save_checkpoint a list of {say}"
             )
 
 
 def _each(given: Any) -> tuple[Any, ...]:
-    """Convert one value, several or None to a tuple."""
+    """Convert a single value, a list of values or None to a tuple."""
     return () if given is None else tuple(given) if isinstance(given, (list, tuple)) else (given,)
 
 
@@ -108,9 +107,10 @@ class _Place:
 def _write(
     trainer: Trainer, place: _Place, optimizers: Optimizers, schedulers: Any, loaders: Sequence[Loader]
 ) -> tuple[list[dict[str, Any]], TrainState]:
-    """Write the stages of every process; returns the documents of all ranks, and this one's state.
+    """Write the stages of every process; returns the documents of all ranks, and this rank's state.
 
-    All state of a checkpoint is read at one moment, because a loss between two moments can rewind the training.
+    All state is read in one exchange: if a process were lost between two exchanges, training could roll back in
+    between, and the parts would not match.
     """
     states: list[TrainState] = []
     trained = next((loader for loader in loaders if loader.was_trained), loaders[-1] if loaders else None)
@@ -124,7 +124,7 @@ def _write(
         states[:] = [state]
         # encoded before anything is written
         scalars, groups = encode(state.scalars(), "the optimizer's state"), named.groups()
-        schedules = [scheduler_state(each, "save it yourself next to this") for each in _each(schedulers)]
+        schedules = [scheduler_state(each, "save it yourself next to the checkpoint") for each in _each(schedulers)]
         own = _written_here(trainer, state, place.suffix)
         failed, files = _attempt(lambda: write_stages(place.folder, own, place.save))
         shapes = {
@@ -146,13 +146,13 @@ def load_checkpoint(
 ) -> None:  # fmt: skip
     """Continue from a checkpoint, with any number of stages and replicas (a collective call).
 
-    Raises `ModelError` for a folder without a checkpoint, with a damaged one or one that a host cannot read,
-    `UsageError` for one of another model, naming the difference.
+    Raises `ModelError` if the folder has no checkpoint, a damaged one, or one that a host cannot read, `UsageError` if
+    the checkpoint is of another model, naming the difference.
     """
     index = _read_everywhere(trainer, folder)
     if index.elastic is not None:
         if trainer.follower is None:
-            raise UsageError(f"the checkpoint {folder} is of an elastic training; continue with elastic training")
+            raise UsageError(f"the checkpoint {folder} is of an elastic training run; continue with elastic training")
         trainer.follower.restore(index.elastic)
     places: Mapping[str, str] = index.places
     _check_names(trainer, places)
@@ -163,7 +163,7 @@ def load_checkpoint(
     if given := _each(optimizers):
         state.slots = NamedOptimizer(trainer.tensors, *given).restore(index)
     wanted, files = state.named(), StageFiles(folder, places)
-    here = dict.fromkeys(wanted, (trainer.world.rank,))  # every process can read the files
+    here = dict.fromkeys(wanted, (trainer.world.rank,))  # the tensors are in files, which every process can read
     with torch.no_grad():
         for name, tensor in redistribute(
             Held(here, files.load), Wanted(here, wanted.__getitem__), trainer.world.transport
@@ -172,7 +172,7 @@ def load_checkpoint(
     trainer.step = state.step
     for scheduler, kept in zip(_each(schedulers), index.all_schedulers(), strict=False):  # schedulers may be empty
         scheduler.load_state_dict(decode(kept))
-    # an earlier format has the position of one loader
+    # an earlier format has the position of a single loader
     found = index.loaders if index.loaders is not None else [index.loader] if index.loader is not None else []
     for loader, place in zip(loaders if index.loaders is not None else loaders[-1:], found, strict=False):
         loader.resume({"epoch": place.epoch, "position": place.position})
@@ -182,12 +182,12 @@ def load_checkpoint(
 
 
 def _check_schedulers(folder: Path, index: CheckpointIndex, schedulers: Any) -> None:
-    """Raise `UsageError` unless the schedulers match the saved ones in number, or none is given."""
+    """Raise `UsageError` unless there are as many schedulers as were saved, or none is given."""
     given, kept = len(_each(schedulers)), len(index.all_schedulers())
     if given and given != kept:
         raise UsageError(
             f"the checkpoint {folder} was written with {kept or 'no'} scheduler{'s' * (kept > 1)}, and {given} "
-            f"{'is' if given == 1 else 'are'} given; load it with as many, or without"
+            f"{'is' if given == 1 else 'are'} given; pass the same number, or none"
         )
 
 
@@ -200,7 +200,7 @@ def _saved_tensors(trainer: Trainer) -> dict[str, Tensor]:
 
 
 def _written_here(trainer: Trainer, state: TrainState, suffix: str) -> dict[str, dict[str, Tensor]]:
-    """Return the tensors that this process writes, by stage's folder and name: its first holder writes a tensor."""
+    """Return the tensors that this process writes, by stage folder and name; each is written by its first holder."""
     named = state.named()
     holders = {name: trainer.tensors.holders(source_of(name)) for name in named}
     have = Held(holders, named.__getitem__)
@@ -237,7 +237,7 @@ def _index(
 
 
 def scheduler_state(scheduler: Any, otherwise: str) -> dict[str, Any]:
-    """Encode a scheduler's state as JSON values; raises `UsageError`, with the advice `otherwise`."""
+    """Encode a scheduler's state as JSON values; raises `UsageError` with advice if this is impossible."""
     try:
         state: dict[str, Any] = encode(scheduler.state_dict(), "the scheduler's state")
     except UsageError as error:
@@ -250,14 +250,14 @@ def _merged(gathered: Sequence[Mapping[str, Any]], key: str) -> dict[str, Any]:
 
 
 def _check_shared(trainer: Trainer, folder: Path, files: Sequence[Mapping[str, int]]) -> None:
-    """Check that this process sees the files of all ranks; raises `ModelError` naming a host that wrote elsewhere."""
+    """Check that this process sees the files of all ranks; raises `ModelError` naming the host of a missing file."""
     deadline = time.monotonic() + _SHOWS_S
     for rank, written in enumerate(files):
         for file in written:
             while not (folder / file).exists():
                 if time.monotonic() > deadline:
                     raise ModelError(
-                        f"a checkpoint's folder must be one that all hosts share, but {_host(trainer, FEEDER)} does "
+                        f"all hosts must share a checkpoint's folder, but {_host(trainer, FEEDER)} does "
                         f"not see {folder / file}, which {_host(trainer, rank)} has written; use a shared folder"
                     )
                 time.sleep(0.1)
@@ -271,7 +271,7 @@ def _host(trainer: Trainer, rank: int) -> str:
 
 
 def _read_everywhere(trainer: Trainer, folder: Path) -> CheckpointIndex:
-    """Read and check the index on every rank; raises the first error on all of them."""
+    """Read and check the index on every rank; raises the first error on all ranks."""
     index: CheckpointIndex | None = None
     failed = ""
     try:
@@ -285,7 +285,7 @@ def _read_everywhere(trainer: Trainer, folder: Path) -> CheckpointIndex:
         rank, reason = failures[0]
         if rank != FEEDER:
             reason = (
-                f"a checkpoint's folder must be one that all hosts share, but {_host(trainer, rank)} cannot read it as "
+                f"all hosts must share a checkpoint's folder, but {_host(trainer, rank)} cannot read it although "
                 f"{_host(trainer, FEEDER)} can: {reason}"
             )
         raise everywhere(ModelError(reason))
@@ -299,7 +299,7 @@ def _check_shapes(folder: Path, index: CheckpointIndex, tensors: Mapping[str, Te
         shape = index.shapes[f"model/{name}"][1]
         if list(tensor.shape) != shape:
             raise UsageError(
-                f"the checkpoint {folder} is of another model: {name} is {shape} in it and {list(tensor.shape)} here; "
+                f"the checkpoint {folder} is of another model: {name} is {shape} there and {list(tensor.shape)} here; "
                 "load it into the model that it was written from"
             )
 
@@ -307,7 +307,7 @@ def _check_shapes(folder: Path, index: CheckpointIndex, tensors: Mapping[str, Te
 def _check_names(trainer: Trainer, places: Mapping[str, str]) -> None:
     saved = {name.removeprefix("model/") for name in places if name.startswith("model/")}
     here = {s.source for part in trainer.parts for s in part.program.states if s.kind != "constant"}
-    # tensors that no stage uses are optional: earlier versions omitted them, and frozen layers use fewer
+    # tensors that no stage uses are optional: earlier versions omitted them, and frozen layers use fewer tensors
     known = {*trainer.captured.unused, *(state.source for state in trainer.captured.graph.states)}
     missing, more = sorted(here - saved), sorted(saved - here - known)
     if missing or more:
@@ -325,13 +325,13 @@ def _attempt(write: Callable[[], _Found]) -> tuple[str, _Found | None]:
         return "", write()
     except UsageError as error:
         return str(error), None
-    # any error of the storage, since the other ranks wait for a report
+    # catch any storage error, since the other ranks wait for a report
     except Exception as error:
         return f"the checkpoint cannot be written: {reason_of(error)}; choose another folder or make room", None
 
 
 def _agree(trainer: Trainer, work: Callable[[], _Found]) -> Any:
-    """Run a step of writing on every rank and return the first one's result; raises a failure on all ranks."""
+    """Run a step of writing on every rank and return rank 0's result; raises a failure on all ranks."""
 
     def attempt() -> dict[str, Any]:
         failed, found = _attempt(work)

@@ -1,12 +1,12 @@
 """Format of a checkpoint's folder, and its strict validation: no content is trusted.
 
     folder/
-        checkpoint.json            the index: step, settings, the stage's folder of each tensor
-        stage-0/  stage-1.2/       tensors in safetensors; after the dot the number of earlier writes
+        checkpoint.json            the index: step, settings, which stage folder holds each tensor
+        stage-0/  stage-1.2/       tensors in safetensors; the number after the dot distinguishes saves
         unused/                    parameters that no stage uses, if any
 
-The index is replaced atomically, after everything that it names is on the disk, and names folders that
-are no longer written to. So a folder holds the earlier checkpoint or the later one at every moment.
+The index is replaced atomically, once all files that it names are on the disk, and never names a folder that is still
+being written. So at every moment the folder holds either the earlier or the later checkpoint.
 """
 
 import base64
@@ -60,12 +60,12 @@ class DataPosition(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class CheckpointIndex(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The content of `checkpoint.json`.
 
-    `places` is the stage's folder of each tensor and `shapes` its dtype and shape; `scalars` are an optimizer's
-    non-tensor values, by parameter. `loader` is the position in the data that was trained on, `loaders` the
-    positions of all loaders in the order of their creation. `files` are the bytes of each file of the stages'
-    folders; earlier checkpoints lack them. `save` is the name of the save, which the header of each file repeats:
-    two runs that write to one folder never mistake each other's files for theirs. `elastic` is the state of an
-    elastic training, and absent in any other.
+    `places` has the stage folder of each tensor and `shapes` its dtype and shape; `scalars` are an optimizer's
+    non-tensor values, by parameter. `loader` is the position in the data that was trained on, `loaders` the positions
+    of all loaders in the order of their creation. `files` is the size in bytes of each file; earlier checkpoints lack
+    it. `save` is the name of the save, repeated in the header of each file, so that two runs that write to one folder
+    never mistake each other's files for their own. `elastic` is the state of an elastic training run, absent in other
+    runs.
     """
 
     format: Literal["penstock-checkpoint"] = "penstock-checkpoint"
@@ -88,7 +88,7 @@ class CheckpointIndex(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     save: str | None = None
 
     def all_schedulers(self) -> list[dict[str, Any]]:
-        """Return the states of the schedulers, the first one and any more."""
+        """Return the states of all schedulers."""
         return [self.scheduler, *self.more_schedulers] if self.scheduler is not None else []
 
     def random_state(self) -> torch.Tensor:
@@ -104,7 +104,7 @@ def write_index(folder: Path, index: CheckpointIndex) -> None:
     """Replace an earlier index atomically; raises `OSError` on failure."""
     fields = msgspec.to_builtins(index)
     if index.elastic is None:
-        del fields["elastic"]  # so that earlier versions can read it
+        del fields["elastic"]  # absent unless the run is elastic
     text = json.dumps(fields, indent=1)
     with written_whole(folder / INDEX) as file:
         file.write(text.encode())
@@ -117,7 +117,7 @@ def read_index(folder: Path) -> CheckpointIndex:
     """
     path = folder / INDEX
     try:
-        # not msgspec's decoder: settings may hold infinities, which only Python's accepts
+        # not msgspec's decoder: settings may hold infinities, which only Python's decoder accepts
         index = msgspec.convert(json.loads(path.read_bytes()), CheckpointIndex)
         index.random_state()
         decode([index.all_schedulers(), index.scalars, [group.settings for group in index.groups]])
@@ -126,18 +126,18 @@ def read_index(folder: Path) -> CheckpointIndex:
         raise ModelError(f"{folder} holds no complete checkpoint: {INDEX} not found; check the path") from None
     except OSError as error:
         raise ModelError(f"{path} cannot be read ({error.strerror}); use an earlier checkpoint") from None
-    # also invalid base64 or UTF-8, and unlimited nesting
+    # including invalid base64 or UTF-8, and unlimited nesting
     except (ValueError, LookupError, TypeError, RuntimeError, binascii.Error, RecursionError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
-        raise ModelError(f"{path} is not a checkpoint that this version reads ({reason}); use an earlier one") from None
+        raise ModelError(f"{path} is not a checkpoint that this version can read ({reason}); use another one") from None
     return index
 
 
 def _check_names(index: CheckpointIndex) -> None:
-    """Raise `ValueError` if parts of an index contradict each other."""
+    """Raise `ValueError` if an index is inconsistent."""
     if index.places.keys() != index.shapes.keys():
         name = min(index.places.keys() ^ index.shapes.keys())
-        raise ValueError(f"{name} must have a place and a shape")
+        raise ValueError(f"{name} must have a folder and a shape")
     for name, (dtype, _) in index.shapes.items():
         if dtype not in DTYPES:
             raise ValueError(f"the dtype of {name} must be known; got {dtype!r}")
@@ -147,7 +147,7 @@ def _check_names(index: CheckpointIndex) -> None:
 
 
 _FILE = "model.safetensors"
-_SAVE = "penstock.save"  # in a file's header
+_SAVE = "penstock.save"  # key in a file's header
 _STAGE_FOLDER = re.compile(STAGE)
 
 
@@ -157,9 +157,9 @@ def new_save() -> str:
 
 
 def write_stages(folder: Path, own: Mapping[str, dict[str, Tensor]], save: str) -> dict[str, int]:
-    """Write the stages' folders under the name of a save, and return their files' bytes once all are on the disk.
+    """Write the stages' folders for a save, and return the size of each file once all are on the disk.
 
-    A failed write leaves no files: a full disk needs the room.
+    If a write fails, the files are removed to free space.
     """
     try:
         return _write(folder, own, save)
@@ -167,7 +167,7 @@ def write_stages(folder: Path, own: Mapping[str, dict[str, Tensor]], save: str) 
         for stage in own:
             shutil.rmtree(folder / stage, ignore_errors=True)
         if isinstance(error.__cause__, OSError):
-            raise error.__cause__ from None  # the path of the file adds nothing to the message
+            raise error.__cause__ from None  # the error of the system alone; the file's path would add nothing
         raise
 
 
@@ -197,7 +197,7 @@ def drop_leftovers(folder: Path, kept: set[str]) -> None:
 class StageFiles:
     """Lazy access to the tensors of a checkpoint in its stages' folders.
 
-    `places` is the stage's folder of each tensor. Raises `ModelError` for a damaged folder.
+    `places` has the stage folder of each tensor. Raises `ModelError` for a damaged folder.
     """
 
     def __init__(self, folder: Path, places: Mapping[str, str]) -> None:
@@ -237,7 +237,7 @@ class StageFiles:
 def check_whole(folder: Path, index: CheckpointIndex) -> None:
     """Check that every file has its full length, belongs to this save, and holds the tensors of the index.
 
-    Raises `ModelError` naming the stage's folder.
+    Raises `ModelError` naming the stage folder.
     """
     for stage in sorted({*index.places.values()}):
         try:
@@ -251,13 +251,13 @@ def check_whole(folder: Path, index: CheckpointIndex) -> None:
     for stage, name in {stage: name for name, stage in index.places.items()}.items():
         if index.save is not None and files.save(name) != index.save:
             raise damaged(
-                folder, stage, "it belongs to another save, as if two runs wrote to one folder at the same time"
+                folder, stage, "it belongs to another save; probably two runs wrote to one folder at the same time"
             )
 
 
 def damaged(folder: Path, stage: str, reason: str) -> ModelError:
-    """Return the error for a checkpoint with an unreadable stage's folder."""
-    return ModelError(f"the checkpoint {folder} is damaged in {stage}: {reason}; use an earlier one")
+    """Return the error for a checkpoint with an unreadable stage folder."""
+    return ModelError(f"the checkpoint {folder} is damaged in {stage}: {reason}; use an earlier checkpoint")
 
 
 def _check_sizes(folder: Path, stage: str, index: CheckpointIndex) -> None:
@@ -267,12 +267,12 @@ def _check_sizes(folder: Path, stage: str, index: CheckpointIndex) -> None:
 
 
 def stage_folders(folder: Path) -> list[Path]:
-    """Return the stages' folders in a checkpoint's folder, whether its index names them or not."""
+    """Return all stage folders in a checkpoint's folder, including those that the index does not name."""
     return [path for path in folder.iterdir() if _STAGE_FOLDER.fullmatch(path.name)] if folder.is_dir() else []
 
 
 def next_suffix(folder: Path) -> str:
-    """Return a suffix for the names of stages' folders that none of them has yet."""
+    """Return an unused suffix for the names of stage folders."""
     matches = [_STAGE_FOLDER.fullmatch(path.name) for path in stage_folders(folder)]
     used = [int(match[3] or 0) for match in matches if match is not None]
     return f".{max(used) + 1}" if used else ""

@@ -10,7 +10,7 @@ from penstock.errors import UsageError
 from penstock.terminal.notes import note
 from penstock.wire import FEEDER
 
-_PART = 500_000  # rows per document
+_PART = 500_000  # rows of an order that are sent in one document
 Batches = list[list[int]]
 
 
@@ -53,16 +53,16 @@ class SeededOrder:
 
 
 class SampledOrder:
-    """The order of a DataLoader's batch sampler on the first process, drawn once for each iteration."""
+    """The order of a DataLoader's batch sampler, drawn on rank 0 once for each iteration."""
 
     def __init__(self, loader: DataLoader[Any], trainer: Any) -> None:
         self._loader, self._trainer = loader, trainer
-        self.worker_seed = 0  # of an epoch's loader processes
+        self.worker_seed = 0  # seed of the loader processes of an epoch
 
     def batches(self, epoch: int) -> Batches:
-        """Return the rows of each batch, broadcast by the first process."""
+        """Return the rows of each batch, broadcast from rank 0."""
         mine: list[Batches] = []
-        # a DataLoader draws a seed for its workers first, from the same generator
+        # like a DataLoader, first draw a seed for the workers from the same generator
         self.worker_seed = int(torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator))
         if self._trainer.world.rank == FEEDER:
             mine = list(_in_parts(self._draw(epoch)))
@@ -98,10 +98,10 @@ class SampledOrder:
 
 
 def order_of(loader: DataLoader[Any], trainer: Any, seed: int) -> Order:
-    """Return the order of a DataLoader; raises `UsageError` for one without batches.
+    """Return the order of a DataLoader; raises `UsageError` if it yields single rows instead of batches.
 
     A whole data set, sequential or shuffled without a generator, is ordered by seed and epoch alone. A
-    `DistributedSampler` is replaced by its data set. The first process draws from any other sampler.
+    `DistributedSampler` is replaced by its data set. From any other sampler, rank 0 draws.
     """
     batches, sampler = loader.batch_sampler, loader.sampler
     if batches is None:
@@ -131,7 +131,7 @@ def _is_whole(sampler: Any, loader: DataLoader[Any]) -> bool:
 
 
 def _undistributed(batches: Any, sampler: DistributedSampler[Any], *, plain: bool, trainer: Any) -> Order:
-    """Replace a sampler of each process's rows by one of all rows."""
+    """Replace a sampler of one process's rows by an order of all rows."""
     if not plain or type(sampler).__iter__ is not DistributedSampler.__iter__:
         raise UsageError(
             f"{_name(sampler if plain else batches)} yields different rows on each process, but pipe.loader splits "
@@ -150,7 +150,7 @@ def _undistributed(batches: Any, sampler: DistributedSampler[Any], *, plain: boo
 
 
 def _in_parts(batches: Batches) -> Iterator[Batches]:
-    """Split an order into parts that fit into one document each; at least one."""
+    """Split an order into parts that each fit into one document; yields at least one part."""
     part: Batches = []
     rows = 0
     for batch in batches:

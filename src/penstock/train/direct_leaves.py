@@ -1,4 +1,4 @@
-"""Leaves that a loss depends on directly: parameters that it penalizes, and trainable tensors of the loss."""
+"""Leaves that a loss depends on directly: penalized parameters, and trainable tensors of the loss itself."""
 
 from collections.abc import Sequence
 
@@ -12,25 +12,25 @@ from penstock.train.held_tensors import HeldTensors
 class DirectLeaves:
     """Gradients that reach leaves directly from a step's loss, not through the model's outputs.
 
-    Autograd adds them to `.grad`, one microbatch after the other; they belong to the sum over all microbatches:
+    Autograd adds these gradients to `.grad`, microbatch by microbatch; they belong to the sum over all microbatches:
 
         direct.saw(leaves)             # before the first backward: saves and clears `.grad`
         ...                            # backwards
-        direct.collect(stage)          # adds those of the model's parameters to the stage's, keeps others
+        direct.collect(stage)          # adds gradients of the model's parameters to the stage's, keeps the others
         direct.add(divisor)            # for the divisor of the batch's loss
 
     """
 
     def __init__(self, tensors: HeldTensors, synchronizer: Synchronizer, *, alone: bool) -> None:
         self._tensors, self._synchronizer, self._alone = tensors, synchronizer, alone
-        self._before: list[tuple[str | None, Tensor, Tensor | None]] = []  # the name of a model parameter, else None
+        self._before: list[tuple[str | None, Tensor, Tensor | None]] = []  # name if in the model, leaf, `.grad`
         self._own: list[tuple[Tensor, Tensor]] = []  # tensors of the loss, and their gradients
 
     def saw(self, leaves: Sequence[Tensor]) -> None:
         """Record the leaves of a step's loss.
 
-        Raises `UsageError` for trainable tensors that are not parameters of the model, if several processes train,
-        and for a parameter with a hook, which would see a part of its gradient.
+        Raises `UsageError` if several processes train and a trainable tensor is not a parameter of the model, or if a
+        parameter has a hook, which would see only a part of its gradient.
         """
         if not leaves:  # the usual case
             return
@@ -53,7 +53,7 @@ class DirectLeaves:
             leaf.grad = None
 
     def collect(self, stage: int) -> None:
-        """Add the gradients to those of the stage that computes the loss, and restore the previous `.grad`."""
+        """Add the gradients to those of the stage that computes the loss, and restore the earlier `.grad`."""
         self._own = []
         for name, leaf, before in self._before:
             gradient, leaf.grad = leaf.grad, before
@@ -62,7 +62,7 @@ class DirectLeaves:
             if name is None:
                 self._own.append((leaf, gradient))
                 continue
-            # a parameter of another stage of this process is added there
+            # the gradient of a parameter of another stage of this process is added there
             held = [leaves[name] for leaves in self._tensors.leaves.values() if name in leaves]
             into = self._tensors.leaves[stage].get(name, held[0])
             into.grad = gradient if into.grad is None else into.grad + gradient

@@ -1,4 +1,4 @@
-"""Calls of a training that compute without a step: mean losses and metrics, and outputs."""
+"""Calls of a training run that compute without a step: mean losses and metrics, and outputs."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +14,7 @@ from penstock.train.trainer import Trainer
 def evaluate(trainer: Trainer, inputs: Any, labels: Any, loss_fn: LossFunction | None) -> float:
     """Return the mean of `loss_fn` over all rows of all replicas (a collective call).
 
-    Raises `UsageError` if no row counts.
+    Raises `UsageError` if the count is zero.
     """
     ((total, count),) = evaluate_all(trainer, inputs, labels, [loss_fn])
     if not count:
@@ -25,7 +25,7 @@ def evaluate(trainer: Trainer, inputs: Any, labels: Any, loss_fn: LossFunction |
 def evaluate_all(
     trainer: Trainer, inputs: Any, labels: Any, functions: Sequence[LossFunction | None]
 ) -> list[tuple[float, float]]:
-    """Return the sum and the count of each function over all rows of all replicas, from one forward."""
+    """Return the sum and the count of each function over all rows of all replicas, from a single forward pass."""
     rows = StepRows(trainer.data, trainer.placed, inputs, labels)
 
     def work() -> dict[str, Any]:
@@ -48,7 +48,7 @@ def evaluate_all(
 def predict(trainer: Trainer, inputs: Any) -> Any:
     """Return the model's output for this replica's rows, on every process of the replica.
 
-    Raises `DeviceLost` if a process is lost during the call: its rows are then redistributed.
+    Raises `DeviceLost` if a process is lost during the call, because the rows are then redistributed.
     """
     placed = trainer.placed
     found: list[Any] = []

@@ -1,4 +1,4 @@
-"""Evaluation during training: forwards without gradients for losses, metrics and outputs."""
+"""Evaluation during training: forward passes without gradients for losses, metrics and outputs."""
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -30,12 +30,12 @@ from penstock.train.row_cut import RowCut
 from penstock.transport.base import receive_tensor, send_tensor
 from penstock.transport.tags import OUTPUTS
 
-# callback of the last stage for a microbatch's outputs
+# callback that receives a microbatch's outputs on the last stage
 Use = Callable[[Microbatch, Sequence[Tensor]], None]
 
 
 class Evaluation:
-    """The stages of a model in evaluation mode, with the weights that are being trained.
+    """The stages of a model in evaluation mode, with the current weights of the training run.
 
     The graph is captured on first use.
     """
@@ -53,7 +53,7 @@ class Evaluation:
         self, inputs: Any, labels: Any, functions: Sequence[LossFunction | None], losses: Losses, cut: RowCut, *,
         only_replica: bool,
     ) -> list[dict[str, Any]]:  # fmt: skip
-        """Describe each function's values on every microbatch, from one forward of this replica's rows."""
+        """Return each function's values on every microbatch, from a single forward pass over this replica's rows."""
         found: list[list[Measured]] = [[] for _ in functions]
 
         def head(microbatch: Microbatch, outputs: Sequence[Tensor]) -> None:
@@ -145,7 +145,7 @@ class Evaluation:
         return results
 
     def _forward(self, inputs: Any, labels: Any, head: Use, cut: RowCut, *, joins: bool = False) -> list[Microbatch]:
-        """Run the forwards; on the last stage `head` receives every microbatch's output, to be joined if `joins`."""
+        """Run the forward passes; on the last stage `head` receives each microbatch's output, kept if `joins`."""
         tensors, sizes = bind(self._graph, inputs)
         cut.check(labels, sizes["batch"])
         tensors, labels = self._tensors.moved_here(tensors, labels)

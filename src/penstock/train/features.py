@@ -1,4 +1,4 @@
-"""Interfaces of extensions that change a running training: epoch followers, cached outputs of frozen layers."""
+"""Interfaces of extensions that change a training run: epoch followers, cached outputs of frozen layers."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
 
 class Features(Protocol):
-    """Outputs of skipped layers, by sample; every process requests every batch, in the same order."""
+    """Outputs of skipped layers by sample; every process must request every batch, in the same order."""
 
     def outputs(self, batch: Sequence[int], following: Sequence[int] | None) -> list[Tensor]:
         """Return the inputs of the first running stage for this process's rows of a batch.
 
-        Starts to prefetch those of the `following` batch, if any. Samples are row numbers of the data set,
-        of all replicas together.
+        Starts to prefetch the inputs of the `following` batch, if any. Samples are row numbers of the data set, for all
+        replicas together.
         """
 
     def close(self) -> None:
@@ -28,10 +28,10 @@ class Features(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LoadedBatch:
-    """A batch from a loader: the samples of all replicas together, and those of the next batch.
+    """A batch from a loader: the samples of all replicas together, and the samples of the next batch.
 
-    `placed` is the placement that split its rows, `place` the epoch and the batch's number in it, and
-    `short` is set if it may have few rows.
+    `placed` is the placement for which the rows were split, `place` the epoch and the batch's number in the epoch.
+    `short` is set if the batch may have few rows.
     """
 
     samples: Sequence[int]
@@ -52,7 +52,7 @@ class LoadedBatch:
         return cls(samples, following, leaves, loader, placed, place, short)
 
     def places(self, inputs: Any) -> "InputPlaces | None":
-        """Return the positions of inputs among the loaded tensors; None unless they are unchanged.
+        """Return the positions of the inputs among the loaded tensors; None unless the tensors are unchanged.
 
         A batch that the loop has changed does not match the cache. Inference-mode tensors, which have no version
         counter, are treated as changed.
@@ -79,9 +79,9 @@ class InputPlaces:
     """Positions of the model's inputs among a loader's tensors, learned from a step of the loop."""
 
     structure: Any
-    places: Mapping[int, int]  # the index of each input tensor among the loaded ones
+    places: Mapping[int, int]  # index of each input tensor among the loaded tensors
     others: Sequence[Any]  # non-tensor values of the inputs
-    containers: Any = field(compare=False)  # inputs without their leaves
+    containers: Any = field(compare=False)  # structure of the inputs, without tensors
 
     def inputs_of(self, loaded: Any) -> Any:
         """Return the inputs for a loaded batch."""
@@ -93,7 +93,7 @@ class InputPlaces:
 
 
 class Rows(Protocol):
-    """The loader methods needed to repeat a step."""
+    """The methods of a loader that repeating a step needs."""
 
     def load_own(self, samples: Sequence[int], *, short: bool) -> Any:
         """Load this process's rows of a batch for the current placement."""
@@ -106,15 +106,15 @@ class Rows(Protocol):
 
 
 class Together(Protocol):
-    """Exchange of objects between processes that may be lost or join."""
+    """Exchange of objects between processes, some of which may be lost or join."""
 
     def together(
         self, work: Callable[[], dict[str, Any]], undo: Callable[[], None] = lambda: None, *, admits: bool = False
     ) -> list[dict[str, Any]]:
         """Run `work` and return the objects of all ranks; `work` is repeated if the group has changed.
 
-        `work` must contain all sends and receives of the call; `undo` reverts the changes of an attempt that does not
-        count. With `admits`, newcomers join before the call.
+        `work` must contain all sends and receives of the call; `undo` reverts the changes of a failed attempt. With
+        `admits`, newcomers join before the call.
         """
 
     def place(self) -> tuple[int, int] | None:
@@ -128,7 +128,7 @@ class Together(Protocol):
 
 
 class Follower(Protocol):
-    """An observer of a training's epochs and gradients that may change its placement between epochs."""
+    """An observer of a run's epochs and gradients that may change the placement between epochs."""
 
     def begin_epoch(self, loader: Any) -> None:
         """Handle the start or continuation of an epoch; every process calls this at the same step."""
@@ -137,13 +137,13 @@ class Follower(Protocol):
         """Handle the end of an epoch, after its last batch was trained on."""
 
     def saw_gradients(self, gradients: Mapping[str, Tensor]) -> None:
-        """Handle the gradients of a batch's mean, of the parameters held here."""
+        """Handle the gradients of a batch's mean loss, for the parameters held here."""
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint as JSON values, the same on every process (a collective call)."""
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore the training's state from a checkpoint, before its tensors are read."""
+        """Restore the follower's state from a checkpoint, before the tensors are read."""
 
     def close(self, *, finished: bool) -> None:
-        """Release resources; a training that has not `finished` may be continued later."""
+        """Release resources; a run that has not `finished` may be continued later."""

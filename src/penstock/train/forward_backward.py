@@ -31,13 +31,13 @@ class ForwardBackward:
 
     def __init__(self, world: World, transport: MeteredTransport, losses: Losses, row_cut: RowCut) -> None:
         self._world, self._transport, self._all_losses, self._row_cut = world, transport, losses, row_cut
-        self._step: StepContext  # of the last `run`, with the stages that it ran on
+        self._step: StepContext  # step of the last `run`; `_now` are the stages that it ran on
         self._now: PlacedStages
-        self._sums: dict[str, Tensor] = {}  # of gradients, if they must be complete before the exchange of documents
+        self._sums: dict[str, Tensor] = {}  # gradient sums, if they must be complete before the exchange of documents
         self.computed_s = 0.0
         self._losses: dict[int, Measured] = {}
         self._microbatches: list[Microbatch] = []
-        self._before: list[tuple[Tensor, Tensor]] = []  # buffers that a forward writes to, with their previous values
+        self._before: list[tuple[Tensor, Tensor]] = []  # buffers that a forward writes to, with their earlier values
 
     def divisor(self, gathered: Sequence[Mapping[str, Any]]) -> float:
         """Return the divisor of the gradient sums, from the documents of all processes."""
@@ -50,7 +50,7 @@ class ForwardBackward:
         return bool(self._microbatches)
 
     def head(self, microbatch: int, outputs: Sequence[Tensor], sizes: Sizes) -> Tensor:
-        """Return a microbatch's loss as a sum, from the last stage's outputs; record it with its count."""
+        """Return a microbatch's loss as a sum, from the last stage's outputs; record the loss with its count."""
         now, step, labels = self._now, self._step, self._microbatches[microbatch].labels
         alone = len(self._microbatches) == 1 and len(now.placed.grid.replicas) == 1
         measured = self._all_losses.measure(
@@ -60,7 +60,7 @@ class ForwardBackward:
         return measured.total if step.scale == 1.0 or is_undivided([measured.kind]) else measured.total * step.scale
 
     def run(self, step: StepContext, now: PlacedStages) -> dict[str, Any]:
-        """Run forward and backward of this process's rows; returns the document for the other ranks."""
+        """Run forward and backward on this process's rows; returns the document for the other ranks."""
         self._step, self._now = step, now
         if not step.may_repeat:
             return self._forward_backward()
@@ -71,7 +71,7 @@ class ForwardBackward:
         return document
 
     def undo(self) -> None:
-        """Restore buffers that a forward has written to, such as BatchNorm's statistics."""
+        """Restore the buffers that a forward has written to, such as BatchNorm statistics."""
         for tensor, was in self._before:
             tensor.copy_(was)
         self._before = []
@@ -111,7 +111,7 @@ class ForwardBackward:
         return self._document()
 
     def _computes_all(self) -> bool:
-        """Return whether this step computes the skipped stages too: its rows are not from a loader."""
+        """Return whether this step also computes the skipped stages, because its rows are not from a loader."""
         now = self._now
         return now.placed.skipped > 0 and (now.features is None or self._step.cached is None)
 
@@ -152,7 +152,7 @@ class ForwardBackward:
     def _document(self) -> dict[str, Any]:
         """Return this process's document about the step."""
         now = self._now
-        # the first step shows which parameters take part in the loss
+        # the first step determines which parameters contribute to the loss
         names = self._step.number == 0 and bool(self._microbatches)
         unused = now.synchronizer.unused if names else []
         used = [name for name in now.tensors.parameters if name not in unused] if names else []

@@ -1,4 +1,4 @@
-"""Tensors of the model that one process holds: trained and frozen parameters, and buffers."""
+"""Model tensors that one process holds: trained and frozen parameters, and buffers."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -24,18 +24,18 @@ from penstock.transport.base import Transport
 from penstock.transport.tags import BUFFERS
 from penstock.wire import FEEDER
 
-# tensors in flight during a migration: enough to keep all links busy, few enough to fit into memory
+# limit on tensors in flight during a migration: enough to keep all links busy, few enough to fit into memory
 IN_FLIGHT = 8
 
 
 class HeldTensors:
-    """The model tensors that this process's stages need, each once, by its name in the model.
+    """The model tensors that this process's stages need, each held once, by its name in the model.
 
-    An optimizer updates `parameters`. Each stage has separate leaves that share their
-    memory, so that gradients of a weight used in two stages are added up in a fixed order. All are on
-    `device`. `unused` are tensors that no stage uses, on the host of the first process: parameters, and state that
-    only now frozen layers used, such as BatchNorm's count of batches. Tensors held
-    `before`, in another placement, stay on processes that need them, and migrate to others.
+    An optimizer updates `parameters`. Each stage has separate leaves that share memory with them, so that gradients of
+    a weight used in two stages are added up in a fixed order. All are on `device`. `unused` are tensors that no stage
+    uses, kept in host memory on rank 0: parameters, and state used only by layers that have since been frozen, such as
+    BatchNorm's count of batches. Tensors held `before`, in another placement, stay on processes that still need them,
+    and migrate to the others.
     """
 
     def __init__(
@@ -65,11 +65,11 @@ class HeldTensors:
                 if self._shared is not None and state.kind == "buffer":
                     self._shared.buffer(source, tensor)
                 continue
-            kept = before.parameters.get(source) if before is not None else None  # the same object, for its optimizer
+            kept = before.parameters.get(source) if before is not None else None  # same object, for its optimizer
             trains = source in captured.trainable
             self.parameters[source] = kept if kept is not None else self._parameter(source, tensor)
             self.parameters[source].requires_grad_(trains)
-            if not trains:  # a pending gradient is dropped, and counts in no norm
+            if not trains:  # drop a pending gradient, so that no norm includes it
                 self.parameters[source].grad = None
         if self._shared is not None:
             for source in captured.unused:
@@ -91,9 +91,9 @@ class HeldTensors:
     def _gather(
         self, world: World, captured: Captured, left: Mapping[str, State], before: "HeldTensors | None"
     ) -> dict[str, tuple[State, Tensor]]:
-        """Receive this process's tensors from their holders `before`; load tensors without a holder.
+        """Receive this process's tensors from the processes that held them `before`; load tensors that none held.
 
-        The first process also receives those `left`, which no stage uses. Constants are part of the graph, which every
+        Rank 0 also receives the tensors `left`, which no stage uses. Constants are part of the graph, which every
         process has.
         """
         states = {**{state.source: state for part in self._parts for state in part.program.states}, **left}
@@ -120,9 +120,9 @@ class HeldTensors:
     def _receive(
         self, world: World, captured: Captured, states: Mapping[str, State]
     ) -> dict[str, tuple[State, Tensor]]:
-        """Load this process's tensors, or receive them from the first process if they belong to a live module.
+        """Load this process's tensors, or receive them from rank 0 if they belong to a module of the caller.
 
-        Every process created a separate module, with different random weights: those of the first process count.
+        Every process created its own module, with different random weights; all processes use the weights of rank 0.
         """
 
         def load(name: str) -> Tensor:
@@ -139,10 +139,11 @@ class HeldTensors:
     def make_optimizer(self, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> torch.optim.Optimizer:
         """Create the optimizer of the parameters held here.
 
-        Raises `UsageError` if it has others, or if it looks across parameters that several processes hold.
+        Raises `UsageError` if the optimizer has other parameters, or if its update of one parameter depends on others
+        and several processes hold them.
         """
         own = [parameter for parameter in self.parameters.values() if parameter.requires_grad]
-        if not own:  # a stage may have nothing to train, and torch refuses to optimize nothing
+        if not own:  # a stage may have no trainable parameters, but torch's optimizers need at least one
             own = [nn.Parameter(torch.zeros(0))]
         optimizer = make(own)
         known = {id(parameter) for parameter in own}
@@ -150,7 +151,7 @@ class HeldTensors:
         strange = sum(id(parameter) not in known for parameter in given)
         if strange:
             raise UsageError(
-                f"the optimizer has {strange} parameters that are not this pipeline's; build it from the ones that "
+                f"{strange} parameters of the optimizer are not this pipeline's; build it from the parameters that "
                 "pipe.optimizer passes, as in pipe.optimizer(lambda parameters: AdamW(parameters))"
             )
         if any(len(set(replica.stages)) > 1 for replica in self._grid.replicas):
@@ -167,7 +168,7 @@ class HeldTensors:
                 )
 
     def of_program(self, program: StageProgram, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors of a program by their names in the program."""
+        """Return a program's tensors by their names in the program."""
         return {s.value.name: leaves[s.source] if s.source in leaves else self._plain(s) for s in program.states}
 
     def _plain(self, state: State) -> Tensor:
@@ -183,7 +184,7 @@ class HeldTensors:
     def moved_here(
         self, inputs: Mapping[str, Tensor], labels: Any, *, skipped: int = 0
     ) -> tuple[dict[str, Tensor], Any]:
-        """Move the inputs and labels that this process's stages after `skipped` use to the device; return all.
+        """Move to the device the inputs and labels used by this process's stages after `skipped`; return all.
 
         Raises `UsageError` if an input of a stage has no values on this process.
         """
@@ -202,7 +203,7 @@ class HeldTensors:
     def add_gradients(self, gradients: Mapping[str, Tensor]) -> None:
         """Accumulate the gradients of a batch, as autograd does at the end of a backward: hooks run.
 
-        A parameter that the caller has frozen since is skipped.
+        A parameter that the caller has meanwhile frozen is skipped.
         """
         given = [(self.parameters[name], gradient) for name, gradient in gradients.items()]
         given = [(parameter, gradient) for parameter, gradient in given if parameter.requires_grad]
@@ -213,11 +214,11 @@ class HeldTensors:
 
     @cached_property
     def counted_here(self) -> frozenset[str]:
-        """Parameters that this process counts within its replica: the first of several stages counts a shared one."""
+        """Parameters whose gradient norm this process contributes; shared ones are contributed by their first stage."""
         return frozenset(name for name in self.parameters if holding(self._parts, name)[0] in self.stages)
 
     def norms(self) -> dict[str, float]:
-        """Return the norm of each gradient counted here: the first of several stages counts a shared one."""
+        """Return the gradient norm of each parameter in `counted_here`."""
         return {
             name: float(torch.linalg.vector_norm(parameter.grad))
             for name, parameter in self.parameters.items()
@@ -225,7 +226,7 @@ class HeldTensors:
         }
 
     def share_buffers(self, transport: Transport) -> None:
-        """Broadcast the statistics of the first replica to the others, as DistributedDataParallel does."""
+        """Broadcast the first replica's statistics to the other replicas, as DistributedDataParallel does."""
         for stage in self.stages:
             first, *others = self._grid.holders(stage)
             names = self._written[stage] if others else []
@@ -248,18 +249,18 @@ class HeldTensors:
         return self.unused[name] if name in self.unused else self.others[name]
 
     def holders(self, name: str) -> list[int]:
-        """Return the ranks that hold a tensor; the first one counts and saves it."""
+        """Return the ranks that hold a tensor; the first of them contributes its norm and saves it."""
         if name in self._unused:
             return [FEEDER]
         return list(dict.fromkeys(rank for stage in holding(self._parts, name) for rank in self._grid.holders(stage)))
 
     def renumber(self, ranks: Mapping[int, int]) -> None:
-        """Switch to another group's ranks, given by old rank; tensors that only lost processes held have no holder."""
+        """Switch to the ranks of another group, given by old rank; tensors of lost processes only have no holder."""
         self._grid = self._grid.renumbered(ranks)
 
     @property
     def grid(self) -> Grid:
-        """Grid by which all processes hold their tensors, in the current group's ranks."""
+        """Grid for which all processes hold their tensors, with the ranks of the current group."""
         return self._grid
 
     def written(self) -> dict[str, Tensor]:
@@ -300,7 +301,7 @@ def interleaved(sources: Mapping[str, int]) -> list[str]:
 
 
 def holding(parts: Sequence[TrainingPart], name: str) -> list[int]:
-    """Return the stages that use a tensor; the first of them counts and saves it."""
+    """Return the stages that use a tensor; the first of them contributes its norm and saves it."""
     return [index for index, part in enumerate(parts) if any(s.source == name for s in part.program.states)]
 
 

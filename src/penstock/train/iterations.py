@@ -1,4 +1,4 @@
-"""Iterations over one loader, and the start of the next one, even after one was left early."""
+"""Iterations over one loader, and where the next one starts, even if the last was left early."""
 
 import weakref
 from collections.abc import Iterable
@@ -10,7 +10,7 @@ from torch import Tensor
 from penstock import trees
 from penstock.errors import UsageError
 
-Place = tuple[int, int]  # an epoch, and a batch of it
+Place = tuple[int, int]  # epoch, and number of the batch in the epoch
 
 
 @dataclass(eq=False)
@@ -20,7 +20,7 @@ class Iteration:
     number: int
     begin: Place
     place: Place
-    order: Any = None  # of its epoch
+    order: Any = None  # order of its epoch
     trained: bool = False
     finished: bool = False
     _given: list["weakref.ref[Tensor]"] = field(default_factory=list)
@@ -38,18 +38,18 @@ class Iteration:
 class Iterations:
     """All iterations over one loader.
 
-    The next one begins at the next epoch if a step trained on a batch of the last one, and at the same
-    position again if none did, as after a loop that only inspected a batch.
+    The next iteration starts at the next epoch if a step trained on a batch of the last iteration, otherwise at the
+    same position, as after a loop that only inspected a batch.
     """
 
     def __init__(self) -> None:
         self._last: Iteration | None = None
-        self._trained: Iteration | None = None  # the last one that a step trained on, unless a later one has finished
+        self._trained: Iteration | None = None  # the last that a step trained on, unless a later one has ended
         self._number = 0
 
     @property
     def current(self) -> Iteration | None:
-        """Iteration that yielded the last batch."""
+        """The iteration that yielded the last batch."""
         return self._last
 
     def restart(self) -> None:
@@ -67,22 +67,22 @@ class Iterations:
         return place
 
     def begin(self, place: Place) -> Iteration:
-        """Begin another iteration."""
+        """Start another iteration."""
         self._number += 1
         self._last = Iteration(self._number, place, place)
         return self._last
 
     def go_on(self, iteration: Iteration) -> bool:
-        """Continue an iteration; return whether another one has begun since, so that its position must be restored.
+        """Continue an iteration; return whether another has started meanwhile, so that the position must be restored.
 
-        Raises `UsageError` if a step trained on a batch of a later one.
+        Raises `UsageError` if a step trained on a batch of a later iteration.
         """
         if self._last is iteration:
             return False
         if self._trained is not None and self._trained.number > iteration.number:
             raise UsageError(
-                "a loop over this loader continues although a loop that began later has trained on its batches; give "
-                "each of the two loops its own pipe.loader"
+                "a loop over this loader continues although a later loop has trained on the loader's batches; give "
+                "each loop its own pipe.loader"
             )
         self._last = iteration
         return True

@@ -18,9 +18,9 @@ from penstock.train.trainer import Trainer
 class Loader:
     """An iterable over a data set, one epoch per iteration; each process gets its replica's rows of each batch.
 
-    A process whose stages use neither inputs nor labels loads nothing: it gets tensors on the meta
-    device, which have a shape and no values. The order depends on seed and epoch only. The last batch
-    of an epoch may be small, and a replica's part of it empty.
+    A process whose stages use neither inputs nor labels loads nothing: it gets tensors on the meta device, which have a
+    shape but no values. The order depends only on seed and epoch. The last batch of an epoch may be small, and a
+    replica's part of the batch empty.
 
     Example:
         for images, labels in pipe.loader(dataset, batch_size=64, shuffle=True): ...
@@ -37,9 +37,9 @@ class Loader:
         self._workers: dict[str, Any] = {"num_workers": num_workers}  # options of the DataLoader
         seed = trainer.seed if seed is None else seed
         self._epoch = 0
-        self.position = 0  # the next batch of the epoch
-        self.last_rows = 0  # of the last batch, over all replicas
-        self._known: tuple[int, list[list[int]]] | None = None  # the order of an epoch
+        self.position = 0  # number of the next batch in the epoch
+        self.last_rows = 0  # rows of the last batch, over all replicas
+        self._known: tuple[int, list[list[int]]] | None = None  # an epoch, and its order
         self._reached = 0  # all epochs before this one have ended
         self._iterations = Iterations()
         self.follower: Follower | None = None  # notified of each epoch; steps train on this loader's batches
@@ -51,7 +51,7 @@ class Loader:
             raise DataError("the data set must have at least one row; got none")
         if given is not None:
             if (batch_size, shuffle, drop_last, collate_fn, num_workers) != (1, False, False, None, 0):
-                raise UsageError("a DataLoader has its own batches, collate_fn and workers; set them on it alone")
+                raise UsageError("a DataLoader has its own batches, collate_fn and workers; set them only there")
             self._collate, self._workers = given.collate_fn, workers_of(given)
             self._order = order_of(given, trainer, seed)
             batch_size = (given.batch_size or 0) if isinstance(self._order, SeededOrder) else 0
@@ -61,7 +61,7 @@ class Loader:
             self._order = SeededOrder(
                 self.num_samples, batch_size=batch_size, shuffle=shuffle, drop_last=drop_last, seed=seed
             )
-        self._batch_size = batch_size  # of whole batches; 0 if a user's sampler sets it
+        self._batch_size = batch_size  # rows of a whole batch; 0 if a user's sampler sets the size
 
     def __len__(self) -> int:
         """Return the number of batches of an epoch."""
@@ -79,12 +79,12 @@ class Loader:
 
     @property
     def epoch(self) -> int:
-        """Current epoch, or the next one to begin; in a process that joins a training, that of the other ranks."""
+        """Current epoch, or the next if none has started; in a process that joins a run, the other ranks' epoch."""
         self._catch_up()
         return self._epoch
 
     def _catch_up(self) -> None:
-        """In a process that joined a running training, continue at the position of the other ranks."""
+        """In a process that joined a training run, continue at the position of the other ranks."""
         survivors = self._trainer.survivors
         place = survivors.place() if survivors is not None else None
         if place is not None:
@@ -111,14 +111,14 @@ class Loader:
         return loaded
 
     def _is_short(self, order: Sequence[Sequence[int]]) -> bool:
-        """Return whether the next batch may be smaller than others."""
+        """Return whether the next batch may be smaller than the other batches."""
         return self.position + 1 == len(order) or len(order[self.position]) < self._batch_size
 
     def _go_on(self, loaded: Any, order: Sequence[Sequence[int]]) -> None:
         """Report the loaded batch to the trainer, and advance to the next one."""
         trainer, position = self._trainer, self.position
         self.last_rows = len(order[position])
-        # the cache belongs to the followed loader's data
+        # cached outputs are of the followed loader's data
         if self.follower is not None or trainer.survivors is not None:
             following = order[position + 1] if position + 1 < len(order) else None
             batch = LoadedBatch.of(
@@ -143,7 +143,7 @@ class Loader:
 
     @property
     def batch_size(self) -> int:
-        """Rows of a whole batch, over all replicas; an average if a user's sampler sets it."""
+        """Rows of a whole batch, over all replicas; an average if a user's sampler sets the size."""
         return self._batch_size or -(-self.num_samples // max(1, len(self)))
 
     @property
@@ -157,10 +157,10 @@ class Loader:
         return collate([self._dataset[sample] for sample in samples])
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the batches of an epoch; after loading a checkpoint, the rest of it.
+        """Yield the batches of an epoch; after loading a checkpoint, the remaining batches of its epoch.
 
-        The next iteration is the next epoch, even if this one is left early. If no step trained on its batches, as
-        after a look at the first one, the same epoch is repeated.
+        The next iteration is the next epoch, even if this iteration is left early. If no step trained on its batches,
+        for example if a loop only inspects the first batch, the same epoch is repeated.
 
         Rows are split batch by batch: a change of the placement takes effect at the next batch.
         """
@@ -170,8 +170,8 @@ class Loader:
         iteration = self._iterations.begin((self._epoch, self.position))
         if self.follower is not None:
             self.follower.begin_epoch(self)
-        self._known = None  # a sampler may draw again
-        ends = max(self._epoch, self._reached) + 1  # later after a rollback to a checkpoint of an earlier epoch
+        self._known = None  # a sampler may draw another order
+        ends = max(self._epoch, self._reached) + 1  # `_reached` counts after a rollback to an earlier epoch
         placed: Arrangement | None = None
         shared: list[list[int]] | None = None
         expected: tuple[int, int] | None = None
@@ -197,7 +197,7 @@ class Loader:
         self._iterations.end(iteration)
 
     def _return_to(self, iteration: Iteration) -> None:
-        """Restore an iteration's position if another one of this loader has begun since."""
+        """Restore an iteration's position if another iteration of this loader has started meanwhile."""
         if self._iterations.go_on(iteration):
             self._epoch, self.position = iteration.place
             self._known = iteration.order
@@ -219,7 +219,7 @@ class Loader:
                 yield shapes.of(len(rows))
             return
         begun: dict[str, Any] = {"worker_init_fn": WorkerStart(workers.get("worker_init_fn"))}
-        if isinstance(self._order, SampledOrder):  # it has drawn from the user's generator
+        if isinstance(self._order, SampledOrder):  # the seed was drawn from the user's generator
             begun["generator"] = torch.Generator().manual_seed(self._order.worker_seed)
         loader: Iterator[Any] = iter(DataLoader(
             self._dataset, batch_sampler=[rows for rows in batches if rows], collate_fn=collate, **{**workers, **begun},
@@ -234,5 +234,5 @@ class Loader:
         """Return whether a stage here uses inputs or labels; varying lengths are known only from the data."""
         now = self._trainer.now
         varying = len(now.captured.graph.symbols) > 1
-        # also for stages whose outputs are cached: they are computed if the loop changes a batch
+        # including stages whose outputs are cached: they are computed if the loop changes a batch
         return varying or now.last_stage in now.tensors.stages or any(now.parts[s].own for s in now.tensors.stages)

@@ -1,4 +1,4 @@
-"""Row loading: DataLoader settings, start of loader processes, and shapes for ranks that load nothing."""
+"""Loading of rows: DataLoader settings, start of loader processes, and shapes for ranks that load nothing."""
 
 import os
 import threading
@@ -15,13 +15,13 @@ from penstock.train.row_cut import RowCut
 Collate = Callable[[list[Any]], Any]
 
 _PARENT_POLL_S = 0.5
-_EXAMPLES = 5  # rows of an example batch: enough to avoid mistaking a container of few entries for one of rows
+_EXAMPLES = 5  # rows of an example batch: enough to not mistake a container with few entries for a list of rows
 _SETTINGS = ["num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator"]
 _OF_WORKERS = ["prefetch_factor", "persistent_workers"]
 
 
 def workers_of(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Return a DataLoader's settings, as arguments of another one."""
+    """Return a DataLoader's settings as arguments for another DataLoader."""
     names = [*_SETTINGS, "in_order"] + (_OF_WORKERS if loader.num_workers else [])
     found = {name: getattr(loader, name) for name in names if hasattr(loader, name)}
     if loader.pin_memory_device:
@@ -30,7 +30,7 @@ def workers_of(loader: DataLoader[Any]) -> dict[str, Any]:
 
 
 class WorkerStart:
-    """A `worker_init_fn` that ends the worker with its parent, then calls the user's."""
+    """A `worker_init_fn` that makes the worker exit with its parent, then calls the user's `worker_init_fn`."""
 
     def __init__(self, then: Callable[[int], Any] | None) -> None:
         self._then = then
@@ -45,8 +45,8 @@ class WorkerStart:
 def leave_with_parent() -> None:
     """Exit this loader process soon after the training process exits, for any reason.
 
-    A forked process holds all sockets of its parent. While it lives, which is as long as a row takes to load, the
-    other ranks see no broken connection, and the run's port stays in use.
+    A forked process holds all sockets of its parent. Until it exits, which may take as long as loading a row, the other
+    ranks see no broken connection, and the run's port stays in use.
     """
     parent = os.getppid()
 
@@ -59,7 +59,7 @@ def leave_with_parent() -> None:
 
 
 class Shapes:
-    """Batches without values, with the structure of an example.
+    """Batches without values, with the structure of an example batch.
 
     Example:
         Shapes(default_collate, dataset).of(8)      # 8 rows on the meta device

@@ -1,6 +1,6 @@
-"""The loss of a batch from those of its microbatches: detection of a mean over rows, a weighted mean or a sum.
+"""The loss of a batch from the losses of its microbatches: detects a mean over rows, a weighted mean or a sum.
 
-A mean is weighted by its rows, a weighted mean by its divisor, a sum by one. The convention of a function is
+A mean is weighted by its rows, a weighted mean by its divisor, a sum by one. The convention of a loss function is
 detected on a microbatch and on halves of its rows:
 
     mean        L = (n1 L1 + n2 L2) / n
@@ -8,7 +8,7 @@ detected on a microbatch and on halves of its rows:
     sum         L = L1 + L2
     (sum, count)    both are sums
 
-A loss that fits none of them depends on several rows jointly, and has no value for a batch that is cut.
+A loss that fits none of these conventions depends on several rows jointly, and cannot be computed from microbatches.
 """
 
 import contextlib
@@ -27,18 +27,18 @@ from penstock.runtime.training import seeded_generator
 from penstock.train.loss_watch import LossWatch
 
 LossFunction = Callable[[Any, Any], Any]
-# outputs and labels of some rows, by their numbers; each row's outputs are perturbed by the given noise
+# returns outputs and labels of some rows, by row number; each row's outputs are perturbed by the given noise
 Sample = Callable[[Sequence[int], Sequence[float]], tuple[Any, Any]]
 
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4}
-_COARSE = 3e-2  # of 16 bits
-_KEPT = 8  # functions whose convention is cached
+_COARSE = 3e-2  # tolerance for 16-bit numbers
+_KEPT = 8  # number of functions whose convention is cached
 _WAY_OUT = "return (sum, count), or use microbatches=1 and replicas=1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """The rows of one microbatch: their number, and the outputs and labels of some of them.
+    """The rows of one microbatch: their number, and a function that returns outputs and labels of some rows.
 
     `alone` is set if the microbatch is the whole batch.
     """
@@ -53,7 +53,7 @@ class Measured:
     """The loss of one microbatch: the tensor to minimize, its value as a sum, and its weight.
 
     `kind` is None if every convention fits, as for a loss of 0. `ratios` must be the same in all microbatches.
-    `refused` is the reason why the loss has no value for a batch.
+    `refused` is the reason why the loss of the batch cannot be computed from microbatches.
     """
 
     total: Tensor
@@ -77,14 +77,14 @@ class _Result:
 
     @property
     def weight(self) -> float | None:
-        """The only divisor that depends on the data; None if none or several do, or if rows count too."""
+        """The divisor that depends on the data; None without one, if several differ, or if the loss divides by rows."""
         if not self.weights or self.watch.by_rows:
             return None
         return common(self.weights)
 
 
 def common(weights: Sequence[float]) -> float | None:
-    """Return the common value of all weights, or None."""
+    """Return the value that all weights have in common, or None."""
     return weights[0] if weights and all(_close(weights[0], other, 1e-6) for other in weights) else None
 
 
@@ -101,7 +101,7 @@ def call_loss(loss_fn: LossFunction, output: Any, labels: Any) -> tuple[Tensor, 
         result = loss_fn(output, labels)
     except PenstockError:
         raise
-    # for any error of the caller's function, the message needs its arguments
+    # for any error of the caller's function, add its arguments to the message
     except Exception as error:
         given = [tuple(tensor.shape) for tensor in trees.tensors(labels)]
         raise RunError(
@@ -129,7 +129,7 @@ def call_loss(loss_fn: LossFunction, output: Any, labels: Any) -> tuple[Tensor, 
 
 
 class LossConvention:
-    """The convention of one loss function over rows, detected on first use and checked if rows weigh unevenly.
+    """The convention of one loss function over rows, detected on first use, and checked if rows have unequal weights.
 
     Example:
         rows = Rows(count=8, sample=sample, alone=False)
@@ -152,7 +152,7 @@ class LossConvention:
             return self._measure_pair(result, probe)
         kind, watch = self._kind, result.watch
         counted = watch.counts_labels and result.weight is not None
-        ignored = bool(result.weights) and not any(result.weights)  # all labels
+        ignored = bool(result.weights) and not any(result.weights)  # True if no label counts
         known = kind == "weighted" if counted else kind in {"mean", "sum"} and not result.weights and not watch.uneven
         if not ignored and not known:
             try:
@@ -204,7 +204,7 @@ class Conventions:
 
 
 class _DependsError(Exception):
-    """The loss has no value for a batch that is cut."""
+    """The loss of a batch cannot be computed from its microbatches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,14 +216,15 @@ class _Probe:
     rows: int
 
     def kind_of(self, result: _Result) -> str | None:
-        """Return the convention of a scalar; raises `_DependsError`."""
+        """Return the convention of a scalar loss; raises `_DependsError` if it has none."""
         if result.watch.draws:
             raise _DependsError("loss_fn draws random numbers, so it cannot be checked for a mean over rows")
         if not math.isfinite(result.value):
             return None
         whole, halves = self._runs(result, noisy=False)
         fits = self._fits(whole, halves)
-        # equal losses, or losses of 0 as from zero-initialized outputs, fit several conventions: perturb the outputs
+        # equal losses, or losses of 0 (for example of zero-initialized outputs), fit several conventions: perturb the
+        # outputs
         if {"mean", "sum"} <= fits or _close(halves[0].value, halves[1].value, 0.2):
             with contextlib.suppress(_DependsError):
                 noisy = self._fits(*self._runs(result, noisy=True))
@@ -237,7 +238,7 @@ class _Probe:
         return "mean" if "mean" in fits else "sum"
 
     def pair_kind(self, result: _Result) -> str | None:
-        """Return "count" if both of a pair are sums, None if not decidable yet; raises `_DependsError`."""
+        """Return "count" if both entries of a pair are sums, None if not decidable yet; raises `_DependsError`."""
         if not math.isfinite(result.value):
             return None
         try:
@@ -266,7 +267,7 @@ class _Probe:
             found.add("sum")
         weights = [half.weight for half in halves if half.weight is not None]
         if whole.weight is not None and len(weights) == len(halves):
-            # a count that was clamped to 1 is 0, with a loss of 0
+            # a count that was clamped to 1 is treated as 0 if the loss is 0
             unclamped = [weight if value else 0.0 for weight, value in zip(weights, values, strict=True)]
             for each in (weights, unclamped):
                 if _close(whole.weight, math.fsum(each), 1e-5) and _close(whole.value, _mean(values, each), tolerance):
@@ -274,8 +275,8 @@ class _Probe:
         return found
 
     def _runs(self, result: _Result, *, noisy: bool) -> tuple[_Result, list[_Result]]:
-        """Run the whole microbatch, unless known, and its halves; a single row is used twice, once with noise."""
-        # other threads draw from the same generator, so it is seeded only if the loss draws
+        """Run the loss on the microbatch, unless known, and on its halves; run a single row twice, once with noise."""
+        # other threads draw from the same generator, so it is seeded only if the loss draws random numbers
         draws = seeded_generator(result.total.device, 0) if result.watch.draws else contextlib.nullcontext()
         with torch.no_grad(), draws:
             first = float(noisy)

@@ -1,4 +1,4 @@
-"""Detection of a loss's row weights from the operations that it runs."""
+"""Detection of the row weights of a loss from the operations that it runs."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_MEAN = 1  # `reduction` of an ATen operator
+_MEAN = 1  # value of the `reduction` argument of ATen operators
 _NLL = {torch.ops.aten.nll_loss_forward, torch.ops.aten.nll_loss2d_forward}
 _MEANS = {torch.ops.aten.mean}
 _DIVISIONS = {torch.ops.aten.div, torch.ops.aten.div_, torch.ops.aten.mul, torch.ops.aten.mul_}
-# operators that check labels, as in `one_hot`; their results are not counts
+# operators that only check labels, as in `one_hot`; their results are not counts
 _EXTREMES = {getattr(torch.ops.aten, name) for name in ("max", "min", "amax", "amin", "aminmax", "any", "all")}
 _SOFTMAX = {torch.ops.aten._softmax, torch.ops.aten._log_softmax}
 
@@ -22,8 +22,8 @@ class LossWatch(TorchDispatchMode):
     """A dispatch mode that records the divisors of a loss while it is computed.
 
     `weights` are the divisors that depend on the data: the weights of the labels that `nll_loss` counts, the sum of a
-    mask, the number of selected elements. `by_rows` is set for a mean over all rows, `uneven` if rows may
-    weigh differently in another way, and `draws` if random numbers were drawn.
+    mask, the number of selected elements. `by_rows` is set for a mean over all rows, `uneven` if rows may have unequal
+    weights in another way, and `draws` if random numbers were drawn.
 
     Example:
         with LossWatch([output, labels], num_rows=8) as watch:
@@ -36,8 +36,8 @@ class LossWatch(TorchDispatchMode):
         self._num_rows = num_rows
         self._data = {_storage(tensor) for tensor in data}
         self._selected: set[int] = set()  # memory whose size depends on values
-        self._kept: list[Any] = []  # so that no memory is reused and mistaken for another's
-        self._numbers: set[float] = set()  # Python numbers that depend on values
+        self._kept: list[Any] = []  # kept alive, so that memory is not reused and mistaken for another tensor
+        self._numbers: set[float] = set()  # Python numbers that depend on tensor values
         self._sums: set[int] = set()
         self._extremes: set[int] = set()
         self._weights: list[Tensor | float] = []
@@ -49,7 +49,7 @@ class LossWatch(TorchDispatchMode):
 
     @property
     def counts_labels(self) -> bool:
-        """True if labels were counted, whose counts add up over rows."""
+        """True if labels were counted; such counts add up over rows."""
         return self._counts
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

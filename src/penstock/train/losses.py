@@ -1,4 +1,4 @@
-"""Losses of one process's microbatches, computed by their convention and checked against all processes."""
+"""Losses of one process's microbatches, computed by their convention and checked for agreement between processes."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -62,7 +62,7 @@ def described(found: Sequence[Measured]) -> dict[str, Any]:
 
 
 def check_agreed(gathered: Sequence[Mapping[str, Any]], mark: Callable[[UsageError], Exception]) -> None:
-    """Check that all microbatches have one convention; raises `UsageError`, marked, if a batch has no loss."""
+    """Check that all microbatches have one convention; raises `UsageError`, passed through `mark`, if they do not."""
     refused = next((document["refused"] for document in gathered if document["refused"]), "")
     if refused:
         raise mark(UsageError(refused))
@@ -75,7 +75,7 @@ def check_agreed(gathered: Sequence[Mapping[str, Any]], mark: Callable[[UsageErr
     ratios = [ratio for document in gathered for ratio in document["ratios"]]
     if ratios and any(not _same(ratios[0], other) for other in ratios):
         raise mark(UsageError(
-            "loss_fn weighs rows unevenly, so the loss of a batch is not the mean of its microbatches' losses; return "
+            "loss_fn gives rows unequal weights, so a batch's loss is not the mean of its microbatches' losses; return "
             "(sum, count), or use microbatches=1 and replicas=1"
         ))  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Migration of a running training to another placement: tensors move by name, in memory."""
+"""Migration of a training run to another placement: tensors are sent by name, between processes' memory."""
 
 import dataclasses
 from collections import defaultdict
@@ -23,7 +23,7 @@ from penstock.train.plain_values import decode, encode
 from penstock.train.trainer import Trainer
 from penstock.transport.collectives import all_gather
 
-_GRADIENT = "penstock.grad"  # moves as a slot of the optimizer does
+_GRADIENT = "penstock.grad"  # a pending gradient moves like an optimizer slot of this name
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +37,12 @@ class Migration:
 def migrate(
     trainer: Trainer, placed: Arrangement, captured: Captured | None = None, features: Features | None = None
 ) -> Migration:
-    """Migrate a training to another placement, between two steps; every process calls this with the same one.
+    """Migrate a training run to another placement between two steps; every process passes the same placement.
 
-    Parameters, buffers, gradients and the optimizers' state are sent, by name, to the processes that need and lack
-    them. The user's optimizers stay the same objects: their groups and their state change in place. `captured` is
-    the model with other layers frozen; optimizers drop those layers. If `placed` skips stages, `features` has
-    their outputs. Errors are raised before anything has moved.
+    Parameters, buffers, gradients and optimizer state are sent by name to the processes that need and lack them. The
+    user's optimizers stay the same objects: their groups and state are changed in place. `captured` is the model with
+    more layers frozen; optimizers drop those layers. If `placed` skips stages, `features` has the outputs of these
+    stages. Errors are raised before any tensor is moved.
 
     Example:
         migrate(trainer, trainer.placed.moved(grid, cuts))
@@ -50,7 +50,7 @@ def migrate(
     Raises `UsageError` if optimizers differ between processes, or if the training is traced.
     """
     if trainer.tracer is not None:
-        raise UsageError("a trace must have one plan, but this training changes its plan; leave the trace out")
+        raise UsageError("a trace must have one plan, but this run changes its plan; leave the trace out")
     begin_s, sent_bytes = trainer.world.clock(), trainer.sent_bytes
     with trainer.world.explained():
         prepared = prepare(trainer, placed, captured, features)
@@ -61,7 +61,7 @@ def migrate(
 
 
 class Prepared:
-    """A migration whose tensors have arrived but that is not committed; `now` are this process's future stages."""
+    """A migration whose tensors have arrived but that is not committed; `now` has this process's future stages."""
 
     def __init__(self, trainer: Trainer, now: PlacedStages, optimizers: "Sequence[_Arrived]") -> None:
         self.now = now
@@ -79,7 +79,7 @@ def prepare(
 ) -> Prepared:
     """Send all tensors that another placement needs, and leave the current one unchanged.
 
-    Every process calls this, as `migrate`, and commits once all ranks have finished it.
+    Every process calls this, as `migrate`, and commits once all ranks have finished preparing.
     """
     before = trainer.now
     optimizers = gather_groups(trainer)
@@ -95,7 +95,7 @@ def prepare(
 
 
 def gather_groups(trainer: Trainer) -> "list[_Told]":
-    """Gather each optimizer's state description of each parameter from all ranks, and record its groups."""
+    """Gather the description of each optimizer's state from all ranks, and record the parameters' groups."""
     optimizers = [_gather(trainer, optimizer, trainer.tensors) for optimizer in trainer.optimizers]
     _remember_groups(trainer, optimizers)
     return optimizers
@@ -111,7 +111,7 @@ class _Told:
 
 
 def _gather(trainer: Trainer, optimizer: torch.optim.Optimizer, tensors: HeldTensors) -> _Told:
-    """Gather the description of this optimizer's state from all ranks, before anything moves."""
+    """Gather the description of this optimizer's state from all ranks, before any tensor is moved."""
     named = NamedOptimizer(tensors, optimizer)
     state = TrainState(tensors={}, slots=_slots(named, tensors))
     mine = {
@@ -144,7 +144,7 @@ def _gather(trainer: Trainer, optimizer: torch.optim.Optimizer, tensors: HeldTen
 
 
 def _remember_groups(trainer: Trainer, told: Sequence[_Told]) -> None:
-    """Record the groups of parameters that optimizers drop on freezing: they may be unfrozen later."""
+    """Record the groups of parameters that optimizers drop when layers are frozen: they may be unfrozen later."""
     known = trainer.known_groups
     known.extend({} for _ in range(len(told) - len(known)))
     for groups, each in zip(known, told, strict=True):
@@ -152,7 +152,7 @@ def _remember_groups(trainer: Trainer, told: Sequence[_Told]) -> None:
 
 
 def _slots(named: NamedOptimizer, tensors: HeldTensors) -> dict[str, dict[str, Any]]:
-    """Return the tensors that move with each parameter: the optimizer's slots, and a gradient that waits for a step."""
+    """Return the tensors that move with each parameter: the optimizer's slots, and a pending gradient."""
     slots: dict[str, dict[str, Any]] = named.slots()
     for name, held in slots.items():
         gradient = tensors.parameters[name].grad
@@ -204,7 +204,7 @@ def _rebuild(optimizer: torch.optim.Optimizer, arrived: _Arrived) -> None:
         named[arrived.groups[name]].append(parameter)
     for group, members in zip(optimizer.param_groups, named, strict=True):
         group["params"][:] = members
-    if not parameters:  # torch's optimizers need at least one
+    if not parameters:  # torch's optimizers need at least one parameter
         optimizer.param_groups[0]["params"].append(nn.Parameter(torch.zeros(0)))
     optimizer.state.clear()
     for name, parameter in parameters.items():
@@ -219,8 +219,8 @@ def _rebuild(optimizer: torch.optim.Optimizer, arrived: _Arrived) -> None:
 
 
 def fix_microbatches(trainer: Trainer) -> None:
-    """Fix each replica's number of microbatches, so that rows fall into the same ones in any placement.
+    """Fix each replica's number of microbatches, so that rows fall into the same microbatches in any placement.
 
-    Nothing moves; the total over all replicas is unchanged.
+    No tensor moves; the total over all replicas is unchanged.
     """
     trainer.now.placed = trainer.now.placed.fixed()

@@ -1,4 +1,4 @@
-"""Optimizer state by the model's parameter names, so that an optimizer of other parameters can restore it."""
+"""Optimizer state by the model's parameter names, so that an optimizer with other parameters can restore it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,9 +15,9 @@ from penstock.train.plain_values import decode, encode
 
 
 class NamedOptimizer:
-    """Several optimizers of a process's parameters, treated as one with their groups concatenated.
+    """Several optimizers of a process's parameters, treated as one optimizer with all groups concatenated.
 
-    Raises `UsageError` for a parameter in two of them.
+    Raises `UsageError` if a parameter is in two optimizers.
     """
 
     def __init__(self, tensors: HeldTensors, *optimizers: torch.optim.Optimizer) -> None:
@@ -58,10 +58,9 @@ class NamedOptimizer:
         return {name: numbers[id(parameter)] for name, parameter in self._named.items()}
 
     def restore(self, index: CheckpointIndex) -> dict[str, dict[str, Any]]:
-        """Restore the settings of a checkpoint and allocate the state tensors of each parameter; returns those.
+        """Restore settings from a checkpoint, and allocate and return the state tensors of each parameter.
 
-        State that is not in the checkpoint is discarded. Raises `UsageError` for an optimizer with
-        other groups.
+        State that is not in the checkpoint is discarded. Raises `UsageError` if the optimizer has other groups.
         """
         self._restore_settings(index.groups)
         found: dict[str, dict[str, Any]] = {}
@@ -96,7 +95,7 @@ class NamedOptimizer:
 
     @staticmethod
     def place_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> Callable[[str], torch.device]:
-        """Return the device of a parameter's slots: the parameter's, but most optimizers count steps on the host."""
+        """Return a function from a slot to its device: the parameter's device, or the host for step counts."""
         group = next(group for group in optimizer.param_groups if _is_in(parameter, group))
         steps_on_host = not (group.get("capturable") or group.get("fused"))
         return lambda slot: HOST if slot == "step" and steps_on_host else parameter.device

@@ -1,4 +1,4 @@
-"""Outcome of a training step: the gathered documents, the loss or error, and a process's step report."""
+"""Outcome of a training step: documents gathered from all ranks, the loss or error, and a process's report."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,10 +14,10 @@ def step_document(
     losses: Mapping[int, Measured], *, first_nonfinite: Mapping[int, int | None], used: Iterable[str],
     unused: Iterable[str],
 ) -> dict[str, Any]:  # fmt: skip
-    """Return a process's document about a step: the losses of its microbatches, and stages with invalid numbers.
+    """Return a process's document about a step: the losses of its microbatches, and stages with non-finite numbers.
 
-    `first_nonfinite` has for each stage the first microbatch with numbers that are not finite, if any; `used` and
-    `unused` are the parameters held here.
+    `first_nonfinite` has for each stage the first microbatch with non-finite numbers, if any; `used` and `unused` are
+    names of parameters held here.
     """
     return {
         **described([losses[index] for index in sorted(losses)]),
@@ -30,8 +30,7 @@ def step_document(
 def mean_loss(gathered: Sequence[Mapping[str, Any]], step: int, last_stage: int) -> float:
     """Return the loss of the whole batch, added up in the order of replicas and microbatches.
 
-    Raises `RunError` for an invalid loss; every process raises it alike, so none waits and
-    training can continue.
+    Raises `RunError` for a non-finite loss, on every process, so that none waits and training can continue.
     """
     check_agreed(gathered, everywhere)
     loss, total = total_loss(gathered), total_count(gathered)
@@ -44,7 +43,7 @@ def mean_loss(gathered: Sequence[Mapping[str, Any]], step: int, last_stage: int)
         ))  # fmt: skip
     if not total:
         raise everywhere(RunError(
-            f"the loss of step {step} is empty: no label of the batch counts; leave such batches out"
+            f"the loss of step {step} is undefined: no label of the batch counts; leave such batches out"
         ))  # fmt: skip
     used = {name for document in gathered for name in document["used"]}
     unused = sorted({name for document in gathered for name in document["unused"]} - used)
@@ -57,16 +56,16 @@ def mean_loss(gathered: Sequence[Mapping[str, Any]], step: int, last_stage: int)
 
 
 def everywhere(error: PenstockError) -> PenstockError:
-    """Mark an error that every process raises alike, so that none has to report it."""
+    """Mark an error that every process raises, so that none has to report it."""
     error.everywhere = True  # type: ignore[attr-defined]
     return error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingChange:
-    """A switch of a training to another process group at a step, and its duration in seconds.
+    """A switch of a training run to another process group at a step, and its duration in seconds.
 
-    With `went_back`, all state was restored from a checkpoint of that step.
+    `went_back` is set if all state was restored from a checkpoint of that step.
     """
 
     step: int
@@ -82,10 +81,9 @@ class TrainingChange:
 class StepReport:
     """Time and traffic of one process's step, in seconds and bytes.
 
-    `wait_s` is for messages of neighbours, including sends; `synchronize_s` for gradient sums that did not
-    overlap with backwards, and for the losses of other ranks. `peak_memory_bytes` is the process's
-    so far. `num_synchronizations` counts gradient sums with other processes, `synchronized_bytes` are those of the
-    gradients.
+    `wait_s` is spent waiting for messages of neighbours, including sends; `synchronize_s` for gradient sums that did
+    not overlap with backwards, and for the losses of other ranks. `peak_memory_bytes` is the process's peak so far.
+    `num_synchronizations` counts gradient sums with other processes, `synchronized_bytes` the bytes of these gradients.
 
     Example:
         loss = pipe.train_step(images, labels, F.cross_entropy)

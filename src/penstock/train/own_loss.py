@@ -19,14 +19,14 @@ _KEEPING = {
     "view", "reshape", "_unsafe_view", "squeeze", "unsqueeze", "to", "_to_copy", "alias", "clone", "contiguous", "neg",
     "mean", "sum", "expand", "lift_fresh_copy", "type_as",
 }  # fmt: skip
-_MEAN, _SUM = 1, 2  # `reduction` of an ATen operator
+_MEAN, _SUM = 1, 2  # values of the `reduction` argument of ATen operators
 _LABELS = {"cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d"}
 
 
 class OwnLoss:
-    """The convention of a model's own loss: a mean over rows, a mean over labels that count, or a sum.
+    """The convention of a model's own loss: a mean over rows, a mean over counted labels, or a sum.
 
-    `around` wraps operators that count labels, to record the weight of a microbatch.
+    `around` wraps operators that count labels, to record a microbatch's weight.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -62,7 +62,7 @@ class OwnLoss:
         return call
 
     def forget(self) -> None:
-        """Drop the records of a microbatch whose own loss is not used."""
+        """Drop the records of a microbatch for which another loss is used."""
         self._watches.clear()
 
     def measure(self, output: Any, rows: int, *, alone: bool) -> Measured:
@@ -78,7 +78,7 @@ class OwnLoss:
         if reason:
             return Measured(
                 loss.detach() * 0, 0.0, 0.0, None,
-                refused=f"the loss of {self._graph.model} has no known value for a batch that is cut: {reason}; pass "
+                refused=f"the loss of {self._graph.model} cannot be computed from microbatches: {reason}; pass "
                 "train_step a loss_fn that returns (sum, count), or use microbatches=1 and replicas=1",
             )  # fmt: skip
         by_rows = len(self.counting) < self._num_reductions or any(not watch.weights() for watch in watches)
@@ -94,7 +94,7 @@ class OwnLoss:
             return
         op = self._ops.get(name)
         if op is None:
-            raise _UnknownError(f"it is made of the input {name}")
+            raise _UnknownError(f"it is computed from the input {name}")
         target = _target(op)
         operands = [each for each in op.uses() if each in self._depending]
         if any(self._row_dims(each) for each in operands):
@@ -129,7 +129,7 @@ class OwnLoss:
             if target in _LABELS and reduction == _MEAN and op.name not in self.counting:
                 self.counting.append(op.name)
         else:
-            raise _UnknownError(f"{op.name} ({op.target}) takes rows together")
+            raise _UnknownError(f"{op.name} ({op.target}) combines rows")
         self._num_reductions += 1
 
     def _row_dims(self, name: str) -> int:
@@ -139,7 +139,7 @@ class OwnLoss:
         )
 
     def _check_rows(self, loss: str) -> None:
-        """Raise `_UnknownError` if a value that leads to the loss has rows in two dimensions, as pairs have."""
+        """Raise `_UnknownError` if a value that leads to the loss has rows in two dimensions, such as pairs of rows."""
         waiting, seen = [loss], set[str]()
         while waiting:
             name = waiting.pop()
@@ -161,7 +161,7 @@ def _called_loss(output: Any) -> Any:
 
 
 def own_loss(output: Any) -> Tensor:
-    """Find the loss in a model's output, as in that of Hugging Face models with labels."""
+    """Find the loss in a model's output, as Hugging Face models return it for labels."""
     loss = _called_loss(output)
     if loss is None:
         loss = next(iter(trees.tensors(output)), None)

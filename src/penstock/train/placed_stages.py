@@ -1,4 +1,4 @@
-"""One process's stages, tensors, channels and gradient sums in a placement; replaced to change it."""
+"""One process's stages, tensors, channels and gradient sums in a placement; another placement needs a new object."""
 
 import contextlib
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ from penstock.train.own_loss import OwnLoss
 from penstock.transport.messages import DATA, Message
 from penstock.transport.metered import MeteredTransport
 
-_CHANNELS = 256  # limit of channel generations in one placement
+_CHANNELS = 256  # maximum number of channel generations in one placement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,11 +46,11 @@ class Computing:
 
 
 class PlacedStages:
-    """One process's stages in a placement of the training, with all dependent state.
+    """One process's stages in a placement of the training run, with all dependent state.
 
-    Every process creates one at the same time. `before` is that of the previous placement, after its `close`:
-    tensors already held stay, others migrate. `number` counts the placements. `features` provides the outputs
-    of skipped stages.
+    All processes create theirs at the same time. `before` is the object of the previous placement, already closed:
+    tensors that this process holds stay, others migrate. `number` counts the placements. `features` provides the
+    outputs of skipped stages.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class PlacedStages:
         self._world, self.head = world, head
         transport = world.transport
         if not isinstance(transport, MeteredTransport):
-            raise TypeError("a training's transport must be metered, to detect stalls")
+            raise TypeError("the transport of a training run must be metered, to detect stalls")
         self.parts: list[TrainingPart] = captured.parts(placed.cuts, how.autocast, how.device)
         self.tensors: HeldTensors = HeldTensors(
             world, placed.grid, captured, self.parts, how.device, before=before.tensors if before is not None else None
@@ -92,7 +92,7 @@ class PlacedStages:
         return self.placed.num_stages - 1
 
     def open_channels(self, microbatches: Sequence[Microbatch]) -> bool:
-        """Open channels for microbatches larger than all before; return whether any was opened."""
+        """Open larger channels if a microbatch is larger than all earlier ones; return whether any was opened."""
         opened = self._channels.fit(largest(microbatches))
         if opened and self._from_cache is not None:
             self.channels.receivers[self.placed.skipped, ACTIVATIONS] = self._from_cache
@@ -101,7 +101,7 @@ class PlacedStages:
     def feed(self, microbatches: Sequence[Microbatch], features: Sequence[Tensor] | None) -> None:
         """Pass the first running stage its inputs, as if the skipped stages before it had sent them.
 
-        Without `features` they are computed here.
+        Without `features`, the skipped stages are computed here.
         """
         channel = self._from_cache
         if channel is None:
@@ -171,7 +171,7 @@ class PlacedStages:
         )  # fmt: skip
 
     def close(self) -> None:
-        """Stop watching, and abort waits within this process."""
+        """Stop the watch, and abort waits within this process."""
         self.watch.close()
         self.channels.abort()
         if "evaluation" in vars(self):

@@ -1,6 +1,6 @@
 """JSON encoding of scheduler and optimizer states that keeps types, without pickle.
 
-A value without a JSON type is a dict of one entry, whose key begins with a colon:
+A value without a JSON type becomes a dict with one entry, whose key begins with a colon:
 
     {3: 0.1}               {":dict": [[3, 0.1]]}
     (0.9, 0.999)           {":tuple": [0.9, 0.999]}

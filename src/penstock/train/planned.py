@@ -1,4 +1,4 @@
-"""Planning of a training: validation of its profile, and conversion of plans to grids and cuts."""
+"""Planning of a training run: validation of its profile, and conversion of plans to grids and cuts."""
 
 from collections.abc import Collection, Mapping
 
@@ -17,7 +17,7 @@ from penstock.train.captured import Captured
 
 
 def check_profile(graph: Graph, profile: Profile) -> None:
-    """Raise `PlanError` for a profile of another model, or one without backward times."""
+    """Raise `PlanError` if the profile is of another model or has no backward times."""
     if profile.graph != graph_fingerprint(graph):
         raise PlanError(
             f"the profile is of the graph {profile.graph} of {profile.model}, but this model's is "
@@ -28,7 +28,7 @@ def check_profile(graph: Graph, profile: Profile) -> None:
 
 
 def common_cuts(captured: Captured) -> Collection[str]:
-    """Return the cuts that exist in training and in evaluation, so that both graphs can be cut there."""
+    """Return the cuts that both the training and the evaluation graph allow."""
     evaluated = {name for cut in Cuts(captured.evaluation) for name in names_of(cut)}
     return {cut.name for cut in Cuts(captured.graph) if evaluated & set(names_of(cut))}
 
@@ -39,9 +39,9 @@ def names_of(cut: Cut) -> tuple[str, ...]:
 
 
 def plan_training(profile: Profile, cluster: Cluster, placed: Arrangement, *, rows: int, state_factor: float) -> Plan:
-    """Return a cluster's fastest plan with the training's current schedule and number of microbatches.
+    """Return a cluster's fastest plan with the run's current schedule and number of microbatches.
 
-    `rows` are those of a microbatch, `state_factor` the bytes of optimizer state for each byte of weights. Raises
+    `rows` are the rows of a microbatch, `state_factor` the bytes of optimizer state per byte of weights. Raises
     `PlanError` if no plan fits.
     """
     return make_plan(profile, cluster, Request(
@@ -51,7 +51,7 @@ def plan_training(profile: Profile, cluster: Cluster, placed: Arrangement, *, ro
 
 
 def grid_of_plan(graph: Graph, plan: Plan, ranks: Mapping[str, int]) -> tuple[Grid, list[Cut]]:
-    """Place a plan's pipelines on devices of these ranks; ranks that it does not use are idle."""
+    """Place a plan's pipelines on these ranks, given by device; ranks that the plan does not use are idle."""
     cuts = Cuts(graph)
     places = {name: cuts.find(name).position for p in plan.pipelines for name in p.cut_sets[0].cuts}
     grid, names = plan_grid(plan, ranks, places)

@@ -1,4 +1,4 @@
-"""Batches that loaders have given to the user's loop, by which a step finds out where its rows came from."""
+"""Batches that loaders have recently yielded, from which a step determines where its rows come from."""
 
 from typing import Any
 
@@ -6,25 +6,25 @@ from penstock import trees
 from penstock.train.features import InputPlaces, LoadedBatch
 from penstock.train.iterations import Iteration, Iterations
 
-_GIVEN = 8  # iterations of loaders whose batches are known
-_BATCHES = 4  # of other loaders too: a validation may run between a batch and its step
+_GIVEN = 8  # iterations whose last batch is remembered
+_BATCHES = 4  # batches remembered, one per loader, since a validation loader may run before the step
 
 
 class RecentBatches:
-    """The last batches of a training's loaders, and the one that is trained on.
+    """The last batches of a run's loaders, and the batch that is trained on.
 
-    Loaders report what they give, `find` returns the batch that a step's inputs are of.
+    Loaders report the batches that they yield; `find` returns the batch that a step's inputs come from.
     """
 
     def __init__(self) -> None:
-        self.short: int | None = None  # rows of a loader's last batch, which may be few
+        self.short: int | None = None  # rows of a short batch at the end of a loader's data
         self.loaded: LoadedBatch | None = None  # last batch of the followed loader
         self.trained: LoadedBatch | None = None  # the current training batch
         self.rewound: LoadedBatch | None = None  # training batch at the time of a rollback
-        self.trained_iterations: Iterations | None = None  # of the loader whose batch was trained on last
+        self.trained_iterations: Iterations | None = None  # iterations of the loader whose batch was trained on last
         self.input_places: InputPlaces | None = None  # positions of the inputs in a loaded batch
-        self._repeatable: list[LoadedBatch] = []  # last one of each recent loader, if calls may be repeated
-        self._given: list[tuple[Iterations, Iteration]] = []  # those of the last batches
+        self._repeatable: list[LoadedBatch] = []  # last batch of each recent loader, if calls may be repeated
+        self._given: list[tuple[Iterations, Iteration]] = []  # iterations that yielded the last batches
 
     def gave(self, iterations: Iterations, iteration: Iteration) -> None:
         """Record an iteration that has yielded a batch."""
@@ -38,7 +38,7 @@ class RecentBatches:
             self._repeatable = [batch, *others][:_BATCHES]
 
     def saw_step(self, inputs: Any) -> None:
-        """Record the iteration of a step's batch: that of its tensors, or else of the last batch."""
+        """Record which iteration a step's batch came from: found by its tensors, else the most recent iteration."""
         tensors = trees.tensors(inputs)
         found = next((each for each in self._given if each[1].has_given(tensors)), None)
         for iterations, iteration in [found] if found is not None else self._given[:1]:
@@ -46,14 +46,14 @@ class RecentBatches:
             self.trained_iterations = iterations
 
     def find(self, inputs: Any) -> tuple[LoadedBatch, InputPlaces] | None:
-        """Return the batch that a call's inputs are of, if the call may be repeated, and their positions in it."""
+        """Return the batch that a call's inputs come from, and their positions in it; None if it cannot be repeated."""
         for batch in self._repeatable:
             if (places := batch.places(inputs)) is not None:
                 return batch, places
         return None
 
     def as_loaded(self, inputs: Any) -> LoadedBatch | None:
-        """Return the followed loader's batch if a step's inputs are its own, unchanged and at their usual places."""
+        """Return the followed loader's batch if a step's inputs are its tensors, unchanged and in the usual places."""
         places = self.loaded.places(inputs) if self.loaded is not None else None
         self.input_places = self.input_places or places
         return self.loaded if places is not None and places == self.input_places else None

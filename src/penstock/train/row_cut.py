@@ -1,4 +1,4 @@
-"""Row slicing of labels, or of an example batch: tensors, arrays and lists with an entry for each row."""
+"""Row slicing of labels or of an example batch: tensors, arrays and lists with an entry for each row."""
 
 import enum
 import pathlib
@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import PackedSequence
 from penstock import trees
 from penstock.errors import UsageError
 
-# types of leaves that all rows share
+# types of leaves without rows, which all rows share
 _SETTINGS = (bool, int, float, complex, str, bytes, type(None), np.generic, torch.dtype, torch.device, enum.Enum,
              pathlib.PurePath)  # fmt: skip
 
@@ -21,10 +21,10 @@ _SETTINGS = (bool, int, float, complex, str, bytes, type(None), np.generic, torc
 class RowCut:
     """A row slicer for trees of the same structure, batch after batch.
 
-    A tensor or an array is cut in its first dimension. A list or tuple either holds such tensors, and is cut inside, or
-    it has one entry for each row. If both are possible an earlier batch decides; without one, a sequence that holds
-    tensors directly is cut inside, and one of dicts, texts or lists by entries. Unless `exact`, values without rows
-    are unchanged.
+    A tensor or an array is cut along its first dimension. A list or tuple either holds such tensors, each of which is
+    cut, or it has one entry for each row. If both are possible, an earlier batch decides; without an earlier batch, a
+    sequence that holds tensors directly has its tensors cut, and a sequence of dicts, texts or lists is cut by entries.
+    Unless `exact`, values without rows are unchanged.
 
     Example:
         cut = RowCut()
@@ -33,10 +33,10 @@ class RowCut:
 
     def __init__(self, *, exact: bool = True) -> None:
         self._exact = exact
-        self._inside: dict[tuple[Any, ...], bool] = {}  # by path: the cut of a sequence when it was unambiguous
+        self._inside: dict[tuple[Any, ...], bool] = {}  # by path: how a sequence was cut when that was unambiguous
 
     def parts(self, tree: Any, num_rows: int, parts: Sequence[Sequence[int]]) -> list[Any]:
-        """Return the rows of each part; raises `UsageError` for labels without a row for each of `num_rows`."""
+        """Return the rows of each part; raises `UsageError` unless labels have `num_rows` rows."""
         if self._exact:
             self.check(tree, num_rows)
         if [list(part) for part in parts] == [list(range(num_rows))]:
@@ -44,7 +44,7 @@ class RowCut:
         return [self._take(tree, num_rows, rows, ()) for rows in parts]
 
     def check(self, tree: Any, num_rows: int, path: tuple[Any, ...] = ()) -> None:
-        """Check that labels have a row for each of `num_rows`; raises `UsageError`."""
+        """Raise `UsageError` unless labels have `num_rows` rows."""
         if isinstance(tree, (Tensor, np.ndarray)):
             if not _is_nested(tree) and not _has_length(tree, num_rows):
                 raise UsageError(
@@ -58,7 +58,7 @@ class RowCut:
     def _take(self, tree: Any, num_rows: int, rows: Sequence[int], path: tuple[Any, ...]) -> Any:
         if isinstance(tree, Tensor) and (tree.layout != torch.strided or tree.is_nested) and self._exact:
             kind = "nested" if tree.is_nested else str(tree.layout).removeprefix("torch.")
-            raise UsageError(f"a {kind} tensor in the labels cannot be cut by rows; use a dense one, or microbatches=1")
+            raise UsageError(f"a {kind} tensor in the labels cannot be cut by rows; use dense ones, or microbatches=1")
         if isinstance(tree, (Tensor, np.ndarray)):
             if not self._exact and not _has_length(tree, num_rows):
                 return tree
@@ -135,7 +135,7 @@ def _has_rows(tree: Any, num_rows: int) -> bool:
 def _rebuilt(tree: Any, values: list[Any]) -> Any:
     try:
         return trees.rebuilt(tree, values)
-    # any error of a user's container that is copied or filled
+    # catch any error of a user's container when it is copied or filled
     except Exception as error:
         raise UsageError(
             f"a {type(tree).__name__} cannot be rebuilt with other values ({error}); use a dict, a list or a tuple"

@@ -17,10 +17,11 @@ from penstock.zoo.weights.weight_files import file_order, save_weights
 
 
 class GatheredWeights:
-    """The current tensors of the model on all processes; every process creates this, the first one loads.
+    """The current tensors of the model on all processes; every process creates this object, and rank 0 loads.
 
-    Names are those of the model's `state_dict`, so a tied weight has each of its names. A tensor that no stage uses
-    has its initial or resumed value. Tensors arrive in the order of the file; `finish` receives the remaining ones.
+    Names are as in the model's `state_dict`, so a tied weight is listed under each of its names. A tensor that no stage
+    uses has its initial or resumed value. Tensors arrive in the order of the file; `finish` receives the remaining
+    ones.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -74,7 +75,7 @@ class GatheredWeights:
 
 
 def save_model(trainer: Trainer, path: Path, metadata: Mapping[str, str] | None = None) -> None:
-    """Write the whole model to a safetensors file (a collective call); the first process writes.
+    """Write the whole model to a safetensors file (a collective call); rank 0 writes.
 
     `metadata` goes into the file's header.
 

@@ -1,4 +1,4 @@
-"""Check that an optimizer updates each parameter independently, as stages in several processes need."""
+"""Check that an optimizer updates each parameter independently, which stages in several processes require."""
 
 import inspect
 from collections import OrderedDict, defaultdict
@@ -8,14 +8,14 @@ import torch
 
 from penstock.errors import UsageError
 
-_STEPS = 3  # some optimizers look across parameters only from the second step on
+_STEPS = 3  # some optimizers combine parameters only from the second step on
 
 
 def check_separable(optimizer: torch.optim.Optimizer) -> None:
     """Check that an optimizer can be split over processes that hold different parameters.
 
-    Raises `UsageError` for one that needs a closure, such as LBFGS, and for one whose update of a parameter depends on
-    the gradients of others, which is tested on a copy with two small parameters.
+    Raises `UsageError` if the optimizer needs a closure, such as LBFGS, or if its update of a parameter depends on the
+    gradients of other parameters, which is tested on a copy with two small parameters.
     """
     name = type(optimizer).__name__
     advice = "use stages=1, with replicas, or an optimizer that works parameter by parameter, such as AdamW"
@@ -24,15 +24,15 @@ def check_separable(optimizer: torch.optim.Optimizer) -> None:
         raise UsageError(f"{name} needs the loss and all parameters together, which are in several processes; {advice}")
     try:
         alone, beside = _changed(optimizer, 1.0), _changed(optimizer, 100.0)
-    # an error of the caller's optimizer on a copy proves nothing about its use of other parameters
+    # an error on the copy does not show that the optimizer combines parameters
     except Exception:
         return
     if not torch.equal(alone, beside):
-        raise UsageError(f"{name} looks across parameters, which are in several processes; {advice}")
+        raise UsageError(f"{name} combines parameters, which are in several processes; {advice}")
 
 
 def _changed(optimizer: torch.optim.Optimizer, other_gradient: float) -> torch.Tensor:
-    """Return a small parameter after some steps next to one with other gradients."""
+    """Return a small parameter after some steps, optimized together with a parameter of this gradient."""
     first, second = (torch.nn.Parameter(torch.tensor([[1.0, -2.0], [0.5, 3.0]])) for _ in range(2))
     twin: Any = object.__new__(type(optimizer))
     vars(twin).update(vars(optimizer))

@@ -1,4 +1,4 @@
-"""The caller's module during training: it shares its parameters with this process's stages."""
+"""The caller's module during training, which shares its parameters with this process's stages."""
 
 from collections.abc import Collection
 from typing import Any
@@ -12,15 +12,15 @@ _ELSEWHERE = "_penstock_parameters_elsewhere"
 
 
 class SharedModule:
-    """A module whose parameters and buffers share memory with the tensors of this process, as the same objects.
+    """A module whose parameters and buffers are the same objects as the tensors of this process's stages.
 
-    So a loss that penalizes `model.parameters()`, an optimizer of them, their hooks and the module itself see the
-    trained values. Parameters that only other processes hold move to the meta device, where using them fails.
+    So a loss that penalizes `model.parameters()`, an optimizer of these parameters, their hooks and the module itself
+    use the trained values. Parameters that only other processes hold move to the meta device, where using them fails.
 
     Example:
         shared = SharedModule(model)
         weight = shared.parameter("fc.weight", trained)     # model.fc.weight, with the values of `trained`
-        shared.keep(["fc.weight"])                          # all others go to the meta device
+        shared.keep(["fc.weight"])                          # move all others to the meta device
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -60,7 +60,7 @@ class SharedModule:
             self._module.register_state_dict_pre_hook(_refuse_state)
 
     def mark_gradients(self) -> None:
-        """Set gradients without values on parameters of other processes, so that a sum over all of them fails."""
+        """Set meta gradients on parameters of other processes, so that a sum over all gradients fails."""
         for name in self._elsewhere:
             own = self._now(name)
             if own.requires_grad:
@@ -80,10 +80,10 @@ class SharedModule:
 
 
 def check_whole(module: nn.Module) -> None:
-    """Raise `UsageError` for a module that was trained together with processes that hold some of its parameters."""
+    """Raise `UsageError` if other processes hold some of a trained module's parameters."""
     if hasattr(module, _ELSEWHERE):
         raise UsageError(
-            f"some parameters of this {type(module).__name__} are in other processes, which trained it with this one; "
+            f"some parameters of this {type(module).__name__} are in other processes, which trained it too; "
             "save it with pipe.save, and load that file into a new module"
         )
 

@@ -1,4 +1,4 @@
-"""One step's context, and the rows of a call, reloaded if the training is rearranged during the call."""
+"""One step's context, and the rows of a call, which are reloaded if the placement changes during the call."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +21,7 @@ class StepRows:
 
     Example:
         rows = StepRows(trainer.data, trainer.placed, images, labels)
-        inputs, labels = rows.now(trainer.placed)        # those of the current placement
+        inputs, labels = rows.now(trainer.placed)        # rows for the current placement
     """
 
     def __init__(self, data: RecentBatches, placed: Arrangement, inputs: Any, labels: Any) -> None:
@@ -36,11 +36,11 @@ class StepRows:
         self._has_labels = any(isinstance(leaf, Tensor) for leaf in trees.leaves(labels))
 
     def check_repeatable(self) -> None:
-        """Raise `UsageError` for rows that are not from a loader, which cannot be loaded again."""
+        """Raise `UsageError` if the rows are not from a loader and so cannot be loaded again."""
         if not self._repeatable:
             raise UsageError(
-                "on_loss loads rows again after a loss, so train_step needs the tensors of pipe.loader, unchanged; "
-                "change rows in the data set or its collate_fn, or leave on_loss out"
+                "on_loss loads rows again if a process is lost, so train_step needs unchanged tensors of pipe.loader; "
+                "change rows in the data set or in collate_fn, or leave on_loss out"
             )
 
     @property
@@ -54,14 +54,14 @@ class StepRows:
         return self._bound
 
     def is_short(self, num_rows: int) -> bool:
-        """Return True if these are the rows of a loader's last batch, which may be few."""
+        """Return True if these are rows of a loader's last batch, which may be smaller than others."""
         return num_rows == self._data.short
 
     def now(self, placed: Arrangement) -> tuple[Any, Any]:
         """Return inputs and labels of the batch to train on, for a placement.
 
-        After a rollback that is the batch after the checkpoint. Raises `DeviceLost` for rows that cannot be
-        loaded again.
+        After a rollback, that is the batch after the checkpoint. Raises `DeviceLost` if the rows cannot be loaded
+        again.
         """
         data, batch = self._data, self.batch
         if batch is not None and data.rewound is batch:
@@ -87,10 +87,10 @@ class StepRows:
 
 @dataclass(slots=True, kw_only=True)
 class StepContext:
-    """One step: its rows, with the batch that they came from and the placement that they were cut for, and its loss.
+    """One step: its loss, and its rows with the batch that they came from and the placement that they were cut for.
 
-    `cached` is the batch whose cached features may replace the first stages. A step that `may_repeat` keeps what it
-    needs to run again in another group. Losses are multiplied by `scale` before the backward.
+    `cached` is the batch whose cached features may replace the first stages. With `may_repeat` the step keeps all that
+    it needs to run again in another group. Losses are multiplied by `scale` before the backward.
     """
 
     rows: StepRows

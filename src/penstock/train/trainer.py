@@ -1,4 +1,4 @@
-"""Training over all processes of the user's script: in one process, as stages, as replicas, or both."""
+"""Training over all processes of the user's script: one process, stages, replicas, or both."""
 
 import contextlib
 import dataclasses
@@ -52,8 +52,8 @@ class Trainer:
         loss = trainer.train_step(images, labels, F.cross_entropy)
         trainer.clip_grad_norm_(1.0)
 
-    Raises `UsageError`, `CutError` and `PlanError` for invalid arguments, on every process alike, and `RunError` or
-    `DeviceLost` if one of them is lost.
+    Raises `UsageError`, `CutError` and `PlanError` for invalid arguments, on every process, and `RunError` or
+    `DeviceLost` if a process is lost.
     """
 
     def __init__(
@@ -78,14 +78,14 @@ class Trainer:
         self.calls = Calls()
         self.step = 0
         self.last_step = StepReport()
-        self.load_s = 0.0  # since the last step
+        self.load_s = 0.0  # seconds spent loading data since the last step
         self.data = RecentBatches()
         self.follower: Follower | None = None  # hook that may change the placement between epochs
-        self.survivors: Together | None = None  # set if the training survives lost processes
-        self.changes: list[TrainingChange] = []  # of the process group, so far
-        self.schedulers: list[Any] = []  # of the learning rate, as registered by the caller
+        self.survivors: Together | None = None  # set if the run survives lost processes
+        self.changes: list[TrainingChange] = []  # changes of the process group so far
+        self.schedulers: list[Any] = []  # learning-rate schedulers that the caller registered
         self.optimizers: list[torch.optim.Optimizer] = []
-        self.known_groups: list[dict[str, int]] = []  # of each optimizer, those of frozen parameters too
+        self.known_groups: list[dict[str, int]] = []  # by optimizer: each parameter's group, also if frozen
         # True if the caller chose the placement
         self.is_arranged = any(each is not None for each in (cut.stages, cut.cuts, cut.plan, options.replicas))
         self.row_cut = RowCut()
@@ -111,7 +111,7 @@ class Trainer:
 
     @property
     def placed(self) -> Arrangement:
-        """Current placement of the training."""
+        """Current placement of the training run."""
         return self.now.placed
 
     @property
@@ -136,22 +136,22 @@ class Trainer:
 
     @property
     def watch(self) -> TrainingWatch:
-        """Watch on the progress of all stages, which detects stalls."""
+        """The watch on the progress of all stages, which detects stalls."""
         return self.now.watch
 
     @property
     def evaluation(self) -> Evaluation:
-        """Evaluation with the same weights."""
+        """Evaluation with the current weights."""
         return self.now.evaluation
 
     def _settings(self, captured: Captured, placed: Arrangement, options: TrainOptions) -> list[Any]:
-        """Return the settings that must match on all processes: model and settings, and after them cuts and plan."""
+        """Return the settings that must match on all processes: model, training settings, cuts and plan."""
         return [*identity_of(captured, options, self.device), [cut.name for cut in placed.cuts],
                 len(placed.grid.replicas), placed.usual_microbatches,
                 None if self._plan is None else fingerprint(self._plan)]  # fmt: skip
 
     def _check_alike(self, captured: Captured) -> None:
-        """Raise `UsageError` unless all processes have the same model, cuts, settings, and settings of torch."""
+        """Raise `UsageError` unless all processes have the same model, cuts, training settings and torch settings."""
         mine, targets = read_settings(), {op.target for op in captured.graph.ops}
         for rank, unlike in self.world.unlike.items():
             if common := sorted(targets & unlike):
@@ -163,7 +163,7 @@ class Trainer:
             if changed := differences(mine, other["torch"]):
                 names = self.world.names
                 raise UsageError(
-                    f"torch is set otherwise in {names[rank]} than in {names[self.world.rank]}: {', '.join(changed)}; "
+                    f"torch settings differ between {names[rank]} and {names[self.world.rank]}: {', '.join(changed)}; "
                     "use the same settings in all processes before creating the pipeline"
                 )
             if other["model"] != self.alike:
@@ -178,7 +178,7 @@ class Trainer:
         """Run a collective call; its name is sent to other processes."""
         health = self.world.health
         with self.calls.entered(name):
-            # a process that joined late counts its calls from its start
+            # call numbers are compared only if no process can join later, as it would count from its own start
             health.call = self.calls.current if self.survivors is None else ""
             try:
                 yield
@@ -188,9 +188,9 @@ class Trainer:
     def together(
         self, work: Callable[[], dict[str, Any]], undo: Callable[[], None] = lambda: None, *, admits: bool = False
     ) -> list[dict[str, Any]]:
-        """Run `work` and return the objects of all ranks; raises the error of any of them, or its loss.
+        """Run `work` and return the objects of all ranks; raises the error of any rank, or `DeviceLost`.
 
-        If the training survives a loss, `work` is repeated in another group, so it must contain all its sends and
+        If the run survives lost processes, `work` is repeated in another group, so it must contain all its sends and
         receives, and `undo` must revert its changes.
         """
 
@@ -219,7 +219,7 @@ class Trainer:
             self.data.trained = rows.batch
         if (self.survivors is not None or self.follower is not None) and self.step and not self.optimizers:
             raise UsageError(
-                "parameters may move between processes in this training, but only with optimizers of the pipeline; "
+                "parameters may move between processes in this run, but only with optimizers of the pipeline; "
                 "create it with pipe.optimizer(lambda parameters: ...)"
             )
         _, sizes = rows.bound(self.captured.graph)
@@ -234,16 +234,16 @@ class Trainer:
     def _do_step(self, context: StepContext) -> Tensor:
         sent_bytes = self.transport.sent_bytes
         if self.captured.graph.callbacks:
-            # hooks and custom functions of the model see the gradient of a mean over the batch; otherwise sums are
-            # added up and divided once, whose bits do not depend on the number of replicas
+            # hooks and custom functions of the model must see gradients of the batch's mean loss; otherwise gradient
+            # sums are divided once at the end, so that their bits do not depend on the number of replicas
             context.scale = 1.0 / max(1, self._count_rows(context.rows))
 
         def run() -> dict[str, Any]:
-            # a newcomer learns the number of the step before it computes
+            # a process that has just joined learns the step's number only now
             context.number = self.step
             return self._work.run(context, self.now)
 
-        # gradient sums are in flight during this, or complete if the step may have to be repeated
+        # meanwhile gradient sums are in flight, or already complete if the step may have to be repeated
         gathered = self.together(run, self._work.undo, admits=True)
         divisor = self._work.divisor(gathered)
         with self.world.explained():
@@ -251,7 +251,7 @@ class Trainer:
         synchronize_s = self.world.clock() - self._work.computed_s
         if self.tracer:
             self.tracer.synchronized(self._work.computed_s)
-        step, self.step = self.step, self.step + 1  # even if the loss turns out to be invalid
+        step, self.step = self.step, self.step + 1  # counts even if the loss is not finite
         loss = mean_loss(gathered, step, self.now.last_stage)
         if self.follower is not None:
             self.follower.saw_gradients(gradients)
@@ -262,7 +262,7 @@ class Trainer:
         return torch.tensor(loss, dtype=torch.float64)
 
     def _count_rows(self, rows: StepRows) -> int:
-        """Return the rows of the whole batch, over all replicas."""
+        """Return the number of rows of the whole batch, over all replicas."""
 
         def tell() -> dict[str, Any]:
             rows.now(self.placed)
@@ -297,7 +297,7 @@ class Trainer:
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients so that their norm over all stages is at most `max_norm`; returns the norm before."""
-        # from all replicas, which are equal, if one may be lost
+        # if replicas may be lost, gather the norms from all replicas, which are equal
         tells = self.survivors is not None or self.placed.replica_index == 0
         norms: dict[str, float] = {}
         for document in self.together(lambda: {"norms": self.tensors.norms() if tells else {}}):
@@ -311,7 +311,7 @@ class Trainer:
         return torch.tensor(norm, dtype=torch.float64)
 
     def optimizer(self, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> torch.optim.Optimizer:
-        """Create the optimizer of this process's parameters; `make` receives them and returns it."""
+        """Create the optimizer of this process's parameters; `make` receives them and returns an optimizer."""
         optimizer = self.tensors.make_optimizer(make)
         self.optimizers.append(optimizer)
         if self.tracer:
@@ -328,7 +328,7 @@ class Trainer:
         return self.transport.sent_bytes
 
     def write_trace(self, model: str) -> None:
-        """Write the traces of all processes on the first one (a collective call)."""
+        """Write the traces of all processes, on rank 0 (a collective call)."""
         if self.tracer is None or self._run.trace is None:
             return
         with self.world.explained():
@@ -349,7 +349,7 @@ class Trainer:
         try:
             if wait and self.world.health.failure is None and self.world.transport.size > 1:
                 self.calls.checked(all_gather(self.world.transport, self.calls.marked({})), self.world.names)
-        except TransportError:  # ignored, unless another process is in another call
+        except TransportError:  # ignored, unless a process waits in a different call
             failure = self.world.health.failure
             if failure is not None and ADVICE in failure.message:
                 raise RunError(failure.message) from None
@@ -359,7 +359,7 @@ class Trainer:
 
 
 def identity_of(captured: Captured, options: TrainOptions, device: torch.device = HOST) -> list[Any]:
-    """Return the identity of a training, equal on all processes and independent of the placement."""
+    """Return the identity of a training run, equal on all processes and independent of the placement."""
     graph = captured.graph
     last = [op.name for op in graph.ops][-1:]
     return [graph.model, last, len(graph.ops), options.seed, options.autocast and device.type]

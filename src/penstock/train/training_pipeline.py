@@ -1,4 +1,4 @@
-"""A pipeline of a model in training mode: methods for the user's training loop, which all processes run."""
+"""A pipeline of a model in training mode: the methods of the user's training loop, which all processes run."""
 
 import atexit
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -47,9 +47,9 @@ class TrainingPipeline:
             optimizer.step(); optimizer.zero_grad()
         pipe.save("model.safetensors")
 
-    Every process calls every method, in the same order. Each raises `UsageError` if the model is in
-    evaluation mode, `RunError` if something fails and `DeviceLost` if a process is lost. The constructor captures the
-    model and joins the other processes; nothing is sent before the first method call.
+    Every process must call every method, in the same order. Methods raise `UsageError` if the model is in evaluation
+    mode, `RunError` if a process fails and `DeviceLost` if a process is lost. The constructor captures the model and
+    joins the other processes; no messages are sent before the first method call.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class TrainingPipeline:
     def release(self) -> World | None:
         """Close the pipeline before training begins, and return the joined world, if any.
 
-        Raises `UsageError` if training has begun, and for a function that creates a model.
+        Raises `UsageError` if training has begun, or if the model is a function that creates one.
         """
         if self._closed:
             raise UsageError("the pipeline is closed; make a new one")
@@ -105,7 +105,7 @@ class TrainingPipeline:
 
     @property
     def trainer(self) -> Trainer:
-        """Trainer of this pipeline, created by the first call that needs it."""
+        """The trainer of this pipeline, created on first use."""
         if self._closed:
             raise UsageError("the pipeline is closed; make a new one")
         if self._trainer is None:
@@ -117,7 +117,7 @@ class TrainingPipeline:
             else:
                 self._trainer = self._begin()
             self._captured.hidden.hide()
-            atexit.register(self.abandon)  # so that the other ranks treat this exit as intended
+            atexit.register(self.abandon)  # announces this exit to the other ranks
         return self._trainer
 
     def _begin(self) -> Trainer:
@@ -128,7 +128,7 @@ class TrainingPipeline:
         try:
             with working("putting the stages in place", shown=world.rank == FEEDER):
                 trainer = self._begin_in(world)
-            self.cuts = tuple(trainer.cuts)  # they depend on the placement of stages
+            self.cuts = tuple(trainer.cuts)  # the cuts depend on the placement of stages
         except BaseException:
             self._closed = True
             if self._owns_world:
@@ -160,7 +160,7 @@ class TrainingPipeline:
         self._end(wait=False)
 
     def end(self, error: BaseException | None) -> None:
-        """Close in order, or abandon the training because of the caller's error."""
+        """Close cleanly, or abandon the run because of the caller's error."""
         if error is None or isinstance(error, GeneratorExit):
             self.close()
             return
@@ -200,8 +200,8 @@ class TrainingPipeline:
     def optimizer(self, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> torch.optim.Optimizer:
         """Create the optimizer of the parameters that this process holds.
 
-        `make` receives a list of parameters and returns any `torch.optim.Optimizer` of them. The same object is
-        returned: learning-rate schedulers accept it.
+        `make` receives a list of parameters and returns a `torch.optim.Optimizer`. That object is returned, so
+        learning-rate schedulers accept it.
 
         Example:
             optimizer = pipe.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
@@ -213,7 +213,7 @@ class TrainingPipeline:
     def scheduler(self, scheduler: Scheduler) -> Scheduler:
         """Register the learning-rate scheduler that the loop steps, and return it.
 
-        A process that joins a training with `on_loss` copies its state, and a rollback to a checkpoint
+        With `on_loss`, a process that joins the run copies the scheduler's state, and a rollback to a checkpoint
         restores it.
 
         Example:
@@ -224,12 +224,12 @@ class TrainingPipeline:
 
     @property
     def changes(self) -> Sequence[TrainingChange]:
-        """Changes of the process group: losses, and processes that joined."""
+        """Changes of the process group: processes that were lost or joined."""
         return self.trainer.changes
 
     @property
     def joins_at(self) -> str | None:
-        """Address for PENSTOCK_JOIN to join this training; None if it admits no newcomers."""
+        """Address for PENSTOCK_JOIN to join this run; None if the run admits no newcomers."""
         membership = self._joined.membership if self._joined is not None else None
         return f"{membership.rendezvous.address}:{membership.rendezvous.port}" if membership is not None else None
 
@@ -239,8 +239,8 @@ class TrainingPipeline:
     ) -> Loader:  # fmt: skip
         """Return a loader of a data set's or a DataLoader's batches on every process.
 
-        `batch_size` is that of all replicas together. Each process gets its replica's rows; if it uses
-        neither inputs nor labels, tensors without values.
+        `batch_size` is the total over all replicas. Each process gets its replica's rows, or tensors without values if
+        its stages use neither inputs nor labels.
 
         Example:
             for images, labels in pipe.loader(dataset, batch_size=64, shuffle=True): ...
@@ -257,12 +257,11 @@ class TrainingPipeline:
     def train_step(self, inputs: Any, labels: Any = None, loss_fn: LossFunction | None = None) -> Tensor:
         """Run forward and backward of one batch and return its loss, the same on every process.
 
-        `inputs` is a tensor, a tuple of positional inputs or a dict of keyword inputs: the rows of this
-        replica, as `loader` returns them. `loss_fn(output, labels)` runs on the last stage and returns
-        a scalar or `(sum, count)`; without it the model's own loss is used. A scalar may be a mean over rows or over
-        labels that count, or a sum: the loss is that of the whole batch. To detect which, `loss_fn` is also called on
-        halves of the first microbatch.
-        Gradients are added to those of earlier steps until `optimizer.zero_grad()`.
+        `inputs` is a tensor, a tuple of positional inputs or a dict of keyword inputs: the rows of this replica, as
+        `loader` returns them. `loss_fn(output, labels)` runs on the last stage and returns a scalar or `(sum, count)`;
+        without it the model's own loss is used. A scalar may be a mean over rows or over counted labels, or a sum; the
+        result is the loss of the whole batch. To detect which, `loss_fn` is also called on halves of the first
+        microbatch. Gradients accumulate over steps until `optimizer.zero_grad()`.
 
         Example:
             loss = pipe.train_step(images, labels, loss_fn=F.cross_entropy)
@@ -318,14 +317,14 @@ class TrainingPipeline:
     def save_checkpoint(self, folder: str | Path, optimizer: Optimizers = None, scheduler: Any = None) -> None:
         """Save a checkpoint: weights, optimizer, scheduler, position in the data, random state.
 
-        Every process writes its stages, so all hosts must share the folder. An earlier checkpoint in
-        it stays whole until the new one is. Pass several optimizers or schedulers as a list.
+        Every process writes its stages, so all hosts must share the folder. An earlier checkpoint in the folder stays
+        valid until the new one is complete. Pass several optimizers or schedulers as a list.
 
         Example:
             pipe.save_checkpoint("run/step1000", optimizer, scheduler)
             pipe.save_checkpoint("run/step1000", [slow, fast], [warm_up])
 
-        Raises `ModelError` if it cannot be written, or if a host does not share the folder.
+        Raises `ModelError` if the checkpoint cannot be written, or if a host does not share the folder.
         """
         with self.trainer.call("save_checkpoint"):
             save_checkpoint(self.trainer, Path(folder), optimizer, scheduler, *self._loaders)
@@ -333,8 +332,8 @@ class TrainingPipeline:
     def load_checkpoint(self, folder: str | Path, optimizer: Optimizers = None, scheduler: Any = None) -> None:
         """Continue from a checkpoint written with any number of stages and replicas.
 
-        Create optimizers, schedulers and loaders first, and pass them in the order of the save. Optimizer state
-        that is not in the checkpoint is discarded.
+        Create optimizers, schedulers and loaders first, in the order in which they were created before the save; pass
+        optimizers and schedulers as to `save_checkpoint`. Optimizer state that is not in the checkpoint is discarded.
 
         Example:
             pipe.load_checkpoint("run/step1000", optimizer, scheduler)
@@ -351,6 +350,6 @@ def trains(model: Any) -> TypeGuard[nn.Module | Callable[[], nn.Module]]:
 
 
 def world_of_one() -> World:
-    """Create a world of this process only."""
+    """Create a world that contains only this process."""
     (world,) = thread_worlds(["this process"])
     return world

@@ -1,4 +1,4 @@
-"""Tracing of a training: each process records, and the first one gathers the traces at the end."""
+"""Tracing of a training run: each process records, and rank 0 gathers the traces at the end."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,12 +19,12 @@ from penstock.wire import DEPTH, FEEDER
 
 
 class TrainingTracer:
-    """A recording of one process; every process creates one, and gathers, at the same points.
+    """The recording of one process; all processes must create it, and call `gather`, at the same points.
 
     Example:
         tracer = TrainingTracer(world, observer, synchronizer)
         ...
-        traces = tracer.gather()     # all traces on the first process, none elsewhere
+        traces = tracer.gather()     # all traces on rank 0, none elsewhere
     """
 
     def __init__(self, world: World, observer: Observer, synchronizer: Synchronizer, *, profile: bool = False) -> None:
@@ -43,18 +43,18 @@ class TrainingTracer:
             answer_clock(world.transport, world.clock)
 
     def record(self, on: bool) -> None:
-        """Turn recording on, or off except for steps and loading, to measure its overhead."""
+        """Turn recording on or off, to measure its overhead; steps and loading are always recorded."""
         self._observer.recorder = self._synchronizer.recorder = self.recorder if on else None
         self.follow(self._channels)
 
     def follow(self, channels: Channels) -> None:
-        """Record messages on the stages' channels, which may be new."""
+        """Record messages on these channels, which may have been reopened."""
         self._channels = channels
         channels.trace(self._observer.recorder, list(self._observer.counters))
 
     @contextmanager
     def step(self, number: int, num_rows: int) -> Iterator[None]:
-        """Record a step of `num_rows` rows on this process, if it completes."""
+        """Record a step of `num_rows` rows on this process, if the step completes."""
         self.recorder.step = number
         begin_s = self.recorder.clock()
         yield
@@ -85,7 +85,7 @@ class TrainingTracer:
         optimizer.register_step_post_hook(after)
 
     def gather(self) -> Sequence[StreamTrace]:
-        """Gather all traces on the first process; every process calls this at the end."""
+        """Gather all traces on rank 0; every process calls this at the end."""
         mine = make_trace(self._world, self.recorder, self._machine)
         if self._world.rank == FEEDER:
             return [mine, *self._clocks.take(self._others)]
@@ -94,7 +94,7 @@ class TrainingTracer:
 
 
 def training_facts(world: World, placed: Arrangement, *, model: str, num_steps: int) -> RunFacts:
-    """Return the facts of a finished training, for its run's folder."""
+    """Describe a finished training run, for its folder."""
     return RunFacts(
         kind="training", model=model, ranks=tuple(r for replica in placed.grid.replicas for r in replica.stages),
         devices=tuple(world.names), hosts=tuple(world.hosts), bandwidths=tuple(world.bandwidths),

@@ -1,1 +1,1 @@
-"""Training that survives losses: recovery from lost processes, and admission of new ones."""
+"""Training that survives lost processes: recovery, and admission of new processes."""

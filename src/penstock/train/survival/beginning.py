@@ -1,4 +1,4 @@
-"""Start of a training run that survives losses: with all of its processes, or in one that joins later."""
+"""Start of a training run that survives lost processes, in its initial processes or in a process that joins later."""
 
 from dataclasses import replace
 
@@ -26,7 +26,7 @@ from penstock.wire import FEEDER, NUM_BUFFERS
 
 
 def check_survivable(graph: Graph, options: TrainOptions, run: RunOptions, device: torch.device) -> None:
-    """Raise `UsageError` for a training run that cannot survive losses, `PlanError` for the profile of another one."""
+    """Raise `UsageError` if a run cannot survive lost processes, `PlanError` if the profile is of a different model."""
     profile, cluster = run.survival.profile, run.survival.cluster
     if (profile is None) != (cluster is None):
         raise UsageError(
@@ -39,14 +39,15 @@ def check_survivable(graph: Graph, options: TrainOptions, run: RunOptions, devic
         raise UsageError("on_loss supports only CPUs so far; leave on_loss out")
     if options.schedule not in SCHEDULES:
         raise UsageError(
-            "on_loss needs a schedule for any number of stages, which a custom one cannot provide; choose one by name"
+            "on_loss needs a schedule for any number of stages, so it cannot be custom; choose a schedule by name"
         )
 
 
 def survive(trainer: Trainer, outer: World, run: RunOptions) -> None:
-    """Make a new training run survive losses; `outer` is its world with the unmetered transport.
+    """Make a new training run survive lost processes; `outer` is its world with the unmetered transport.
 
-    Raises `UsageError` if its processes cannot form another group, `ClusterError` if the cluster lacks one of them.
+    Raises `UsageError` if the processes cannot form another group, `ClusterError` if the cluster lacks a process's
+    device.
     """
     if outer.membership is None:
         raise UsageError(
@@ -55,7 +56,7 @@ def survive(trainer: Trainer, outer: World, run: RunOptions) -> None:
         )
     if run.survival.cluster is not None and outer.rank == FEEDER:
         for name in name_devices(outer):
-            run.survival.cluster.device(name)  # raises if unknown
+            run.survival.cluster.device(name)  # raises an error if unknown
     fix_microbatches(trainer)
     exchanges = Exchanges(trainer.world, outer)
     trainer.survivors = Survivors(trainer, exchanges, run.survival, trainer.placed)
@@ -64,9 +65,9 @@ def survive(trainer: Trainer, outer: World, run: RunOptions) -> None:
 def join_training(
     endpoint: tuple[str, int], captured: Captured, cut: CutOptions, run: RunOptions, options: TrainOptions
 ) -> tuple[Trainer, World]:
-    """Join a training run at a host and port; returns this process's trainer, which has no stage yet, and the world.
+    """Join a training run at a host and port; returns this process's trainer, which has no stages yet, and the world.
 
-    Raises `RunError` if no run admits this process, `UsageError` if it trains another model.
+    Raises `RunError` if no run admits this process, `UsageError` if the run trains another model.
     """
     host, port = endpoint
     outer = join_later(host, port)

@@ -1,8 +1,8 @@
-"""All-or-nothing exchanges: each one completes on all surviving ranks, or on none.
+"""All-or-nothing exchanges: each completes on all surviving ranks, or on none.
 
-    a ── work ── sends ──▶ has all objects          c is lost after it sent to a alone: a sends b what b lacks
-    b ── work ── sends ──▶ lacks that of c          c is lost before it sent: no rank has all, a and b repeat the work
-    c ── work ── ✗ is lost
+    A ── work ── sends ──▶ has all objects          C is lost after sending only to A: A forwards C's object to B
+    B ── work ── sends ──▶ lacks the object of C    C is lost before sending: no rank has all, A and B repeat the work
+    C ── work ── ✗ is lost
 
 An exchange gathers an object from every rank, as `all_gather_object` does, so one process is at most one exchange ahead
 of another. (Birman and Joseph 1987, virtual synchrony: processes that continue from one group to the next have seen the
@@ -28,12 +28,12 @@ class Exchanges:
     """One process's exchanges in a run, across its process groups.
 
     `outer` is `world` with the unmetered transport; both switch to each new group in place. After a switch `changed` is
-    called with the new rank of each survivor by its old one. `describe` is called on rank 0 and returns its description
-    of the training for newcomers.
+    called with a dict {old rank: new rank}. `describe` is called on rank 0 and returns a description of the run for
+    newcomers.
 
     Example:
         exchanges = Exchanges(world, outer)
-        told = exchanges.once(lambda: {"loss": compute()})      # None: the group has changed, so repeat it
+        told = exchanges.once(lambda: {"loss": compute()})      # None: the group has changed; call again
     """
 
     def __init__(self, world: World, outer: World, *, joins: bool = False) -> None:
@@ -59,7 +59,8 @@ class Exchanges:
         try:
             with self._world.explained():
                 if self._transport.size == 1:
-                    self._world.check()  # no message of another rank ends the group when a process joins
+                    # alone in the group, no receive fails: check whether the group ended for a newcomer
+                    self._world.check()
                 gathered = all_gather(self._transport, work())
         except PenstockError as error:
             self.go_over(error)
@@ -68,7 +69,7 @@ class Exchanges:
         return gathered
 
     def go_over(self, error: PenstockError) -> None:
-        """Switch to the group that follows the one in which an error occurred; raises the error if none does."""
+        """Switch to the group after the one in which `error` occurred; raises `error` if the run forms none."""
         began_s = time.monotonic()
         while True:
             if getattr(error, "everywhere", False):
@@ -96,7 +97,7 @@ class Exchanges:
         self._following.close()
 
     def _meet_first(self) -> None:
-        """Meet a group as a newcomer."""
+        """Take part in the first exchange of a group as a newcomer."""
         try:
             with self._world.explained():
                 self._meet()

@@ -1,4 +1,4 @@
-"""Assignment of parts to devices with little migration, and encoding of grids.
+"""Assignment of parts to devices so that few bytes move, and encoding of grids.
 
 A part is the stages that one rank holds in a placement.
 """
@@ -17,7 +17,7 @@ from penstock.train.arrangement import Arrangement
 from penstock.train.captured import Captured
 from penstock.train.held_tensors import HeldTensors
 
-_ALIKE = 0.05  # relative difference of speeds and memories within measurement error
+_ALIKE = 0.05  # relative measurement error of speeds and memory sizes
 
 
 def missing_bytes(
@@ -25,7 +25,7 @@ def missing_bytes(
 ) -> list[list[float]]:
     """Return `missing[device][part]` for `assign`: the bytes that a rank lacks to take over a part of a placement.
 
-    Trained tensors count with the optimizer's state, `state_factor` times their size.
+    Trained tensors include the optimizer's state, `state_factor` times their size.
     """
     bounds = [0, *(cut.position for cut in placed.cuts), len(captured.graph.ops)]
     sizes = {
@@ -46,8 +46,8 @@ def missing_bytes(
 def assign(missing: Sequence[Sequence[float]], alike: Sequence[Sequence[int]]) -> list[int]:
     """Return the device of each part, chosen to move few bytes: equivalent devices may swap parts.
 
-    `missing[device][part]` are the bytes that a device lacks of a part; `alike` are groups of devices that may
-    swap parts. Pairs are swapped as long as that helps.
+    `missing[device][part]` is the number of bytes of a part that a device lacks; `alike` are groups of devices that may
+    swap parts. Pairs are swapped as long as that reduces the total.
 
     >>> assign([[9, 0], [0, 9]], [[0, 1]])
     [1, 0]
@@ -101,7 +101,7 @@ def read_grid(encoded: Sequence[Mapping[str, Any]]) -> Grid:
 
 
 def lost_names(captured: Captured, tensors: HeldTensors) -> Collection[str]:
-    """Return the names of model state that no process holds any more."""
+    """Return the names of model state that no process holds any longer."""
     states = (state for state in captured.graph.states if state.kind != "constant")
     return [state.source for state in states if not tensors.holders(state.source)]
 

@@ -1,4 +1,4 @@
-"""Choice of a training's grid for the current processes: by the planner, or by their number alone."""
+"""Choice of a training run's grid for the current processes: by the planner, or by their number alone."""
 
 from collections.abc import Sequence
 
@@ -20,7 +20,7 @@ from penstock.wire import FEEDER
 
 
 def choose_grid(trainer: Trainer, begun: Arrangement, options: SurvivalOptions) -> tuple[Grid, Sequence[Cut]]:
-    """Return grid and cuts for the current group, with parts assigned to ranks that already hold most of them.
+    """Return grid and cuts for the current group, with parts assigned to ranks that already hold most of their tensors.
 
     Raises `PlanError` if no plan fits the devices.
     """
@@ -49,7 +49,7 @@ def _planned(
 
 
 def _by_number(trainer: Trainer, begun: Arrangement, num_processes: int) -> tuple[Grid, Sequence[Cut]]:
-    """Return a grid for a number of processes: the initial one, or as many replicas as fit."""
+    """Return a grid for a number of processes: the initial grid, or as many replicas as fit."""
     grid = begun.grid if num_processes == len(begun.grid.ranks) else begun.shape(num_processes)
     first = grid.replicas[0]
     if len(first.stages) == begun.num_stages:

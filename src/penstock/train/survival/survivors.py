@@ -1,11 +1,11 @@
-"""A training run that survives losses, across process groups: recovery, migration and repeated calls.
+"""A training run that survives lost processes, across process groups: recovery, migration and repeated calls.
 
     a process is lost       survivors form a group ─▶ rearrange ─▶ migrate from replicas ─▶ repeat the call
-    one asks to join        rank 0 ends the group before a step ─▶ likewise, with the newcomer
+    a process asks to join  rank 0 ends the group before a step ─▶ the same, with the newcomer
     a stage had no replica  ─▶ rearrange ─▶ restore everything from the last checkpoint ─▶ its next batch
 
-An interrupted call leaves no effects, so it can be repeated: gradients are added to parameters only after every rank
-has acknowledged its sums, and buffers that a forward has written are restored.
+An interrupted call has no effects, so it can be repeated: gradients are added to parameters only after every rank has
+acknowledged its sums, and buffers that a forward has written are restored.
 """
 
 import time
@@ -32,13 +32,13 @@ from penstock.train.trainer import Trainer
 from penstock.transport.collectives import all_gather
 from penstock.wire import FEEDER
 
-_LOOK_S = 1.0  # between two checks for waiting newcomers
+_LOOK_S = 1.0  # interval between checks for waiting newcomers
 
 
 class Survivors:
-    """One process's recovery from lost ranks in a training; implements `Together` for its trainer.
+    """One process's recovery from lost ranks in a training run; implements `Together` for its trainer.
 
-    `begun` is the placement with which the training began. A process that `joins` holds nothing yet.
+    `begun` is the initial placement of the run. A process that `joins` holds no tensors yet.
 
     Example:
         trainer.survivors = Survivors(trainer, exchanges, options, trainer.placed)
@@ -49,7 +49,7 @@ class Survivors:
         joins: bool = False,
     ) -> None:  # fmt: skip
         self._trainer, self._exchanges, self._options, self._begun = trainer, exchanges, options, begun
-        self._joins = self._changed = joins  # the current placement is for an earlier group
+        self._joins = self._changed = joins  # `_changed`: the current placement is for an earlier group
         self._place: tuple[int, int] | None = None
         self._moving = self._knows_groups = False
         self._prepared: Prepared | None = None
@@ -64,7 +64,7 @@ class Survivors:
         self, work: Callable[[], dict[str, Any]], undo: Callable[[], None] = lambda: None, *, admits: bool = False
     ) -> Objects:
         """Run `work` and return the objects of all ranks; see `Together`."""
-        if self._moving:  # part of a switch to another group, which is repeated as a whole
+        if self._moving:  # this call is part of a switch to another group, which is repeated as a whole
             return all_gather(self._trainer.world.transport, work())
         while True:
             self._settle(admits=admits)
@@ -100,14 +100,14 @@ class Survivors:
         self._changed = True
 
     def _settle(self, *, admits: bool) -> None:
-        """Rearrange the training for the current group if the group has changed."""
+        """Change the placement if the group has changed."""
         if admits:
             self._know_groups()
         while True:
             if admits and self._trainer.world.rank == FEEDER:
                 try:
                     self._look_for_newcomers()
-                except PenstockError as error:  # another rank is lost during the wait
+                except PenstockError as error:  # another rank was lost during the wait
                     self._exchanges.go_over(error)
                     continue
             if self._changed:
@@ -121,7 +121,7 @@ class Survivors:
                 self._tell(went_back=True)
 
     def _know_groups(self) -> None:
-        """Share each optimizer's `param_groups` with all ranks, so that those of lost parameters stay known."""
+        """Share each optimizer's `param_groups` with all ranks, so that the groups of lost parameters stay known."""
         while not self._knows_groups and not self._changed:
             self._knows_groups = self._once(self._tell_groups) is not None
 
@@ -130,7 +130,7 @@ class Survivors:
         return {}
 
     def _look_for_newcomers(self) -> None:
-        """End this group if processes wait to be admitted: they join the next one."""
+        """End this group if processes wait to be admitted: they join the next group."""
         world, now = self._trainer.world, time.monotonic()
         missing = self._num_begun - world.transport.size
         if self._options.on_loss == "wait" and missing > 0:
@@ -149,7 +149,7 @@ class Survivors:
             world.health.announce(Verdict(rank=FEEDER, message="another process joined", lost=False, again=True))
 
     def _describe(self) -> dict[str, Any]:
-        """Return rank 0's description of the training for newcomers."""
+        """Return rank 0's description of the run for newcomers."""
         now = self._trainer.now
         return {
             "held": write_grid(now.tensors.grid), "cuts": [cut.name for cut in now.placed.cuts], "number": now.number,
@@ -168,8 +168,8 @@ class Survivors:
                 raise everywhere(DeviceLost(f"{self._exchanges.why}; {self._said['problem']}"))
             if self._said["lost"] and self._said["checkpoint"] is None:
                 raise everywhere(DeviceLost(
-                    f"{self._exchanges.why}; {self._said['lost']} was held by no other process, and no checkpoint to "
-                    "restore was found: save one regularly, or use replicas"
+                    f"{self._exchanges.why}; no other process held {self._said['lost']}, and no checkpoint to "
+                    "restore was found: save checkpoints regularly, or use replicas"
                 ))  # fmt: skip
             if self._joins:
                 self._check_alike()
@@ -191,12 +191,12 @@ class Survivors:
         ):
             if own != theirs:
                 self._exchanges.leave(UsageError(
-                    f"a process that joins a training run must run the same script; this one has {own} {what}, the "
+                    f"a process that joins a training run must run the same script; this process has {own} {what}, the "
                     f"run has {theirs}"
                 ))  # fmt: skip
 
     def _say(self) -> dict[str, Any]:
-        """Return rank 0's object with the placement and the state to continue with."""
+        """Return rank 0's object: the placement, and the state to continue with."""
         trainer = self._trainer
         try:
             grid, cuts = choose_grid(trainer, self._begun, self._options)
@@ -212,7 +212,7 @@ class Survivors:
             "goes_back": bool(lost) or self._going_back is not None,
             "schedulers": [
                 scheduler_state(
-                    each, "so a process that joins could not copy it; use one of torch's, or leave on_loss out"
+                    each, "so a process that joins cannot copy it; use a scheduler of torch, or leave on_loss out"
                 )
                 for each in trainer.schedulers
             ],
@@ -245,7 +245,7 @@ class Survivors:
             self._tell(went_back=False)
 
     def _tell(self, *, went_back: bool) -> None:
-        """Record a change of the training, and print a note on rank 0."""
+        """Record a change of the process group, and print a note on rank 0."""
         trainer = self._trainer
         change = TrainingChange(
             step=trainer.step, why=self._exchanges.why, took_s=time.monotonic() - self._exchanges.ended_s,
@@ -271,7 +271,7 @@ class Survivors:
             scheduler.load_state_dict(decode(state))
 
     def _go_back(self) -> dict[str, Any]:
-        """Restore everything from the last checkpoint; a running call continues with the batch after it."""
+        """Restore all state from the last checkpoint; a running call continues with the batch after the checkpoint."""
         trainer, folder, batch = self._trainer, self._going_back, self._trainer.data.trained
         if folder is None or batch is None:
             raise everywhere(DeviceLost(f"{self._exchanges.why}; no checkpoint to restore was found; start again"))

@@ -60,7 +60,7 @@ def test_a_lab_file_is_read() -> None:
         (('"aarch64"', '"../x"'), "host1 has '../x'"),
         (('"aarch64"', "64"), "arch of host host1 must be text; got 64"),
         (('name = "edge"', "name = 3"), "the lab's name must be text; got 3"),
-        (('name = "edge"', "name = "), "a lab file is TOML, but this one is not"),
+        (('name = "edge"', "name = "), "a lab file must be TOML, but this one is not"),
     ],
 )
 def test_a_wrong_lab_file_is_explained(change: tuple[str, str], message: str) -> None:

@@ -1,1 +1,1 @@
-"""Machines: an emulated cluster on one machine, and machines reached by ssh."""
+"""Clusters: an emulated cluster on one machine, and machines reached by ssh."""

@@ -1,11 +1,11 @@
-"""Installation of packages into a virtual environment, with the build of PyTorch for the machine, and its reason.
+"""Installation of packages into a virtual environment, with the build of PyTorch that suits the machine.
 
     install.py ENVIRONMENT ARGUMENTS-OF-PIP-INSTALL ...
 
                                    PyTorch comes from
     an NVIDIA GPU                  the usual index
-    none, and uv is installed      PyTorch's own index of CPU builds, by uv's --torch-backend
-    neither, on 64-bit ARM         the usual index, the last version that is a CPU build there
+    no GPU, and uv is installed    PyTorch's own index of CPU builds, by uv's --torch-backend
+    neither, on 64-bit ARM         the usual index, in the last version that has a CPU build there
     neither, elsewhere             the usual index, with its CUDA libraries
 
 Run by a machine's own Python before any other check, so it needs only the standard library.
@@ -21,15 +21,15 @@ import tempfile
 
 # the last CPU builds for 64-bit ARM on the usual index, and the torchvision that is built for it
 LAST_CPU = {"torch": "2.10.0", "torchvision": "0.25.0"}
-# bytes that an installation takes at most, with what pip unpacks on the way
+# upper bound of the bytes that an installation takes, including pip's temporary files
 CUDA_BYTES, CPU_BYTES = 8e9, 2.5e9
 _CUDA_PACKAGES = re.compile(r"(torch|torchvision|triton|nvidia[\w.-]*|cuda[\w.-]*)\s*[=<>!~;]", re.IGNORECASE)
 
 
 def main(environment: str, wanted: list[str]) -> str:
-    """Make the environment if there is none, and install; return the chosen build, in one line.
+    """Make the environment if there is none, and install; return a line that names the chosen build and the reason.
 
-    Raises `SystemExit` in one line for a machine on which PyTorch cannot be installed.
+    Raises `SystemExit` with a one-line reason if PyTorch cannot be installed on this machine.
     """
     _check_python()
     environment = os.path.join(os.path.expanduser("~"), environment)
@@ -78,7 +78,7 @@ def with_last_cpu(wanted: list[str], folder: str) -> list[str]:
 
 
 def _constraints(path: str, target: str) -> str:
-    """Copy a constraints file without what belongs to a CUDA build; returns the copy."""
+    """Copy a constraints file without the lines for a CUDA build; returns the copy."""
     with open(path, encoding="utf-8") as file:
         lines = [line for line in file if not _CUDA_PACKAGES.match(line)]
     lines += [f"{name}=={version}\n" for name, version in LAST_CPU.items()]
@@ -92,7 +92,7 @@ def _check_python() -> None:
         raise SystemExit(f"Python 3.11 or later is needed, and this is {platform.python_version()}; set python = ...")
     if sys.maxsize <= 2**32:
         raise SystemExit(
-            f"PyTorch is built for 64-bit systems, and this Python is of 32 bits ({platform.machine()}); install the "
+            f"PyTorch is built for 64-bit systems, but this Python has 32 bits ({platform.machine()}); install the "
             "64-bit system, such as Raspberry Pi OS (64-bit)"
         )
 
@@ -115,7 +115,7 @@ def _has_torch(python: str) -> bool:
 
 
 def takes_cpu_build() -> bool:
-    """Return True if this machine gets PyTorch's CPU build, not the one with CUDA libraries."""
+    """Return True if this machine gets PyTorch's CPU build rather than the build with CUDA libraries."""
     return not has_gpu() and (shutil.which("uv") is not None or is_arm())
 
 

@@ -20,13 +20,13 @@ class OutputLine:
 
 
 Output = Callable[[OutputLine], None]
-# True if the first failing process ends the others; "first" if only the exit of the first host's process does, and
-# "first-failed" if only its failure does
+# which event ends all processes: True: the first failure of any process; "first": the exit of the first host's process;
+# "first-failed": its failure
 EndTogether = bool | Literal["first", "first-failed"]
 
 
 def print_line(line: OutputLine) -> None:
-    """Print a line with the host's name in front, to the stream that it was written to."""
+    """Print a line with the host's name in front, to the same stream (stdout or stderr)."""
     file = sys.stdout if line.stream == "stdout" else sys.stderr
     # one write, so that lines of two hosts do not mix
     text = "\t".join(plain(part) for part in line.text.split("\t"))
@@ -35,7 +35,7 @@ def print_line(line: OutputLine) -> None:
 
 
 def exit_name(code: int) -> str:
-    """Return how a process ended, in words.
+    """Describe how a process ended.
 
     >>> exit_name(3), exit_name(-15)
     ('status 3', 'SIGTERM')

@@ -1,7 +1,7 @@
 """CPU quotas and memory limits of a lab's hosts, with both versions of the kernel's cgroups.
 
-A host is a directory `penstock.LAB/HOST`: one in version 2, one per controller in version 1. They are found by that
-name at any place in the tree, so a lab can be stopped from anywhere.
+A host is a directory `penstock.LAB/HOST`: one in version 2, one per controller in version 1. These directories are
+found by name anywhere in the tree, so a lab can be stopped from any process.
 """
 
 import contextlib
@@ -16,11 +16,11 @@ import msgspec
 
 from penstock.errors import ClusterError, RunError
 
-# short, so that a host with a small share is slow rather than stop-and-go
+# short, so that a host with a small share runs slowly instead of alternating between full speed and pauses
 _PERIOD_US = 10_000
 # the smallest quota that the kernel accepts
 _MIN_QUOTA_US = 1_000
-# a board does not wait for this machine's other processes: the hosts have priority, and their quotas leave the rest
+# hosts have priority over this machine's other processes, as boards would not wait for them; quotas leave the rest
 _MOST_SHARES = 2**18
 _MOST_WEIGHT = 10_000
 _DEADLINE_S = 10.0
@@ -35,7 +35,7 @@ class MemoryUse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def quota(cpu: float) -> tuple[int, int]:
-    """Convert a share of a core to microseconds of quota and of period.
+    """Convert a share of a core to a quota and a period in microseconds.
 
     >>> quota(0.35), quota(0.05)
     ((3500, 10000), (1000, 20000))
@@ -72,7 +72,7 @@ class Cgroups(ABC):
         self._write_cpu(self._one(self.cpu_root, lab, host), cpu)
 
     def memory(self, lab: str, host: str) -> MemoryUse:
-        """Read a host's memory usage; without `memory.peak` (before Linux 5.19) that of now."""
+        """Read a host's memory usage; without `memory.peak` (before Linux 5.19), the peak is the current usage."""
         path = self._one(self.memory_root, lab, host)
         used_bytes, peak = _read_int(path / self._used), path / self._peak
         peak_bytes = _read_int(peak) if peak.exists() else used_bytes
@@ -83,7 +83,7 @@ class Cgroups(ABC):
         return _read_table(self._one(self.memory_root, lab, host) / self._events).get("oom_kill", 0)
 
     def directories(self, lab: str, host: str | None = None) -> list[Path]:
-        """Find the directories of a lab or of one of its hosts that exist."""
+        """Find the existing directories of a lab, or of one of its hosts."""
         found = [
             Path(path) / _lab_directory(lab)
             for root in dict.fromkeys((self.cpu_root, self.memory_root))
@@ -101,14 +101,14 @@ class Cgroups(ABC):
     def kill(self, lab: str, host: str | None = None) -> None:
         """Kill every process of a host, or of the whole lab, immediately.
 
-        Raises `RunError` if some cannot be killed.
+        Raises `RunError` if a process cannot be killed.
         """
         kill_processes(self.directories(lab, host))
 
     def remove(self, lab: str) -> None:
-        """Remove all cgroups of a lab, and kill processes that still join them; no error if there are none.
+        """Remove all cgroups of a lab, and kill processes that still join them; no error if none exist.
 
-        Raises `RunError` if the kernel keeps one.
+        Raises `RunError` if a cgroup cannot be removed.
         """
         for directory in self.directories(lab):
             for path, _, _ in os.walk(directory, topdown=False):
@@ -126,8 +126,9 @@ class Cgroups(ABC):
 
 
 class CgroupsV1(Cgroups):
-    """Version 1: one tree for CPU, one for memory. Hosts are below the caller's own cgroup, so that a lab never gets
-    more than its caller has.
+    """Version 1: one tree for CPU, one for memory.
+
+    Hosts are below the caller's own cgroup, so that a lab never gets more resources than its caller.
     """
 
     _used, _peak, _events = "memory.usage_in_bytes", "memory.max_usage_in_bytes", "memory.oom_control"
@@ -156,14 +157,14 @@ class CgroupsV1(Cgroups):
 
     def _write_cpu(self, path: Path, cpu: float) -> None:
         quota_us, period_us = quota(cpu)
-        # lifted first: the old quota and the new period need not be allowed together
+        # lift the quota first: the kernel may not allow the old quota with the new period
         _write(path / "cpu.cfs_quota_us", -1)
         _write(path / "cpu.cfs_period_us", period_us)
         _write(path / "cpu.cfs_quota_us", quota_us)
 
 
 class CgroupsV2(Cgroups):
-    """Version 2: one tree. Hosts lie under `base`, which must be allowed to hand out controllers."""
+    """Version 2: one tree. Hosts are below `base`, which must be able to delegate controllers."""
 
     _used, _peak, _events = "memory.current", "memory.peak", "memory.events"
 
@@ -196,7 +197,7 @@ class CgroupsV2(Cgroups):
 
 
 def kill_processes(directories: Sequence[Path]) -> None:
-    """Kill every process in these cgroups immediately; raises `RunError` if some cannot be killed."""
+    """Kill every process in these cgroups immediately; raises `RunError` if a process cannot be killed."""
     deadline = time.monotonic() + _DEADLINE_S
     while pids := processes_in(directories):
         if time.monotonic() > deadline:
@@ -219,7 +220,7 @@ def processes_in(directories: Iterable[Path]) -> set[int]:
         for path, _, _ in os.walk(directory):
             with contextlib.suppress(OSError):
                 pids.update(int(word) for word in (Path(path) / "cgroup.procs").read_text().split())
-    # 0 represents a process of another pid namespace, whose id is not visible here
+    # 0 stands for a process of another pid namespace, whose id is not visible here
     return pids - {0}
 
 
@@ -242,8 +243,8 @@ def _remove(path: Path) -> None:
         except FileNotFoundError:
             return
         except OSError as error:
-            # a killed process keeps its cgroup for a moment, and one that was just being started may have
-            # joined since
+            # a killed process keeps its cgroup for a moment, and a process that was just being started may have joined
+            # meanwhile
             if time.monotonic() > deadline:
                 raise RunError(
                     f"a lab's cgroup must be removable, but {path} is not ({error.strerror}); "

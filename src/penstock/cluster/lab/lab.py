@@ -1,7 +1,7 @@
-"""A lab: an emulated cluster on this machine, put up, looked at, disturbed and taken down.
+"""A lab: an emulated cluster on this machine, which can be started, inspected, disturbed and stopped.
 
-Nothing that `down` needs is stored: namespaces, files and cgroups are found by the lab's name. The
-one file under `/run/penstock` remembers the spec of a running lab, so that a name is enough to use it.
+`down` needs no stored state: namespaces, files and cgroups are found by the lab's name. A single file under
+`/run/penstock` has the spec of a running lab, so that its name is enough to use it.
 """
 
 import contextlib
@@ -54,7 +54,7 @@ class Lab:
         run.wait(timeout_s=600)
     lab.down()
 
-    Raises `ClusterError` when this machine cannot carry labs.
+    Raises `ClusterError` if this machine cannot run labs.
     """
 
     def __init__(self, spec: LabSpec, machine: Machine | None = None) -> None:
@@ -63,7 +63,7 @@ class Lab:
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> "Lab":
-        """Read a lab file; raises `ClusterError` when it is wrong."""
+        """Read a lab file; raises `ClusterError` if it is not valid."""
         return cls(read_lab(path))
 
     @classmethod
@@ -77,7 +77,7 @@ class Lab:
         return cls(spec, machine)
 
     def up(self) -> list[str]:
-        """Start the lab, unless it is up; return warnings, one line each.
+        """Start the lab unless it is up; return warnings, one line each.
 
         Raises `ClusterError` if the machine is too small, or another lab of this name is up. On any error, or on
         Ctrl-C, everything started is removed again.
@@ -108,7 +108,7 @@ class Lab:
         return warnings
 
     def down(self) -> None:
-        """Stop the lab with everything that runs in it; no error if it is not or only partly up."""
+        """Stop the lab and all processes in it; no error if the lab is not up or only partly up."""
         take_down(self.spec.name, self._machine)
 
     def is_up(self) -> bool:
@@ -116,7 +116,7 @@ class Lab:
         return presence.find_state(self.spec, self._machine) == "up"
 
     def status(self) -> LabStatus:
-        """Look at the lab and each of its hosts."""
+        """Return the state of the lab and of each host."""
         state = presence.find_state(self.spec, self._machine)
         if state != "up":
             return LabStatus(name=self.spec.name, state=state)
@@ -129,11 +129,11 @@ class Lab:
         nproc_per_host: int = 1, port: int = DEFAULT_PORT, output: Output = print_line,
         end_together: EndTogether = True, grace_s: float = GRACE_S,
     ) -> LabRun:  # fmt: skip
-        """Start a command on every host, or on those named by `on`, with torchrun's environment.
+        """Start a command on every host, or on the hosts in `on`, with torchrun's environment.
 
-        With `end_together` the first process that fails ends the others: SIGTERM, and SIGKILL for the remaining ones
-        after `grace_s`. With "first" only the exit of the first host's process does, with "first-failed" only its
-        failure. Raises `ClusterError` if the lab is not up, a host is unknown or still busy, or the command is empty.
+        With `end_together`, all processes are ended when one fails: SIGTERM, then SIGKILL after `grace_s`. With "first"
+        they are ended only when the process of the first host exits, with "first-failed" only when that process fails.
+        Raises `ClusterError` if the lab is not up, a host is unknown or still busy, or the command is empty.
         """
         if not command:
             raise ClusterError("a run needs a command; write it after --, as in -- python train.py")
@@ -153,18 +153,18 @@ class Lab:
     def cut(self, host: str) -> None:
         """Disconnect a host's network: packets to and from it are dropped silently.
 
-        Raises `ClusterError` when the host is unknown or the lab is not up.
+        Raises `ClusterError` if the host is unknown or the lab is not up.
         """
         self._change(host, network.cut_command(self.spec, host))
 
     def restore(self, host: str) -> None:
-        """Plug a host's network in again; raises like `cut`."""
+        """Reconnect a host's network; raises the same errors as `cut`."""
         self._change(host, network.restore_command(self.spec, host))
 
     def slow(self, host: str, *, cpu: float | None = None, bandwidth_bytes_per_s: float | None = None) -> None:
         """Change a host's share of a core, or its link in both directions, while it runs.
 
-        Raises like `cut`, and for values that the kernel does not support.
+        Raises the same errors as `cut`, and also for values that the kernel does not support.
         """
         if cpu is not None:
             check_cpu(host, cpu)
@@ -179,9 +179,9 @@ class Lab:
                 self._machine.shell.run(command)
 
     def kill(self, host: str) -> int:
-        """Kill every process of a host immediately, like a power failure; return their number.
+        """Kill every process of a host immediately, like a power failure; return the number of processes.
 
-        Raises like `cut`.
+        Raises the same errors as `cut`.
         """
         self._require_host(host)
         num_processes = len(self._machine.cgroups.processes(self.spec.name, host))
@@ -248,7 +248,7 @@ class Lab:
 def lab_session(
     spec: LabSpec, machine: Machine | None = None, *, warn: Callable[[list[str]], None] = lambda _lines: None
 ) -> Iterator[Lab]:
-    """Use a lab within a context: start it unless it is up, and stop it again if started here, also on signals.
+    """Use a lab within a context: start it unless it is up; if started here, stop it at the end, including on signals.
 
     with lab_session(read_lab("lab.toml")) as lab:
         ...
@@ -268,9 +268,9 @@ def lab_session(
 
 
 def take_down(name: str, machine: Machine | None = None) -> None:
-    """Remove everything of the lab of that name; no error if nothing exists.
+    """Remove all resources of the lab of this name; no error if none exist.
 
-    Raises `RunError` if something cannot be removed, after removing the rest.
+    Raises `RunError` if a resource cannot be removed, after removing the rest.
     """
     machine = machine or this_machine()
     with machine.locked():

@@ -1,4 +1,4 @@
-"""The parts of this machine that a lab uses, as one value that tests can replace."""
+"""The parts of this machine that a lab uses, in one object that tests can replace."""
 
 import contextlib
 import fcntl
@@ -33,12 +33,12 @@ class Machine:
     def locked(self) -> Iterator[None]:
         """Hold the lock for building or removing labs.
 
-        Raises `ClusterError` if another process holds it too long.
+        Raises `ClusterError` if another process holds the lock for too long.
         """
         self.run_directory.mkdir(parents=True, exist_ok=True)
         deadline = time.monotonic() + _LOCK_DEADLINE_S
         with (self.run_directory / "lock").open("w") as file:
-            # for the commands run under the lock, see SystemShell
+            # inherited by the commands run under the lock, see SystemShell
             os.set_inheritable(file.fileno(), True)
             while True:
                 try:
@@ -55,9 +55,9 @@ class Machine:
 
 
 def this_machine() -> Machine:
-    """Look at this machine.
+    """Detect this machine's programs, cgroups and resources.
 
-    Raises `ClusterError` when it cannot carry a lab: not root, a program or a controller missing.
+    Raises `ClusterError` if it cannot run a lab: no root access, or a program or controller is missing.
     """
     if platform.system() != "Linux":
         raise ClusterError(f"a lab needs Linux, but this is {platform.system()}; run it on a Linux machine")
@@ -76,9 +76,9 @@ def num_cores() -> int:
 
 
 def find_cgroups(proc: Path = Path("/proc/self")) -> Cgroups:
-    """Detect this machine's cgroups and the place of a lab's.
+    """Detect this machine's cgroups and where those of a lab are created.
 
-    Raises `ClusterError` unless CPU and memory can both be limited.
+    Raises `ClusterError` unless both CPU and memory can be limited.
     """
     try:
         mounts = (proc / "mountinfo").read_text().splitlines()
@@ -114,14 +114,14 @@ def _own_cgroups(text: str) -> Iterator[tuple[str, str]]:
 
 
 def _under(mount: Path, shown: str, own: str) -> Path:
-    """Return the path of a cgroup below a mount that shows only a part of the tree, or else the mount."""
+    """Return the path of a cgroup below a mount that may show only a part of the tree; by default the mount itself."""
     part = Path(own)
     path = mount / (part.relative_to(shown) if part.is_relative_to(shown) else "")
     return path if path.is_dir() else mount
 
 
 def _handing_out(root: Path, own: Path) -> Path:
-    """The nearest cgroup at or above one's own that hands both controllers to its children."""
+    """Return the nearest cgroup, at or above this process's own, that delegates both controllers to its children."""
     for path in (own, *own.parents):
         if path == root or {"cpu", "memory"} <= set(_words(path / "cgroup.subtree_control")):
             return path

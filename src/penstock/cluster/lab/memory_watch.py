@@ -1,4 +1,4 @@
-"""Watching what the processes of a host use, so that a host that ran out of memory can be explained."""
+"""Memory usage of a host's processes, to explain why a host ran out of memory."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,7 +13,7 @@ _SHOWN_LETTERS = 60
 
 
 class ProcessMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """A process that was seen on a host, and the most memory it was seen to have."""
+    """A process of a host, and the peak of its sampled memory usage."""
 
     pid: int
     command: str
@@ -21,7 +21,7 @@ class ProcessMemory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MemoryWatch:
-    """A record of one host's processes, including those present when it ran out of memory."""
+    """Samples of one host's processes, including those present when the host ran out of memory."""
 
     def __init__(self, proc: Path = Path("/proc")) -> None:
         self._proc = proc
@@ -40,11 +40,11 @@ class MemoryWatch:
                 self._seen[pid] = msgspec.structs.replace(now, peak_bytes=peak_bytes)
 
     def largest(self) -> list[ProcessMemory]:
-        """Return the processes seen, the largest first."""
+        """Return the sampled processes, largest first."""
         return sorted(self._seen.values(), key=lambda process: -process.peak_bytes)
 
     def ended(self) -> ProcessMemory | None:
-        """Return the largest of the recent processes, because the kernel kills the largest first."""
+        """Return the largest recent process, because the kernel kills the largest first."""
         lately = self._before | self._now
         return next((process for process in self.largest() if process.pid in lately), None)
 
@@ -67,7 +67,7 @@ def read_process(pid: int, proc: Path = Path("/proc")) -> ProcessMemory | None:
 
 
 def explain(host: str, limit_bytes: int, use: MemoryUse, watch: MemoryWatch) -> str:
-    """Return in one line which host ran out of memory, at which limit, and what used it."""
+    """Explain in one line which host ran out of memory, at which limit, and which processes used the memory."""
     ended = watch.ended()
     victim = f"ended its largest process, {ended.command!r}" if ended else "ended a process"
     shown = ", ".join(

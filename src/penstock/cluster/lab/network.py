@@ -1,4 +1,4 @@
-"""The network of a lab: one namespace per host, and one more for the switch between them.
+"""The network of a lab: one namespace per host, and another for the switch that connects the hosts.
 
     namespace penstock.LAB.host0          namespace penstock.LAB
       eth0 10.77.0.1  ── veth ──────────  port0 ┐
@@ -8,8 +8,8 @@
       eth0 10.77.0.2  ── veth ──────────  port1 ┘
 
 Since the bridge is in a separate namespace, it is invisible to the machine's own network and firewall, and labs are
-isolated from each other: all of them use the same addresses. Deleting the namespaces deletes everything. Names are
-never stored; all are derived from the lab's.
+isolated from each other: all of them use the same addresses. Deleting the namespaces deletes the whole network. Names
+are never stored; they are derived from the lab's name.
 """
 
 import json
@@ -19,12 +19,12 @@ from penstock.cluster.lab.spec import LabSpec
 
 Command = list[str]
 
-# Burst of a token bucket, as time: longer than a late timer, shorter than a large message.
+# Burst of a token bucket, in seconds: longer than a timer may be late, shorter than a large message takes.
 _BURST_S = 0.005
 _LATE_S = 0.0005
-# two frames and their headers: less would make a slow link wait between single frames
+# two frames and their headers: with less, a slow link would wait after every frame
 _MIN_BURST_BYTES = 4096
-# The kernel hands down up to 64 KB in one piece; a bucket counts the headers of all its frames as well.
+# The kernel passes up to 64 KB down in one piece; a bucket also counts the headers of all frames of the piece.
 _LARGEST_PIECE_BYTES = 65536
 _MAX_BURST_BYTES = 80_000
 _QUEUE = "50ms"
@@ -32,12 +32,12 @@ _NETWORK = "10.77.0.0/24"
 
 
 def switch_namespace(lab: str) -> str:
-    """Name the namespace that holds a lab's bridge."""
+    """Return the name of the namespace of a lab's bridge."""
     return f"penstock.{lab}"
 
 
 def host_namespace(lab: str, host: str) -> str:
-    """Name the namespace of one host.
+    """Return the name of a host's namespace.
 
     >>> host_namespace("lab", "host0")
     'penstock.lab.host0'
@@ -78,7 +78,7 @@ def up_commands(spec: LabSpec) -> list[Command]:
             ["ip", "-n", switch, "link", "set", port, "master", "bridge", "up"],
             ["ip", "-n", namespace, "address", "add", f"{host_address(index)}/24", "dev", "eth0"],
             ["ip", "-n", namespace, "link", "set", "eth0", "up"],
-            # as on boards; the machine may pace its own connections with a timer for every few frames
+            # cubic, as on boards; this machine's own algorithm may pace connections with a timer for every few frames
             f"ip -n {namespace} route replace {_NETWORK} dev eth0 src {host_address(index)} congctl cubic".split(),
         ]
         if host.bandwidth_bytes_per_s is not None:
@@ -94,12 +94,12 @@ def bandwidth_commands(spec: LabSpec, index: int, bytes_per_s: float) -> list[Co
     commands = []
     for where, device in devices:
         replace = ["tc", "-n", where, "qdisc", "replace", "dev", device, "root"]
-        # a shrunk bucket would permanently hold a larger piece that waits in it, so it is replaced
+        # replace the bucket: if it were shrunk, a larger piece that waits in it would never be sent
         commands += [[*replace, "pfifo"], [*replace, *bucket]]
     return [
         *commands,
         ["ip", "-n", namespace, "link", "set", "eth0", "gso_max_size", str(piece_bytes(bytes_per_s))],
-        # a connection reads the size of its pieces only when it looks up its route
+        # a connection reads the piece size only when it looks up its route
         ["ip", "-n", namespace, "route", "flush", "cache"],
     ]
 
@@ -122,10 +122,10 @@ def token_bucket(bytes_per_s: float) -> list[str]:
 
 
 def piece_bytes(bytes_per_s: float) -> int:
-    """Return how much a host hands to its link in one piece, as to a network card that splits it into frames itself.
+    """Return the bytes that a host passes to its link in one piece, as to a network card that splits it into frames.
 
-    A bucket that cannot take a piece whole splits it, and then every frame costs the cores that the hosts compute
-    on a timer, a way through the switch and a wake-up, which cards and switches do without them.
+    A bucket that cannot take a whole piece splits it. Each frame then costs a timer, a pass through the switch and a
+    wake-up, on the cores that the hosts compute on; with real cards and switches it would not.
 
     >>> piece_bytes(1_250_000)
     5625
@@ -134,37 +134,37 @@ def piece_bytes(bytes_per_s: float) -> int:
 
 
 def _burst_bytes(bytes_per_s: float) -> int:
-    # a fast link needs at least the bytes that it carries until a late timer fires
+    # a fast link needs at least the bytes that it carries while a timer is late
     most = max(_MAX_BURST_BYTES, round(bytes_per_s * _LATE_S))
     return min(most, max(_MIN_BURST_BYTES, round(bytes_per_s * _BURST_S)))
 
 
 def cut_command(spec: LabSpec, host: str) -> Command:
-    """Unplug a host: its port leaves the bridge, so everything sent is lost without a sign."""
+    """Disconnect a host: its port leaves the bridge, so packets are dropped silently."""
     return ["ip", "-n", switch_namespace(spec.name), "link", "set", _port(spec, host), "nomaster"]
 
 
 def restore_command(spec: LabSpec, host: str) -> Command:
-    """Plug a host in again."""
+    """Reconnect a host."""
     return ["ip", "-n", switch_namespace(spec.name), "link", "set", _port(spec, host), "master", "bridge"]
 
 
 def cut_hosts(spec: LabSpec, shell: Shell) -> set[str]:
-    """Find which hosts are unplugged."""
+    """Return the hosts that are disconnected."""
     links = json.loads(shell.run(["ip", "-j", "-n", switch_namespace(spec.name), "link", "show"]) or "[]")
     plugged = {link["ifname"] for link in links if link.get("master") == "bridge"}
     return {host.name for host in spec.hosts if _port(spec, host.name) not in plugged}
 
 
 def lab_namespaces(lab: str, shell: Shell) -> list[str]:
-    """List the namespaces that exist of a lab, whether it was built to its end or not."""
+    """List the existing namespaces of a lab, which may be only partly built."""
     switch = switch_namespace(lab)
     names = [line.split()[0] for line in shell.run(["ip", "netns", "list"]).splitlines() if line.strip()]
     return sorted(name for name in names if name == switch or name.startswith(f"{switch}."))
 
 
 def delete_command(namespace: str) -> Command:
-    """Delete a namespace and with it every link that ends in it."""
+    """Delete a namespace, and with it every link that ends in it."""
     return ["ip", "netns", "delete", namespace]
 
 

@@ -32,7 +32,7 @@ def find_state(spec: LabSpec, machine: Machine) -> State:
 
 
 def remember(spec: LabSpec, machine: Machine) -> None:
-    """Note that a lab is complete."""
+    """Record that a lab is complete."""
     file = _file(spec.name, machine)
     new = file.with_suffix(".new")
     new.write_bytes(msgspec.json.encode(spec))
@@ -40,7 +40,7 @@ def remember(spec: LabSpec, machine: Machine) -> None:
 
 
 def remembered(name: str, machine: Machine) -> LabSpec | None:
-    """Return the spec of a lab that was completed; None without one, or if its file is damaged."""
+    """Return the spec of a completed lab; None if there is none, or if its file is damaged."""
     try:
         return msgspec.json.decode(_file(name, machine).read_bytes(), type=LabSpec)
     except (OSError, msgspec.MsgspecError, PenstockError):
@@ -48,14 +48,14 @@ def remembered(name: str, machine: Machine) -> LabSpec | None:
 
 
 def remembered_names(machine: Machine) -> list[str]:
-    """List the labs that were completed."""
+    """Return the names of completed labs."""
     return sorted(file.stem for file in machine.run_directory.glob("*.json"))
 
 
 def remove(name: str, machine: Machine) -> None:
-    """Remove everything of a lab; no error if nothing exists.
+    """Remove all resources of a lab; no error if none exist.
 
-    Raises the first `RunError` if something cannot be removed, after trying all the rest.
+    If a resource cannot be removed, raises the first `RunError` after trying all the others.
     """
     failures: list[PenstockError] = []
 
@@ -75,7 +75,7 @@ def remove(name: str, machine: Machine) -> None:
             machine.shell.run(delete_command(namespace))
     for directory in _host_files(name, machine):
         shutil.rmtree(directory, ignore_errors=True)
-    # their directory is removed too if it is then empty
+    # remove their directory too if it is now empty
     with contextlib.suppress(OSError):
         machine.netns_directory.rmdir()
     with attempt():

@@ -1,7 +1,7 @@
-"""Small boards by name: what `penstock lab init --like` writes.
+"""Presets of small boards for `penstock lab init --like`.
 
-A lab emulates a board's memory and its network, not its processor: every host gets the same share
-of this machine's cores, small enough that the hosts do not disturb each other.
+A lab emulates a board's memory and network, not its processor: every host gets the same share of this machine's cores,
+small enough that the hosts do not disturb each other.
 """
 
 import math
@@ -15,7 +15,7 @@ _GIGABIT = 125_000_000.0
 PRESETS: dict[str, tuple[int, float]] = {
     # BCM2837, 1 GB, 100 Mbit Ethernet over USB 2.0
     "raspberry-pi-3": (2**30, _GIGABIT / 10),
-    # the same with a gigabit port over USB 2.0, which its maker rates at 300 Mbit/s
+    # the same memory, with a gigabit port over USB 2.0, rated at 300 Mbit/s by its maker
     "raspberry-pi-3-plus": (2**30, _GIGABIT * 0.3),
     # sold with 1 to 8 GB; true gigabit Ethernet
     "raspberry-pi-4": (4 * 2**30, _GIGABIT),
@@ -28,7 +28,7 @@ def preset(
     like: str, num_hosts: int, num_cores: int, *, name: str = "lab", cpu: float | None = None,
     memory_bytes: int | None = None, bandwidth_bytes_per_s: float | None = None,
 ) -> LabSpec:  # fmt: skip
-    """Make a lab of equal hosts from a known board; given values replace the board's.
+    """Make a lab of equal hosts from a known board; arguments that are given replace the board's values.
 
     Raises `ClusterError` for an unknown board or a value that cannot be emulated.
 
@@ -41,7 +41,7 @@ def preset(
     if num_hosts < 1:
         raise ClusterError(f"a lab must have at least one host; got {num_hosts}; use --hosts 4")
     board_memory_bytes, board_rate = PRESETS[like]
-    if cpu is None:  # with the usual one process per host more than a core would not be used
+    if cpu is None:  # with the usual single process per host, more than one core would be unused
         cpu = min(1.0, math.floor(QUIET_SHARE * num_cores / num_hosts * 100 + 1e-9) / 100)
     memory_bytes = board_memory_bytes if memory_bytes is None else memory_bytes
     bandwidth_bytes_per_s = board_rate if bandwidth_bytes_per_s is None else bandwidth_bytes_per_s

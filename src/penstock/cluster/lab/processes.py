@@ -1,11 +1,11 @@
-"""Start of a process inside a host of a lab, with a guard that none outlives its starter.
+"""Start of processes inside a lab's hosts, with a guard so that none outlives its starter.
 
-A process is started by a chain of `exec`, with one process id from the first to the last:
+A process is started by a chain of `exec`, which keeps one process id:
 
     sh: join the host's cgroups ─▶ ip netns exec ─▶ unshare --uts ─▶ sh: take the host's name ─▶ COMMAND
 
-so the command is under the host's limits from its first instruction, and sees the host's network,
-its own host name, and the names of the other hosts.
+So the command is under the host's limits from its first instruction, and sees the host's network, its own host name,
+and the names of the other hosts.
 """
 
 import contextlib
@@ -21,8 +21,8 @@ from penstock.cluster.lab.roots import inside
 
 _JOIN = 'while [ "$1" != -- ]; do echo $$ > "$1" || exit 125; shift; done; shift; exec "$@"'
 _RENAME = 'echo "$0" > /proc/sys/kernel/hostname; exec "$@"'
-# ends everything in the given cgroups when the pipe closes without a word; a process that is being
-# started may join late, so the cgroups must stay empty for a while
+# kills all processes in the given cgroups if the pipe closes without a message; a process that is being started may
+# join late, so it continues until the cgroups have stayed empty for a while
 _GUARD = """
 read -r word && [ "$word" = done ] && exit
 empty=0
@@ -33,8 +33,8 @@ while [ $empty -lt 20 ]; do
 done
 """
 
-# Keeps the given cores busy until the pipe closes. What has the lowest priority may get no time to end on a busy
-# machine, so it first gets the usual one.
+# Keeps the given cores busy until the pipe closes. A process of lowest priority may get no CPU time to exit on a busy
+# machine, so its priority is raised first.
 _AWAKE = """
 spinners=
 for core in "$@"; do
@@ -61,12 +61,12 @@ class Target:
 
     @property
     def process_files(self) -> list[str]:
-        """The files into which a process writes its id to join the host."""
+        """Files to which a process writes its id to join the host's cgroups."""
         return [str(path / "cgroup.procs") for path in self.directories]
 
 
 def command_line(target: Target, command: Sequence[str]) -> list[str]:
-    """Write the command that runs `command` inside a host."""
+    """Return the command that runs `command` inside a host."""
     return [
         *("sh", "-c", _JOIN, "penstock-lab", *target.process_files, "--"),
         *(() if target.core is None else ("taskset", "--cpu-list", str(target.core))),
@@ -76,10 +76,10 @@ def command_line(target: Target, command: Sequence[str]) -> list[str]:
 
 
 def choose_cores(shares: Sequence[float], cores: Sequence[int]) -> list[int | None]:
-    """Assign each host with at most one core a core of the machine, so that the shares on no core exceed 1.
+    """Assign a core of the machine to each host with at most one core, so that shares on a core add up to at most 1.
 
-    A small board cannot run two threads simultaneously, and a quota used on two cores is partly stranded on the one
-    where a thread sleeps. None if a host is larger, or does not fit.
+    A small board cannot run two threads simultaneously, and if a quota is used on two cores, a part of it is unused on
+    the core where a thread sleeps. The result is None for a host that is larger or does not fit.
 
     >>> choose_cores([0.35, 0.35, 0.35, 0.35], [0, 1])
     [0, 1, 0, 1]
@@ -97,9 +97,9 @@ def choose_cores(shares: Sequence[float], cores: Sequence[int]) -> list[int | No
 def environment(
     targets: Sequence[Target], node_rank: int, local_rank: int, nproc_per_host: int, port: int
 ) -> dict[str, str]:
-    """Return the variables that torchrun would set for one process, and the name of its host.
+    """Return the variables that torchrun would set for a process, and the name of its host.
 
-    Rank 0 is on the first of the participating hosts, which is the master of all.
+    Rank 0 is on the first of the participating hosts, whose address is MASTER_ADDR.
     """
     return {
         "RANK": str(node_rank * nproc_per_host + local_rank),
@@ -114,17 +114,17 @@ def environment(
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "eth0",
         "PENSTOCK_HOST": targets[node_rank].host,
-        # the cgroups are not visible inside a namespace that `ip netns` entered
+        # cgroups are not visible inside a namespace entered by `ip netns`
         "PENSTOCK_CPU": f"{targets[node_rank].cpu:g}",
         "PENSTOCK_BANDWIDTH": f"{targets[node_rank].bandwidth_bytes_per_s or 0:g}",
         "PENSTOCK_TRUSTED": "1",  # no other machine reaches a lab's hosts
-        # a pipe would otherwise hold lines back until a block of them is full
+        # otherwise output to a pipe is buffered in blocks
         "PYTHONUNBUFFERED": "1",
     }
 
 
 def start_process(target: Target, command: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[str]:
-    """Start a command inside a host, in a session of its own, with its output in pipes."""
+    """Start a command inside a host, in a new session, with its output in pipes."""
     return subprocess.Popen(
         command_line(target, command), env={**os.environ, **env}, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
         stderr=subprocess.PIPE, text=True, encoding="utf-8", errors="replace", start_new_session=True,
@@ -133,7 +133,7 @@ def start_process(target: Target, command: Sequence[str], env: Mapping[str, str]
 
 def signal_group(process: "subprocess.Popen[str]", number: signal.Signals) -> None:
     """Send a signal to a started process and everything in its session."""
-    # until it was waited for, its id cannot belong to another process
+    # until the process has been waited for, its id cannot belong to another process
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
@@ -159,12 +159,12 @@ class Guard:
 class Awake:
     """A load of lowest priority that keeps cores from sleeping.
 
-    A sleeping core of a virtual machine is given to others: it wakes late, with cold caches. Then a host is slower the
-    more it waits, and even more with busy neighbours; a board has its core to itself.
+    A hypervisor gives the sleeping cores of a virtual machine to others, so they wake late, with cold caches. Then a
+    host is slower the more it waits, especially with busy neighbours; a board has its core to itself.
     """
 
     def __init__(self, cores: Iterable[int], lab: str = "") -> None:
-        # the lab's name identifies the helper in a process list
+        # the lab's name identifies this process in a process list
         command = ["sh", "-c", _AWAKE, f"penstock-lab-awake {lab}", *map(str, sorted(set(cores)))]
         self._process = _start_helper(command, stdin=subprocess.PIPE)
 

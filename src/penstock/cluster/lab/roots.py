@@ -1,15 +1,16 @@
-"""Hosts of a lab with another processor: a folder with its root file system, whose programs qemu-user runs.
+"""Hosts of a lab with another processor: their programs are in a root file system and run by qemu-user.
 
-`scripts/aarch64.sh build` makes such a folder. A command on such a host runs in it, and shares with this machine
+`scripts/aarch64.sh build` makes the folder of such a root. A command on the host runs in it, and shares with this
+machine
 
-    /dev, /proc, /sys, /tmp      what programs need
+    /dev, /proc, /sys, /tmp      needed by most programs
     the current folder           under the same path, for models, scripts and results
-    the source of penstock       at the place of an installed one in the root's own Python
+    the source of penstock       in place of an installed penstock, in the root's own Python
     /etc/hosts of the host       so that hosts know each other by name
 
-PYTHONPATH is not passed on, because it has packages for this machine's processor.
+PYTHONPATH is not passed on, because its packages are for this machine's processor.
 
-The mounts belong to the command's own mount namespace, which `ip netns exec` makes, and end with it.
+The mounts belong to the command's own mount namespace, made by `ip netns exec`, and end with it.
 """
 
 import os
@@ -38,9 +39,9 @@ exec chroot "$root" env -u PYTHONDONTWRITEBYTECODE -u PYTHONPATH -C "$folder" PA
 
 
 def root_folder(arch: str | None) -> Path | None:
-    """Return the folder with the system of a processor; None for this machine's own.
+    """Return the folder with the system for a processor; None for this machine's own processor.
 
-    Folders lie in `PENSTOCK_ROOTS`, by default `~/.cache/penstock/roots`, and have the processor's name.
+    Folders are in `PENSTOCK_ROOTS`, by default `~/.cache/penstock/roots`, and named after the processor.
 
     >>> root_folder(None) is None
     True
@@ -52,7 +53,7 @@ def root_folder(arch: str | None) -> Path | None:
 
 
 def check_root(host: str, arch: str | None, shell: Shell) -> None:
-    """Raise `ClusterError` unless programs of a host's processor run here."""
+    """Raise `ClusterError` unless programs for a host's processor run here."""
     root = root_folder(arch)
     if root is None:
         return
@@ -70,7 +71,7 @@ def check_root(host: str, arch: str | None, shell: Shell) -> None:
 
 
 def inside(root: Path | None, command: Sequence[str]) -> list[str]:
-    """Return the command that runs `command` in a root; with this machine's Python replaced by the root's."""
+    """Return the command that runs `command` in a root, with this machine's Python replaced by the root's."""
     if root is None:
         return list(command)
     own = [f"{_ENVIRONMENT}/bin/python" if word == sys.executable else word for word in command]

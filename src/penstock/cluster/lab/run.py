@@ -1,9 +1,9 @@
-"""A command running on the hosts of a lab: its output, its memory, and its end.
+"""A command running on the hosts of a lab: its output, memory and exit.
 
     running ──one process fails, memory runs out, terminate()──▶ ending ──all gone──▶ done
        └──────────────────────all processes ended────────────────────────────────────────▲
 
-One thread watches everything; before done it kills all remaining processes in the hosts.
+One thread watches all processes; before `done` it kills all that remain in the hosts.
 """
 
 import contextlib
@@ -23,10 +23,10 @@ from penstock.cluster.output import EndTogether, Output, OutputLine, exit_name
 from penstock.errors import ClusterError, OutOfMemory, RunError
 
 _LOOK_EVERY_S = 0.05
-# less often, because it is expensive and the hosts should have the machine to themselves
+# less often, because it is expensive and takes CPU time from the hosts
 _LOOK_AT_MEMORY_EVERY_S = 0.1
 GRACE_S = 5.0
-# time that pipes may stay open after every process that could write to them has exited
+# how long pipes may stay open after all processes that could write to them have exited
 _DRAIN_S = 5.0
 
 
@@ -40,12 +40,12 @@ class _Member:
 
 
 class LabRun:
-    """A command that runs on hosts of a lab; made by `Lab.start`.
+    """A command that runs on hosts of a lab; created by `Lab.start`.
 
     with lab.start(["python", "train.py"]) as run:
         exit_codes = run.wait(timeout_s=600)
 
-    Leaving the `with` block ends what still runs.
+    Leaving the `with` block ends processes that still run.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class LabRun:
         self._first_failure: str | None = None
         self._failure: BaseException | None = None
         self._ending, self._done = threading.Event(), threading.Event()
-        # always released at the end, the guard first
+        # released at the end in any case, the guard first
         self._helpers = contextlib.ExitStack()
         try:
             cores = [target.core for target in targets if target.core is not None]
@@ -94,14 +94,14 @@ class LabRun:
 
     @property
     def first_failure(self) -> str | None:
-        """The process that failed first, as in `host1 ended with status 3`; None if none did."""
+        """The process that failed first, as in `host1 ended with status 3`; None if none failed."""
         return self._first_failure
 
     def wait(self, timeout_s: float | None = None) -> dict[str, int]:
         """Wait until every process has exited; return each host's exit code.
 
-        Raises `OutOfMemory` if a host ran out of memory that the run does not outlive, and `RunError` on a timeout (the
-        run continues).
+        Raises `OutOfMemory` if a host ran out of memory and this ends the run, and `RunError` on a timeout (the run
+        continues).
         """
         if not self._done.wait(timeout_s):
             running = [host for host, code in self.exit_codes.items() if code is None]
@@ -117,7 +117,7 @@ class LabRun:
         return {host: code if code is not None else 0 for host, code in self.exit_codes.items()}
 
     def terminate(self) -> None:
-        """End every process, first with SIGTERM, and return when none is left; no error if it has ended."""
+        """End all processes, first with SIGTERM, and return when none is left; no error if the run has ended."""
         self._ending.set()
         self._done.wait(self._grace_s + _DRAIN_S + 30)
 
@@ -143,7 +143,8 @@ class LabRun:
                 line = text.rstrip("\n")
                 self._output(OutputLine(host=target.host, local_rank=local_rank, stream=stream, text=line))
         except BaseException as error:
-            # nothing reads further output, so the process would block eventually: end the run; wait() raises the error
+            # no thread reads further output, so the process would block eventually: end the run; wait() raises the
+            # error
             self._failure = error
             self._ending.set()
 
@@ -156,7 +157,7 @@ class LabRun:
                     self._signal_all(signal.SIGTERM)
                 if kill_at is not None and time.monotonic() > kill_at:
                     break
-                # terminate() cuts the pause short, and once that is known pauses are plain again
+                # terminate() cuts this pause short; later pauses are ordinary again
                 pause = self._ending.wait if kill_at is None else time.sleep
                 pause(_LOOK_EVERY_S)
         except (ClusterError, OSError) as error:
@@ -195,7 +196,7 @@ class LabRun:
         self._looked_at_memory_s = time.monotonic()
         for target in self._targets:
             watch = self._watches[target.host]
-            # each of the directories has all of the host's processes
+            # each directory lists all processes of the host
             watch.sample(processes_in(target.directories[:1]))
             killed = self._oom_kills(target) > self._kills_before[target.host]
             if killed and self._out_of_memory is None:
@@ -215,19 +216,19 @@ class LabRun:
             deadline = time.monotonic() + _DRAIN_S
             stuck = [member for member in self._members if not _ends(member.process, deadline)]
             kill_processes([path for target in self._targets for path in target.directories])
-            # the last process may have exited, or run out of memory, since the last call; a host whose lab is being
-            # stopped has no memory to read
+            # the last process may have exited or run out of memory since the last call; if the lab is being stopped,
+            # the host's memory cannot be read
             with contextlib.suppress(ClusterError, OSError):
                 self._look()
                 self._look_at_memory()
             for member in self._members:
                 for pump in member.pumps:
-                    if pump.ident is not None:  # a signal may come before one is started
+                    if pump.ident is not None:  # a signal may arrive before the thread is started
                         pump.join(timeout=_DRAIN_S)
             if stuck:
                 named = ", ".join(f"{member.process.pid} of {member.target.host}" for member in stuck)
                 raise RunError(
-                    f"a killed process ends within {_DRAIN_S:g} s, but {named} did not; "
+                    f"a killed process must exit within {_DRAIN_S:g} s, but {named} did not; "
                     "see what it waits for with ps -o pid,stat,wchan,args, then run penstock lab down"
                 )
 

@@ -1,4 +1,4 @@
-"""The seam to the programs that change the network: `ip` and `tc`."""
+"""Calls of the programs that change the network, `ip` and `tc`; replaceable in tests."""
 
 import contextlib
 import signal
@@ -17,7 +17,7 @@ class Shell(Protocol):
     """A shell that runs one program to its end and returns its output."""
 
     def run(self, command: Sequence[str]) -> str:
-        """Run a command; raises `RunError` when it fails."""
+        """Run a command; raises `RunError` if it fails."""
         ...
 
 
@@ -29,17 +29,18 @@ class SystemShell:
     """
 
     def run(self, command: Sequence[str]) -> str:
-        """Run a command; raises `RunError` with its last words when it fails or takes too long."""
+        """Run a command; raises `RunError` with its last line of output if it fails or takes too long."""
         try:
             with _signals_wait():
-                # with its files open, a command that outlives its killed caller holds the lock that it was run under
+                # inherits open files: a command that outlives its killed caller keeps holding the lock under which it
+                # runs
                 done = subprocess.run(
                     command, capture_output=True, text=True, timeout=_DEADLINE_S, stdin=subprocess.DEVNULL,
                     close_fds=False,
                 )  # fmt: skip
         except subprocess.TimeoutExpired:
             raise RunError(
-                f"a lab command ends within {_DEADLINE_S:g} s, but {' '.join(command)} did not; "
+                f"a lab command must end within {_DEADLINE_S:g} s, but {' '.join(command)} did not; "
                 "run penstock lab down and try again"
             ) from None
         except OSError as error:
@@ -55,10 +56,10 @@ class SystemShell:
 
 @contextlib.contextmanager
 def _signals_wait() -> Iterator[None]:
-    """Delay termination signals until the end of the block; only a main thread receives any.
+    """Delay termination signals until the end of the block; only the main thread receives signals.
 
-    A handler that raises in the middle of `subprocess` may leave its lock on the child held, and then waiting for the
-    child never returns. The programs run here take milliseconds, so the delay is short.
+    If a handler raises inside `subprocess`, the lock on the child may stay held, and waiting for the child never
+    returns. The programs run here take milliseconds, so the delay is short.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -8,15 +8,16 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 
 _ENDINGS = (signal.SIGTERM, signal.SIGHUP)
-_WAY_OUT_S = 2.0  # for which signals after the block change nothing
+_WAY_OUT_S = 2.0  # signals within this time after the block have no effect
 
 
 @contextlib.contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """Convert a termination signal to `SystemExit` with the status of a process that it ended, such as 143.
+    """Convert a termination signal to `SystemExit` with the usual exit status for that signal, such as 143.
 
-    A second one neither interrupts the cleanup nor changes the exit status; a closing terminal sends several. Signals
-    that the program handles itself, or ignores as with `nohup`, are unchanged; and only a main thread receives any.
+    A second signal neither interrupts the cleanup nor changes the exit status; a closing terminal sends several.
+    Signals that the program handles itself, or ignores as with `nohup`, are unchanged. Only the main thread receives
+    signals.
 
     Example:
         with ended_by_signals():
@@ -45,7 +46,7 @@ def ended_by_signals() -> Iterator[None]:
 
 
 def _end_later(begin_s: float) -> Callable[[int, FrameType | None], None]:
-    """Return a handler that ends the program from a time on: before that the program is on its way out."""
+    """Return a handler that ends the program, but not before `begin_s`, while the program is already exiting."""
 
     def end(number: int, _frame: FrameType | None) -> None:
         if time.monotonic() > begin_s:
@@ -55,7 +56,7 @@ def _end_later(begin_s: float) -> Callable[[int, FrameType | None], None]:
 
 
 def ignore_late_signals(end: SystemExit) -> None:
-    """Ignore later signals in a program ended by one, so that its exit status does not change."""
+    """Ignore further signals in a program that a signal has ended, so that its exit status does not change."""
     if end.code in {128 + number for number in _ENDINGS}:
         for number in _ENDINGS:
             signal.signal(number, signal.SIG_IGN)

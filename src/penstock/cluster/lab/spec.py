@@ -32,14 +32,14 @@ _ARCH = re.compile(r"[a-z0-9_]{1,20}")
 _MIN_CPU = 0.01
 _MIN_MEMORY_BYTES = 2**20
 _MIN_BANDWIDTH_BYTES_PER_S = 125.0
-# above this share of the cores the hosts start to take time from each other
+# above this share of the cores, hosts start to slow each other down
 QUIET_SHARE = 0.7
 
 
 class HostSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One emulated host: its share of a core, its memory and, unless None, its bandwidth and its processor.
+    """An emulated host: its share of a core, its memory and, unless None, its bandwidth and processor.
 
-    Raises `ClusterError` when a value cannot be emulated.
+    Raises `ClusterError` if a value cannot be emulated.
 
     >>> HostSpec(name="host0", cpu=0.35, memory_bytes=2**30).bandwidth_bytes_per_s is None
     True
@@ -71,7 +71,7 @@ class HostSpec(msgspec.Struct, frozen=True, kw_only=True):
 class LabSpec(msgspec.Struct, frozen=True, kw_only=True):
     """An emulated cluster: a name and its hosts.
 
-    Raises `ClusterError` for no hosts, too many, or two of one name.
+    Raises `ClusterError` if there are no hosts, too many, or two with the same name.
 
     >>> LabSpec(hosts=(HostSpec(name="a", cpu=0.5, memory_bytes=2**30),)).name
     'lab'
@@ -94,7 +94,7 @@ class LabSpec(msgspec.Struct, frozen=True, kw_only=True):
                 )
 
     def host(self, name: str) -> HostSpec:
-        """Return the host of that name.
+        """Return the host of this name.
 
         Raises `ClusterError` if the lab has no such host.
         """
@@ -110,7 +110,7 @@ class LabSpec(msgspec.Struct, frozen=True, kw_only=True):
 def parse_lab(text: str) -> LabSpec:
     """Read the text of a lab file.
 
-    Raises `ClusterError` when it is not TOML, names an unknown field or holds a wrong value.
+    Raises `ClusterError` if the text is not TOML or has an unknown field or an invalid value.
 
     >>> parse_lab('[[hosts]]\\nname = "a"\\ncpu = 0.5\\nmemory = "1 GiB"').hosts[0].cpu
     0.5
@@ -118,7 +118,7 @@ def parse_lab(text: str) -> LabSpec:
     try:
         table = msgspec.toml.decode(text)
     except msgspec.DecodeError as error:
-        raise ClusterError(f"a lab file is TOML, but this one is not: {error}; correct that line") from None
+        raise ClusterError(f"a lab file must be TOML, but this one is not: {error}; correct that line") from None
     _check_fields("a lab file", table, _LAB_FIELDS)
     hosts = read_tables(table, "hosts")
     default = _rate("the lab", table)
@@ -131,7 +131,7 @@ def parse_lab(text: str) -> LabSpec:
 def read_lab(path: str | os.PathLike[str]) -> LabSpec:
     """Read a lab file.
 
-    Raises `ClusterError` when it cannot be read or is wrong; the message starts with the path.
+    Raises `ClusterError` if it cannot be read or is not valid; the message starts with the path.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -147,7 +147,7 @@ def read_lab(path: str | os.PathLike[str]) -> LabSpec:
 
 
 def write_lab(spec: LabSpec) -> str:
-    """Write a lab as the text of a lab file; reading it returns an equal spec.
+    """Return the text of a lab file; reading it returns an equal spec.
 
     >>> print(write_lab(LabSpec(hosts=(HostSpec(name="a", cpu=0.5, memory_bytes=2**30),))))
     name = "lab"
@@ -171,15 +171,15 @@ def write_lab(spec: LabSpec) -> str:
 
 
 def check_fit(spec: LabSpec, num_cores: int, memory_bytes: int) -> list[str]:
-    """Compare a lab with the machine that will run it; return warnings, one line each.
+    """Compare a lab with the machine that runs it; return warnings, one line each.
 
-    Raises `ClusterError` if the hosts' CPU shares exceed the machine's.
+    Raises `ClusterError` if the hosts' CPU shares exceed the machine's cores.
 
     >>> check_fit(LabSpec(hosts=(HostSpec(name="a", cpu=0.5, memory_bytes=2**30),)), 2, 2**33)
     []
     """
     cpu = sum(host.cpu for host in spec.hosts)
-    # shares such as 4 x 0.35 are meant to be exactly 70%: tolerate rounding of the sum
+    # tolerate rounding of the sum: shares such as 4 x 0.35 are meant to be exactly 70%
     slack = 1 + 1e-9
     if cpu > num_cores * slack:
         raise ClusterError(
@@ -254,7 +254,7 @@ def _check_name(what: str, name: str) -> None:
 def _rate(where: str, table: Mapping[str, object]) -> float | None:
     value = table.get("bandwidth")
     rate = read_quantity(f"bandwidth of {where}", None if value is None else str(value), parse_rate)
-    # whole bits, so that a written file reads back to the same number
+    # whole bits, so that reading a written file returns the same number
     return None if rate is None else round(rate * 8) / 8
 
 

@@ -1,4 +1,4 @@
-"""Properties of each machine of a cluster, and the command that fixes a missing requirement."""
+"""Check of each machine of a cluster, with the command that fixes a missing requirement."""
 
 import inspect
 import json
@@ -14,7 +14,8 @@ from penstock.units import format_bytes
 from penstock.version import LOWEST_TORCH, __version__
 
 _CLOCK_S = 2.0
-# run by the machine's Python, with its virtual environment's interpreter and folder as arguments; needs nothing
+# run by the machine's Python, with the virtual environment's interpreter and the folder as arguments; needs only the
+# standard library
 _PROBE = "import json, os, platform, shutil, subprocess, sys, time\n"
 _PROBE += "".join(inspect.getsource(each) for each in (has_gpu, is_arm, takes_cpu_build))
 _PROBE += r"""
@@ -56,7 +57,7 @@ print(json.dumps(found))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostCheck:
-    """Result of one machine's check: `problem` in words and the command that fixes it, both empty if there is none."""
+    """Result of one machine's check: the `problem` and the command that fixes it, both empty if there is none."""
 
     name: str
     target: str
@@ -68,10 +69,10 @@ class HostCheck:
     cores: int = 0
     memory_bytes: int = 0
     free_bytes: int = 0
-    clock_s: float = 0.0  # ahead of this machine by at least this much
-    loop_s: float = 0.0  # a fixed piece of plain Python
-    bits: int = 64  # of its Python
-    takes_cpu_build: bool = False  # of PyTorch
+    clock_s: float = 0.0  # how far its clock is ahead of this machine's, at least
+    loop_s: float = 0.0  # seconds of a fixed Python loop
+    bits: int = 64  # word size of its Python
+    takes_cpu_build: bool = False  # True if it gets PyTorch's CPU build
     problem: str = ""
     mend: str = ""
 
@@ -95,7 +96,7 @@ def _probe(host: Host) -> "Mapping[str, object] | str":
     if done.status:
         return f"\n{(done.err.splitlines() or ['no reason'])[-1]}"
     found: dict[str, object] = json.loads(done.out)
-    # the machine looked at its clock between these two moments; on a busy one they are seconds apart
+    # the machine read its clock between these two times, which are seconds apart if the machine is busy
     at_s, ended_s = float(str(found["at_s"])), time.time()
     found["clock_s"] = max(0.0, at_s - ended_s) + min(0.0, at_s - began_s)
     return found
@@ -153,7 +154,7 @@ def _missing(
 
 
 def is_older(version_: str, lowest: str) -> bool:
-    """Return True if a version precedes another one.
+    """Return True if a version precedes another.
 
     >>> is_older("2.9.1", "2.10"), is_older("2.10.0+cpu", "2.10"), is_older("2.15.0a0+git", "2.10")
     (True, False, False)

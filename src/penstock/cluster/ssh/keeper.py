@@ -1,10 +1,10 @@
-"""A process that runs Penstock on this machine as long as standard input stays open, and ends everything it started.
+"""A process that runs Penstock as long as its standard input stays open, then ends all processes that it started.
 
     keeper.py GRACE_S FOLDER INTERPRETER [NAME=VALUE ...] -- ARGUMENTS
 
-The first line of standard input is the run's key, or empty: it is written to a file readable only by this account, for
-the duration of the run, and never passed as an argument or in the environment. Run by a machine's own Python before any
-other check, so it needs only the standard library.
+The first line of standard input is the run's key, or empty. The key is written to a file readable only by this account,
+for the duration of the run, and never passed as an argument or in the environment. This script is run by a machine's
+own Python before any other check, so it needs only the standard library.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from collections.abc import Iterator
 
 
 def main(grace_s: float, folder: str, interpreter: str, rest: list[str]) -> int:
-    """Start Penstock in a new session and wait for its exit; return its status, 128 and more for a signal."""
+    """Start Penstock in a new session and wait for its exit; return its status, 128 + n for signal n."""
     home = os.path.expanduser("~")
     folder, interpreter = os.path.join(home, folder), os.path.join(home, interpreter)
     split = rest.index("--")
@@ -58,7 +58,7 @@ def _run(grace_s: float, folder: str, interpreter: str, arguments: list[str], en
 
 @contextlib.contextmanager
 def _key_file(path: str, key: bytes) -> Iterator[None]:
-    """Keep the key in a locked file while the block runs; the lock shows that it is in use."""
+    """Keep the key in a locked file while the block runs; the lock marks the file as in use."""
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -79,7 +79,7 @@ def drop_left_keys(folder: str) -> None:
 
 
 def _read_line() -> bytes:
-    """Read the first line of standard input, and no byte after it."""
+    """Read the first line of standard input, and no byte more."""
     line = b""
     while (byte := os.read(0, 1)) not in (b"", b"\n"):
         line += byte
@@ -87,5 +87,5 @@ def _read_line() -> bytes:
 
 
 if __name__ == "__main__":
-    # the thread that watches may be reading: the interpreter's own end would wait for it
+    # exit without the interpreter's cleanup, which would wait for the watching thread's read
     os._exit(main(float(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4:]))

@@ -1,4 +1,4 @@
-"""Copying of changed files to every machine: the source, the requirements, its part of a bundle."""
+"""Copying of changed files to every machine: source, requirements, and the machine's part of a bundle."""
 
 import hashlib
 import inspect
@@ -16,9 +16,9 @@ from penstock.version import LOWEST_TORCH
 
 _INSTALL_S = 3600.0
 _COPY_S = 3600.0
-# manifest in each target folder: the files written by penstock, with hashes
+# manifest in each target folder: the files that penstock wrote, with hashes
 _MANIFEST = ".penstock-files.json"
-# prints the hashes of the files that are named on standard input or in the folder's manifest, and the manifest
+# prints the manifest, and the hashes of the files named on standard input or in the manifest
 _LIST = r"""
 import hashlib, json, os, sys
 top, manifest, found = os.path.expanduser(os.path.join("~", sys.argv[1])), None, {}
@@ -33,8 +33,8 @@ for name in {*names, *(manifest or {})}:
             found[name] = hashlib.sha256(file.read()).hexdigest()
 print(json.dumps({"manifest": manifest, "found": found, "empty": not os.path.isdir(top) or not os.listdir(top)}))
 """
-# takes an archive of plain files from standard input, the manifest last, and removes what is named; a file is whole or
-# the one before
+# removes the files named as arguments, and unpacks an archive from standard input, the manifest last; each file is
+# replaced atomically
 _TAKE = r"""
 import os, sys, tarfile
 top = os.path.expanduser(os.path.join("~", sys.argv[1]))
@@ -55,7 +55,7 @@ with open(os.path.expanduser(os.path.join("~", sys.argv[1])), "rb") as file:
     sys.stdout.buffer.write(file.read())
 """
 FILES = "files"  # below a machine's folder: input and output files of a run
-# packages for a process that holds a stage; the first machine also needs the model's library
+# packages of a process that holds a stage; the first machine also needs the model's library
 CORE = ("torch", "numpy", "safetensors", "msgspec", "pyzmq", "typer", "rich")
 FIRST = ("timm", "transformers", "pillow")
 
@@ -66,11 +66,12 @@ def push(
     hosts: Sequence[Host], *, bundle: Path | None = None, requirements: Sequence[str] = (), install: bool = True,
     tell: Progress = lambda _host, _what: None,
 ) -> dict[str, int]:  # fmt: skip
-    """Send all machines their missing files in parallel; return the bytes sent to each.
+    """Send missing files to all machines in parallel; return the number of bytes sent to each.
 
-    `bundle` is a bundle's folder, of which each machine gets its part; `requirements` are additional packages. With
-    `install` a virtual environment is made if there is none, and packages are installed, PyTorch in the build for the
-    machine (`cluster/install.py`). `tell` is called with a machine's name and its progress. Raises `ClusterError`.
+    `bundle` is a bundle's folder, from which each machine gets its part; `requirements` are additional packages. With
+    `install`, a virtual environment is made if there is none, and packages are installed, including the build of
+    PyTorch for the machine (`cluster/install.py`). `tell` is called with a machine's name and its progress. Raises
+    `ClusterError`.
 
     Example:
         push(hosts_of(cluster), tell=lambda name, what: print(name, what))
@@ -97,11 +98,11 @@ def push(
 
 
 def bring(host: Host, folder: str, files: Mapping[str, bytes], *, clean: bool = True) -> int:
-    """Copy files to a folder on a machine; return the bytes sent.
+    """Copy files to a folder on a machine; return the number of bytes sent.
 
     A manifest in the folder lists the copied files. With `clean` the folder belongs to penstock: files in the manifest
-    that are no longer given are removed, unless they were changed since. Nothing else is removed or overwritten: raises
-    `ClusterError` for a folder of its own with files but without a manifest, and for a file in the way.
+    that are not in `files` are removed, unless they were changed meanwhile. No other file is removed or overwritten:
+    raises `ClusterError` if such a folder has files but no manifest, or if another file is in the way.
     """
     words = [host.python, "-c", _LIST, folder, _MANIFEST]
     listed = json.loads(require(host, run_on(host, words, data=json.dumps(list(files)).encode()), "listing files"))
@@ -136,7 +137,7 @@ def bring(host: Host, folder: str, files: Mapping[str, bytes], *, clean: bool = 
 
 
 def is_below(name: str) -> bool:
-    """Return True if a path stays below the folder that it is relative to.
+    """Return True if a relative path stays below its folder.
 
     >>> is_below("penstock/version.py"), is_below("../mine"), is_below("/etc/passwd")
     (True, False, False)
@@ -150,7 +151,7 @@ def fetch(host: Host, path: str) -> bytes:
 
 
 def _missing(host: Host, wanted: Sequence[str]) -> bool:
-    """Return True if the machine's virtual environment lacks one of these packages or has too old a torch."""
+    """Return True if the machine's virtual environment lacks one of these packages, or its torch is too old."""
     ask = inspect.getsource(is_older) + (
         "import importlib.metadata as m, sys\n"
         "lowest, *names = sys.argv[1:]\n"
@@ -177,7 +178,7 @@ def _source_files() -> dict[str, bytes]:
 
 
 def _bundle_files(bundle: Path, name: str) -> dict[str, bytes]:
-    """Return a machine's files of a bundle: the plan, the interface, and its own part."""
+    """Return the files of a bundle that a machine needs: the plan, the interface and its own part."""
     if not (bundle / "plan.json").is_file():
         raise ClusterError(f"{bundle} is not a bundle: plan.json not found; make one with penstock bundle")
     own = bundle / name

@@ -1,4 +1,4 @@
-"""One command on one machine, by the system's own `ssh`: a person's keys, agent, users, ports, jump hosts just work."""
+"""A command on a machine, by the system's `ssh`, which uses the account's keys, agent, users, ports and jump hosts."""
 
 import os
 import shlex
@@ -11,12 +11,12 @@ from typing import TypeVar
 from penstock.errors import ClusterError
 from penstock.spec.cluster import Cluster, Device
 
-# another program or additional options, like git's GIT_SSH_COMMAND
+# another program or additional options, as in git's GIT_SSH_COMMAND
 SSH = "PENSTOCK_SSH"
 FOLDER = "penstock"
 _CONNECT_S = 10
 _SSH_FAILED = 255
-# a prompt would block forever, and a lost machine must be detected
+# no prompts, which would block forever; keep-alives, to detect a lost machine
 _OPTIONS = ("-o", "BatchMode=yes", "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3")
 
 T = TypeVar("T")
@@ -26,8 +26,8 @@ T = TypeVar("T")
 class Host:
     """A machine with its `ssh` target and paths.
 
-    `folder` is relative to the home folder of the account unless it begins with a slash; users who share an account
-    need separate ones.
+    `folder` is relative to the account's home folder unless it begins with a slash; users who share an account need
+    separate folders.
 
     >>> Host("board0", "pi@board0").interpreter
     'penstock/.venv/bin/python'
@@ -46,7 +46,7 @@ class Host:
 
     @property
     def interpreter(self) -> str:
-        """The Python of the virtual environment."""
+        """Path of the virtual environment's Python."""
         return f"{self.environment}/bin/python"
 
     def command(self, *words: str) -> list[str]:
@@ -82,7 +82,7 @@ def hosts_of(cluster: Cluster) -> list[Host]:
 
 
 def host_of(device: Device) -> Host:
-    """Return the host of a device, reached by its `ssh` name, its address, or its own name."""
+    """Return the host of a device; its target is the device's `ssh` name, else its address, else its name."""
     return Host(
         name=device.name, target=device.ssh or device.address or device.name, folder=device.folder or FOLDER,
         venv=device.venv, python=device.python or "python3",
@@ -90,7 +90,7 @@ def host_of(device: Device) -> Host:
 
 
 def run_on(host: Host, words: Sequence[str], *, data: bytes = b"", timeout_s: float = 60.0) -> Done:
-    """Run a command on a machine, with some bytes on its standard input; raises `ClusterError` if ssh is missing."""
+    """Run a command on a machine, with `data` on its standard input; raises `ClusterError` if ssh is not installed."""
     try:
         done = subprocess.run(host.command(*words), input=data, capture_output=True, timeout=timeout_s)
     except FileNotFoundError as error:
@@ -119,7 +119,7 @@ def require(host: Host, done: Done, what: str) -> bytes:
 
 
 def address_of(host: Host, device: Device) -> str:
-    """Return the address of a machine for the others: that in the cluster file, or `ssh`'s host name."""
+    """Return the address of a machine for the other machines: from the cluster file, else `ssh`'s host name."""
     if device.address:
         return device.address
     command = [*shlex.split(os.environ.get(SSH) or "ssh"), "-G", host.target]

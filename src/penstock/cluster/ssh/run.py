@@ -1,9 +1,9 @@
-"""A command on all machines of a cluster by ssh: its output, its end, and its cleanup.
+"""A command on all machines of a cluster by ssh: its output, exit and cleanup.
 
-    here:  ssh board0 python3 keeper.py ...   its standard input stays open as long as the run lasts
+    here:  ssh board0 python3 keeper.py ...   standard input stays open during the run
     there: the keeper starts the command in a new session, and ends that session when its input ends
 
-So the command ends on request, when this process is killed in any way, and when the connection breaks.
+So the command ends on request, if this process exits or is killed, and if the connection breaks.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ PORT = 29500
 GRACE_S = 5.0
 _POLL_S = 0.05
 _SSH_FAILED = 255
-# its path below a machine's folder, as copied by `push`
+# the keeper's path below a machine's folder, as copied by `push`
 _KEEPER = "src/penstock/cluster/ssh/keeper.py"
 
 
@@ -38,7 +38,7 @@ class _Member:
 def environment(
     hosts: Sequence[Host], addresses: Sequence[str], threads: Sequence[int], port: int
 ) -> list[dict[str, str]]:
-    """Return the variables of each machine's process for finding the others, as torchrun would set them."""
+    """Return the variables with which each machine's process finds the others, as torchrun would set them."""
     return [
         {
             "RANK": str(rank), "WORLD_SIZE": str(len(hosts)), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
@@ -51,14 +51,14 @@ def environment(
 
 
 def remote_command(host: Host, env: Mapping[str, str], arguments: Sequence[str]) -> list[str]:
-    """Return the words that run Penstock in a machine's folder, beneath a keeper."""
+    """Return the command that runs Penstock in a machine's folder, under a keeper."""
     variables = [f"{name}={value}" for name, value in env.items()]
     keeper = [host.python, "-I", f"{host.folder}/{_KEEPER}", f"{GRACE_S:g}", host.folder, host.interpreter]
     return [*keeper, *variables, "--", *arguments]
 
 
 class RemoteRun:
-    """A command that runs on machines, which receive the run's key; leaving the `with` block ends all processes.
+    """A command that runs on several machines, which receive the run's key; leaving the `with` block ends it.
 
     with RemoteRun(hosts, commands) as run:
         statuses = run.wait()
@@ -86,7 +86,7 @@ class RemoteRun:
     def wait(self, timeout_s: float | None = None) -> dict[str, int]:
         """Wait until every process has exited; return each machine's exit status.
 
-        The first that fails ends the others, or with `end_together="first"` the exit of the first machine's process.
+        All processes are ended when one fails, or with `end_together="first"` when the first machine's process exits.
         Raises `ClusterError` if a machine cannot be reached, and `RunError` on a timeout.
         """
         deadline = time.monotonic() + timeout_s if timeout_s is not None else None
@@ -118,7 +118,7 @@ class RemoteRun:
         return None
 
     def end(self) -> None:
-        """End every process, at first politely, and return when none is left; fine when all have ended."""
+        """End all processes, first with a grace period, and return when none is left; no error if all have ended."""
         for member in self._members:
             with contextlib.suppress(OSError):
                 if member.process.stdin is not None:
@@ -127,7 +127,7 @@ class RemoteRun:
         for member in self._members:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 member.process.wait(max(0.0, deadline - time.monotonic()))
-            if member.process.poll() is None:  # its machine does not respond: its processes end with the connection
+            if member.process.poll() is None:  # the machine does not respond; its processes end with the connection
                 member.process.send_signal(signal.SIGKILL)
                 member.process.wait()
 
@@ -159,7 +159,7 @@ class RemoteRun:
         try:
             for text in pipe:
                 self._output(OutputLine(host=host.name, local_rank=0, stream=stream, text=text.rstrip("\n")))
-        except BaseException as error:  # nothing reads further output: the run ends, and wait() raises the error
+        except BaseException as error:  # no thread reads further output: end the run; wait() raises the error
             self._failure = error
 
     def _join(self) -> None:

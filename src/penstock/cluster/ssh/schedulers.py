@@ -1,4 +1,4 @@
-"""The same run as a job of a scheduler: a batch script for Slurm, a manifest for Kubernetes."""
+"""Scripts that submit a run to a scheduler: a batch script for Slurm, a manifest for Kubernetes."""
 
 import json
 import shlex
@@ -6,26 +6,26 @@ from collections.abc import Sequence
 
 from penstock.cluster.ssh.run import PORT
 
-_RESUMED = {"infer", "train"}  # verbs that continue with --resume
+_RESUMED = {"infer", "train"}  # commands that have --resume
 _RANK = "RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=0 LOCAL_WORLD_SIZE=1"
 
 
 def slurm_script(
     arguments: Sequence[str], num_hosts: int, *, threads: int, minutes: int = 60, survives: bool = False
 ) -> str:
-    """Return a batch script that runs a verb on several nodes, one process on each.
+    """Return a batch script that runs a penstock command on several nodes, one process on each.
 
     Example:
         print(slurm_script(["infer", "timm:deit_small_patch16_224", "--images", "photos/"], 4, threads=4))
 
-    Slurm ends a job that has lost a node and restarts it with --resume. A run that `survives` the loss of any process
-    but the first keeps its other nodes, and the status of its job is the first process's.
+    Slurm ends a job that has lost a node, and restarts it with --resume. If the run `survives` lost processes (all but
+    the first), the job keeps its other nodes, and its status is that of the first process.
     """
     options, words = "", shlex.join(arguments)
     if arguments[0] in _RESUMED:
         options += "\n#SBATCH --requeue"
         words += ' ${SLURM_RESTART_COUNT:+"--resume"}'
-    # a step without --cpus-per-task has one core for each task (Slurm 22.05); processes report failures themselves
+    # without --cpus-per-task a step has one core per task (Slurm 22.05); processes report failures themselves
     step = 'srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=0'
     if survives:
         options += "\n#SBATCH --no-kill"
@@ -54,9 +54,9 @@ export MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000)) OMP_NUM_THREADS=1
 
 
 def kubernetes_manifest(arguments: Sequence[str], num_hosts: int, *, threads: int, image: str = "penstock") -> str:
-    """Return a JSON manifest that runs a verb in several pods, which find each other by name.
+    """Return a JSON manifest that runs a penstock command in several pods, which find each other by name.
 
-    `image` is one that has Penstock. Example:
+    `image` is a container image with Penstock. Example:
         kubernetes_manifest(["bench", "timm:deit_small_patch16_224"], 4, threads=2)
     """
     start = 'export RANK=$JOB_COMPLETION_INDEX; exec python -m penstock "$@"'

@@ -1,1 +1,1 @@
-"""Make a model smaller: prune it, and train it on so that it loses little."""
+"""Compression of a model: pruning, followed by fine-tuning to recover accuracy."""

@@ -33,7 +33,7 @@ def draw_frontier(outcome: Outcome, path: Path) -> None:
     axes.plot(_speedups([chosen], base), _percents([chosen]), "o", ms=13, mfc="none", color="black", label="chosen")
     if floor_of(outcome.settings, found) > 0:
         axes.axhline(100 * floor_of(outcome.settings, found), color="#c0392b", lw=0.8, ls="--", label="floor")
-    axes.set_xlabel("times the throughput of the whole model on eager, one process; at the points: part pruned")
+    axes.set_xlabel("throughput relative to the whole model on eager, in one process; labels: fraction pruned")
     axes.set_ylabel("accuracy on held-out images, %")
     figure.legend(loc="outside lower center", ncols=3, fontsize=8, frameon=False)
     for side in ("top", "right"):

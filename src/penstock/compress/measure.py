@@ -1,4 +1,4 @@
-"""Accuracy and throughput of a model on images, on a runtime in this process."""
+"""Accuracy and throughput of a model on images, with a runtime in this process."""
 
 import statistics
 import time
@@ -17,13 +17,13 @@ from penstock.runtime.registry import RUNTIMES, RuntimeChoice, StageRuntime, par
 from penstock.zoo.weights.weights import ModuleWeights
 
 _WARM_UP = 3
-_TURN = 10  # microbatches of a turn
+_TURN = 10  # microbatches per turn
 _ROUNDS = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Examples:
-    """Images as a model takes them, and their classes."""
+    """Preprocessed images, and their classes."""
 
     inputs: Sequence[Tensor]
     labels: Sequence[int]
@@ -31,9 +31,7 @@ class Examples:
 
 @dataclass(frozen=True, slots=True)
 class Performance:
-    """Performance of a model on a runtime: the fraction of correctly classified images, and rows per second of one
-    process.
-    """
+    """Performance on a runtime: the fraction of correctly classified images, and rows per second in one process."""
 
     accuracy: float
     rows_per_s: float
@@ -45,7 +43,7 @@ def names_of_runtimes() -> list[str]:
 
 
 class OnRuntimes:
-    """A model on any runtime; `program` and `tensors` are the whole of it.
+    """A model that can run on any runtime; `program` and `tensors` describe it completely.
 
     Example:
         OnRuntimes(model, (image,)).measure("openvino:bfloat16", examples, microbatch_size=8)
@@ -61,11 +59,11 @@ class OnRuntimes:
         self.sizes = graph.sizes(1)
 
     def load(self, runtime: str) -> StageRuntime:
-        """Load the model on a runtime; raises `PlanError` if the runtime cannot run it, or is not installed."""
+        """Load the model on a runtime; raises `PlanError` if the runtime cannot run it or is not installed."""
         return parse_runtime(runtime).load(self.program, self.tensors)
 
     def linear_layers(self) -> list[str]:
-        """Return the paths of the modules whose weights linear operations use, in order."""
+        """Return the paths of the modules with weights of linear operations, in order."""
         sources = {state.value.name: state.source for state in self.program.states}
         found = (
             sources[name] for op in self.program.ops if op.target == "aten.linear.default"
@@ -76,8 +74,8 @@ class OnRuntimes:
     def measure(self, runtime: str, examples: Examples, microbatch_size: int = 1) -> Performance:
         """Measure accuracy and rate, with n images at a time.
 
-        The rate is that of the median microbatch, so that short disturbances do not count. Raises as `load` does, and
-        `UsageError` for a model that takes another number of rows.
+        The rate is taken from the median microbatch, so that short disturbances do not count. Raises as `load` does,
+        and `UsageError` if the model has a different fixed batch size.
         """
         run = self._runner(runtime, examples.inputs, microbatch_size)
         starts = range(0, len(examples.inputs), microbatch_size)
@@ -94,7 +92,7 @@ class OnRuntimes:
     def _runner(
         self, runtime: str, inputs: Sequence[Tensor], microbatch_size: int
     ) -> Callable[[int], tuple[Tensor, float]]:  # fmt: skip
-        """Load a runtime and run it a few times; return a function from a microbatch's start to scores and rate."""
+        """Load and warm up a runtime; return a function from a microbatch's start to its scores and rate."""
         fixed = self._graph.fixed_batch
         if fixed not in (None, microbatch_size):
             raise UsageError(
@@ -116,9 +114,9 @@ class OnRuntimes:
 
 
 def in_turns(turns: Sequence[Callable[[], float]]) -> list[tuple[float, ...]]:
-    """Return the rates of each of several models in repeated turns, the order reversed in every second round.
+    """Return the rates of several models, measured in alternating turns; every second round has the reverse order.
 
-    A machine's speed drifts: rates of one round are comparable, rates of different minutes are not.
+    A machine's speed drifts: rates of the same round are comparable, rates measured minutes apart are not.
 
     >>> in_turns([lambda: 1.0, lambda: 2.0])
     [(1.0, 1.0, 1.0, 1.0, 1.0), (2.0, 2.0, 2.0, 2.0, 2.0)]

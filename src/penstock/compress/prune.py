@@ -1,6 +1,4 @@
-"""Structural pruning of a model: whole channels and widths of heads are removed, and the result is an ordinary, smaller
-module.
-"""
+"""Structural pruning of a model: removes whole channels and narrows heads; the result is an ordinary module."""
 
 import copy
 import warnings
@@ -28,10 +26,10 @@ from penstock.zoo.weights.weights import TensorWeights
 
 Batch = tuple[Tensor, Tensor]
 
-# names in timm and transformers of attention's projections of queries, keys and values
+# names of the projections of queries, keys and values in timm and transformers
 _PROJECTIONS = (("qkv",), ("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("q_lin", "k_lin", "v_lin"))
-_LAYERS = (nn.Linear, nn.Bilinear, nn.Embedding, nn.modules.conv._ConvNd)  # layers that change the channels of a tensor
-_HARDLY = 1e-9  # with a ratio of 0 Torch-Pruning does not prune heads either
+_LAYERS = (nn.Linear, nn.Bilinear, nn.Embedding, nn.modules.conv._ConvNd)  # layers that change a tensor's channels
+_HARDLY = 1e-9  # instead of 0: with a ratio of 0 Torch-Pruning would not prune heads either
 _HEADS = ("num_heads", "num_attention_heads", "n_heads")
 _HEAD_DIM = ("head_dim", "attention_head_size")
 _WIDTH = ("attn_dim", "all_head_size", "dim")
@@ -41,11 +39,11 @@ _WIDTH = ("attn_dim", "all_head_size", "dim")
 class Pruning:
     """Options of pruning.
 
-    - `ratio`: the fraction of channels to remove, from 0 to 1, excluded;
-    - `importance`: criterion of removal: by weights alone, or also by gradients, which need batches;
+    - `ratio`: the fraction of channels to remove, from 0 to below 1;
+    - `importance`: criterion for removal: from weights alone, or also from gradients, which need batches;
     - `everywhere`: compare channels of the whole model (global pruning), or remove the same fraction of each layer;
-    - `round_to`: widths stay multiples of this;
-    - `heads`: the fraction of each attention's heads to remove as a whole, rounded up, in addition to channels.
+    - `round_to`: widths are multiples of this number;
+    - `heads`: the fraction of heads to remove as a whole in each attention, rounded up, in addition to channels.
     """
 
     ratio: float
@@ -67,9 +65,9 @@ def prune(
 ) -> nn.Module:  # fmt: skip
     """Return a narrower copy of a classification model, in eval mode; the model itself is unchanged.
 
-    `example` is its input, by name if the model takes keywords; `batches` of such inputs and labels are needed for
-    importances by gradients. The layers that make the output keep their channels. Attention of timm and of transformers
-    stays consistent with its heads.
+    `example` is the model's input, a dict if the model takes keywords; `batches` of such inputs and labels are needed
+    for importances from gradients. The layers that compute the output keep their channels. Attention modules of timm
+    and transformers stay consistent with their heads.
 
     Example:
         smaller = prune(model, images, Pruning(ratio=0.15), batches)
@@ -77,8 +75,8 @@ def prune(
     The method is that of Torch-Pruning (Fang et al., DepGraph, CVPR 2023), importances those of Taylor expansions
     (Molchanov et al., CVPR 2019) and of Hessians (LeCun et al., Optimal Brain Damage, 1989).
 
-    Raises `ModelError` for a model that cannot be traced, with the layer of the error, and `UsageError` for an
-    importance by gradients without batches.
+    Raises `ModelError` if the model cannot be traced, naming the layer, and `UsageError` if an importance needs
+    gradients but there are no batches.
     """
     pruning = optional_import("torch_pruning", "compress")
     smaller = copy.deepcopy(module).eval()
@@ -117,12 +115,12 @@ def prune(
 def save_pruned(
     pruned: nn.Module, original: nn.Module, target: Path, classes: Sequence[str] | None = None
 ) -> None:  # fmt: skip
-    """Write a pruned model's weights, with the sizes that differ from the original model.
+    """Write a pruned model's weights, with the sizes that differ from the original model's.
 
-    The names of its `classes`, in the order of its outputs, are saved with them.
+    The names of the `classes`, in the order of the outputs, are saved with them.
 
-    `penstock infer MODEL --weights FILE` and everything else that takes `--weights` reads it. Raises `ModelError` if it
-    cannot be written.
+    All commands with `--weights` read this file, such as `penstock infer MODEL --weights FILE`. Raises `ModelError` if
+    the file cannot be written.
 
     Example:
         save_pruned(smaller, model, Path("deit_small_pruned.safetensors"))
@@ -154,7 +152,7 @@ def _fit_heads(module: nn.Module, num_heads: int) -> None:
 
 
 def _outputs(module: nn.Module, example: Tensor | Mapping[str, Tensor]) -> list[nn.Module]:
-    """Return the layers that make the model's outputs, without other layers in between.
+    """Return the layers that compute the model's outputs, with no other layer after them.
 
     Views, activations, norms, means and sums keep channels, so they are skipped.
     """
@@ -176,7 +174,7 @@ def _outputs(module: nn.Module, example: Tensor | Mapping[str, Tensor]) -> list[
 
 
 def _layer(module: nn.Module, source: str) -> nn.Module | None:
-    """Return the layer with channels that a parameter is of, which may lie in a parametrization of it."""
+    """Return the layer that a parameter belongs to; the parameter may be in a parametrization of the layer."""
     path = source.rpartition(".")[0]
     while path:
         found = module.get_submodule(path)
@@ -190,7 +188,7 @@ def _importance(pruning: Any, module: nn.Module, how: Pruning, batches: Sequence
     if how.importance == "magnitude":
         return pruning.importance.GroupMagnitudeImportance()
     if not batches:
-        raise UsageError(f"the importance {how.importance} needs gradients; give batches with labels")
+        raise UsageError(f"the importance {how.importance} needs gradients; pass batches with labels")
     if how.importance == "taylor":
         for inputs, labels in batches:
             functional.cross_entropy(scores_of(module, inputs), labels).backward()
@@ -207,14 +205,14 @@ def _importance(pruning: Any, module: nn.Module, how: Pruning, batches: Sequence
 
 
 def _leave_some(pruner: Any, least: int) -> None:
-    """Keep the few most important channels of a layer that would lose all, which Torch-Pruning would leave whole."""
+    """Keep the few most important channels of a layer that would lose all; Torch-Pruning would not prune it at all."""
     estimate, group_of = pruner.importance, pruner.DG.get_pruning_group
     kept: dict[tuple[nn.Module, Any], tuple[set[int], int]] = {}
 
     def remember(group: Any) -> Tensor | None:
         scores: Tensor | None = estimate(group)
         if scores is not None:
-            # the channels of all heads, or of all groups of a convolution, are removed alike
+            # the same channels are removed in all heads, or in all groups of a convolution
             alike = scores.view(pruner._get_channel_groups(group), -1).mean(0)
             most = set(alike.topk(min(least, len(alike))).indices.tolist())
             few = {index for index in range(len(scores)) if index % len(alike) in most}
@@ -241,7 +239,7 @@ def _naming_layers(module: nn.Module, original: nn.Module) -> Iterator[None]:
     ]
     try:
         yield
-    # any exception of tracing or of the narrowed model
+    # catch any exception of tracing or of the narrowed model
     except Exception as error:
         raise ModelError(
             f"the model cannot be pruned: it stopped in {entered[-1]} ({first_line(error)}); try another ratio, or "

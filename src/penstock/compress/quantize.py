@@ -1,4 +1,4 @@
-"""Sensitivity of layers to 8 bits: each one quantized alone, with its error and its saved time."""
+"""Sensitivity of layers to 8 bits: error and time saved if a single layer is quantized."""
 
 import statistics
 import time
@@ -17,9 +17,10 @@ _PASSES = 9
 
 
 class LayerLoss(msgspec.Struct, frozen=True, kw_only=True):
-    """Effect of 8 bits in a single linear layer.
+    """Effect of quantizing a single linear layer to 8 bits.
 
-    `error` is the norm of the change of the outputs, relative to their norm; `saved_s` the saved seconds per row.
+    `error` is the norm of the change of the outputs, relative to the norm of the outputs; `saved_s` the seconds saved
+    per row.
     """
 
     layer: str
@@ -28,13 +29,13 @@ class LayerLoss(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def layer_losses(model: OnRuntimes, inputs: Sequence[Tensor]) -> list[LayerLoss]:
-    """Quantize each linear layer alone, and return the effects, the largest error first.
+    """Quantize each linear layer alone, and return the effects, largest error first.
 
     Example:
         for loss in layer_losses(OnRuntimes(model, (image,)), images):
             print(loss.layer, f"{loss.error:.2%}")
 
-    Times are of one process; for single layers of small models they are within noise.
+    Times are measured in one process; for single layers of small models they are within noise.
     """
     layers = model.linear_layers()
     exact = model.load(str(RuntimeChoice("onnxruntime")))
@@ -48,7 +49,7 @@ def layer_losses(model: OnRuntimes, inputs: Sequence[Tensor]) -> list[LayerLoss]
 
 
 def keeping(losses: Sequence[LayerLoss], count: int) -> str:
-    """Return the runtime in 8 bits, but for the layers that lose most.
+    """Return the name of the 8-bit runtime that keeps the `count` most sensitive layers in float32.
 
     Example:
         keeping(losses, 2)      # 'onnxruntime:int8+blocks.11.mlp.fc2+blocks.0.attn.qkv'

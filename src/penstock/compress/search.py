@@ -1,4 +1,4 @@
-"""Values and rules of a search for a faster model: its settings, its results, and the choice of the best."""
+"""Data and rules of a search for a faster model: settings, results, and the choice of the best result."""
 
 import math
 from collections.abc import Sequence
@@ -25,10 +25,10 @@ Ratio = Annotated[float, Meta(ge=0.0, lt=1.0)]
 class CompressSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A trained model, its data, the aim, and the options to try.
 
-    One of `accuracy_floor`, `max_drop` and `target_speedup` is given. `runtimes` are by default all installed ones.
-    8-bit models are also tried with the `keep` most sensitive layers in float32. The images of `test`, by default every
-    fifth of `data`, are never trained on. Rates are for `microbatch_size` images at a time and `threads`; training uses
-    all cores. A field with a description is an option of `penstock compress`.
+    Exactly one of `accuracy_floor`, `max_drop` and `target_speedup` must be set. `runtimes` defaults to all installed
+    runtimes. 8-bit models are also tried with the `keep` most sensitive layers in float32. The images of `test`, by
+    default every fifth image of `data`, are never trained on. Rates are for `microbatch_size` images at a time and
+    `threads`; training uses all cores. A field with a description is an option of `penstock compress`.
     """
 
     model: str
@@ -38,22 +38,22 @@ class CompressSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     pretrained: bool = False
     output: Annotated[
         PathText,
-        Meta(description="Folder of the search, which a second run continues.", extra={"flags": ["--output", "-o"]}),
+        Meta(description="Folder of the search; a second run resumes it.", extra={"flags": ["--output", "-o"]}),
     ] = "runs/compress"
     accuracy_floor: Annotated[Ratio | None, Meta(description="Lowest accuracy on the test images.")] = None
-    max_drop: Annotated[Ratio | None, Meta(description="Largest loss of accuracy, as in 0.01 for a point.")] = None
+    max_drop: Annotated[Ratio | None, Meta(description="Largest drop in accuracy, as in 0.01 for a point.")] = None
     target_speedup: Annotated[
         float | None, Meta(description="Speed-up over eager to reach with the best accuracy.")
     ] = None
     ratios: tuple[Ratio, ...] = (0.0, 0.15, 0.3, 0.45, 0.6)
     runtimes: tuple[str, ...] = ()
-    importance: Annotated[Importance, Meta(description="By which channels go: magnitude, taylor or hessian.")] = (
+    importance: Annotated[Importance, Meta(description="Criterion for pruning: magnitude, taylor or hessian.")] = (
         "hessian"
     )
     everywhere: Annotated[
         bool,
         Meta(
-            description="Compare channels of the whole model, or prune the same part of every layer.",
+            description="Compare channels of the whole model, or prune the same fraction of every layer.",
             extra={"flags": ["--everywhere/--per-layer"]},
         ),
     ] = True
@@ -72,9 +72,10 @@ class CompressSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 
 class Found(msgspec.Struct, frozen=True, kw_only=True):
-    """One way to run the model: how much was pruned, what computes it, how accurate and how fast that is.
+    """One way to run the model: pruned fraction, runtime, accuracy and speed.
 
-    The `rates` are those of the rounds of the last comparison, if it took part; `rows_per_s` is then their median.
+    `rates` has the rates of each round of the last comparison, if this result took part; `rows_per_s` is then their
+    median.
     """
 
     ratio: float
@@ -86,7 +87,7 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
     rates: tuple[float, ...] = ()
 
     def ratios_to(self, other: "Found") -> list[float]:
-        """Return how many times as fast this is as another one, in each round, or by their only measurements."""
+        """Return the speed relative to another result, in each common round, or else of the single measurements."""
         if self.rates and other.rates:
             return [mine / its for mine, its in zip(self.rates, other.rates, strict=True)]
         return [self.rows_per_s / other.rows_per_s]
@@ -98,9 +99,9 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """Results of a search; `best` reaches the aim, or is the nearest if `met` is false.
+    """Results of a search; `best` reaches the aim, or comes nearest to it if `met` is false.
 
-    `model` is the model name for the weights of `best`.
+    `model` is the model name to use with the weights of `best`.
     """
 
     settings: CompressSettings
@@ -127,7 +128,7 @@ def check_asked(settings: CompressSettings) -> None:
 
 
 def floor_of(settings: CompressSettings, found: Sequence[Found]) -> float:
-    """Return the lowest allowed accuracy, 0 if the aim is a speed-up.
+    """Return the lowest allowed accuracy; 0 if the aim is a speed-up.
 
     `found` begins with the original model on the eager runtime.
     """
@@ -137,19 +138,19 @@ def floor_of(settings: CompressSettings, found: Sequence[Found]) -> float:
 
 
 def baseline(found: Sequence[Found]) -> Found:
-    """Return the model as it was given, computed eagerly."""
+    """Return the result of the original model on the eager runtime."""
     return next(each for each in found if not each.ratio and each.runtime == BASELINE)
 
 
 def is_enough(settings: CompressSettings, found: Sequence[Found], ratio: float) -> bool:
-    """Return True if pruning more cannot help: the speed-up is reached, or none of the last step holds the floor."""
+    """Return True if pruning more cannot help: the speed-up is reached, or the last step is below the floor."""
     if settings.target_speedup is not None:
         return choose(settings, found)[1]
     return not any(each.accuracy >= floor_of(settings, found) for each in found if each.ratio == ratio)
 
 
 def contenders(settings: CompressSettings, found: Sequence[Found]) -> list[Found]:
-    """Return the original model and the best other results so far, to compare them in turns."""
+    """Return the original model and the best other results so far, to be compared in turns."""
     base = baseline(found)
     left, best = [each for each in found if each != base], list[Found]()
     while left and len(best) < _CONTENDERS:
@@ -160,10 +161,10 @@ def contenders(settings: CompressSettings, found: Sequence[Found]) -> list[Found
 
 
 def choose(settings: CompressSettings, found: Sequence[Found]) -> tuple[Found, bool]:
-    """Return the fastest that holds the floor, or the most accurate that is fast enough; or the nearest and False.
+    """Return the fastest result above the floor, or the most accurate that is fast enough; else the nearest and False.
 
-    What was at least as fast as the fastest in one round of a comparison counts as equally fast: of these the most
-    accurate is returned, or the original model.
+    A result that was at least as fast as the fastest in any round of the comparison counts as equally fast; among
+    these, the most accurate or the original model is returned.
     """
     if settings.target_speedup is not None:
         wanted = settings.target_speedup * baseline(found).rows_per_s
@@ -180,7 +181,7 @@ def choose(settings: CompressSettings, found: Sequence[Found]) -> tuple[Found, b
 
 
 def frontier(found: Sequence[Found]) -> list[Found]:
-    """Return the Pareto-optimal results, fastest last.
+    """Return the Pareto-optimal results, the fastest last.
 
     Example:
         [each.name for each in frontier(outcome.found)]
@@ -195,7 +196,7 @@ def frontier(found: Sequence[Found]) -> list[Found]:
 
 
 def write_losses(path: Path, losses: "Sequence[LayerLoss]") -> None:
-    """Write what 8 bits do in each layer alone, worst first."""
+    """Write the effect of 8 bits in each layer, the largest error first."""
     with written_whole(path) as file:
         file.write(msgspec.json.format(msgspec.json.encode(list(losses))) + b"\n")
 
@@ -216,7 +217,7 @@ def write_search(path: Path, settings: CompressSettings, found: Sequence[Found])
 def read_search(path: Path, settings: CompressSettings) -> list[Found]:
     """Read the results of an earlier search; empty if there was none.
 
-    Raises `UsageError` for a search of another model, other data or other training.
+    Raises `UsageError` if the search has another model, data or training settings.
     """
     if not path.exists():
         return []

@@ -1,9 +1,9 @@
-"""Look for the fastest model that stays accurate: prune step by step, train on, and try every runtime.
+"""Search for the fastest model that stays accurate: prune step by step, fine-tune, and try every runtime.
 
 ratio 0      ──▶ eager, eager:bfloat16, onnxruntime:int8, ...    accuracy and rate of each
-ratio 0.15   prune ──▶ train on, taught by the whole model ──▶ the same runtimes
-ratio 0.30   ...       until no runtime holds the floor any more
-the best of them       their rates again, in turns
+ratio 0.15   prune ──▶ fine-tune, with the whole model as teacher ──▶ the same runtimes
+ratio 0.30   ...       until no runtime keeps the floor
+the best results       rates measured again, in turns
 """
 
 import statistics
@@ -51,7 +51,7 @@ _LOSS_IMAGES = 32  # images for the sensitivity of single layers
 
 
 def compress(settings: CompressSettings, tell: Callable[[Found], None] = lambda _found: None) -> Outcome:
-    """Run a search, writing results to the output folder as they arrive; an interrupted search is continued.
+    """Run a search, writing results to the output folder as they arrive; an interrupted search is resumed.
 
     Example:
         compress(CompressSettings(model="timm:vit_tiny_patch16_224", data="photos", max_drop=0.01)).best.runtime
@@ -80,13 +80,13 @@ def compress(settings: CompressSettings, tell: Callable[[Found], None] = lambda 
 
 
 def _not_learned(tested: ImageSet, rows: Sequence[int], images: ImageSet, learned: Sequence[int]) -> list[int]:
-    """Return the test images that are not, byte by byte, among those to learn; raises `DataError` if all are."""
-    with working("looking for test images in the training data"):
+    """Return the test images that are not identical to a training image; raises `DataError` if none is left."""
+    with working("comparing test images with training images"):
         known = {images.digest(row) for row in learned}
         kept = [row for row in rows if tested.digest(row) not in known]
     if not kept:
         raise DataError(
-            f"all {len(rows)} images of --test are also in --data, so accuracy would be that of learned images; leave "
+            f"all {len(rows)} images of --test are also in --data, so accuracy would be of training images; leave "
             f"--test out, which keeps every {HOLD_OUT}th image of --data"
         )
     if len(kept) < len(rows):
@@ -97,7 +97,7 @@ def _not_learned(tested: ImageSet, rows: Sequence[int], images: ImageSet, learne
 
 
 class _Search:
-    """The steps of a search, with their results."""
+    """The steps of a search, and their results."""
 
     def __init__(self, settings: CompressSettings, folder: Path, known: list[Found]) -> None:
         self._settings, self._folder = settings, folder
@@ -123,18 +123,18 @@ class _Search:
         self._rows, self._learned = chosen, learned
         self._classes = classes_of(self._zoo, images)
         counted = classes_in(self._name) in (None, len(self._classes))
-        self._written = self._classes if counted else None  # of a head with as many
+        self._written = self._classes if counted else None  # class names, if the head has as many outputs
         self._test_image = ImageReader(tested, self._zoo.transform, None, self._classes)
         self._image = ImageReader(images, self._zoo.transform, None, self._classes)
         self._examples: Examples | None = None
 
     def step(self, ratio: float) -> list[Found]:
-        """Prune and train on, unless that was done, and measure on every runtime."""
+        """Prune and fine-tune, unless already done, and measure on every runtime."""
         done = [each for each in self.found if each.ratio == ratio]
         if done:
             return []
         weights = self._pruned(ratio) if ratio else self._original()
-        torch.set_num_threads(self._settings.threads)  # training took all cores
+        torch.set_num_threads(self._settings.threads)  # training used all cores
         zoo = self._load(weights)
         count = sum(parameter.numel() for parameter in zoo.module.parameters())
         model = OnRuntimes(zoo.module, zoo.example_args, zoo.example_kwargs)

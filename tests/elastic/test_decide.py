@@ -154,4 +154,4 @@ def test_what_a_row_takes_beside_is_foreseen() -> None:
     rate = plain.plan.prediction.rows_per_s
     assert stages(plain) == stages(slower)
     assert slower.remaining_s == pytest.approx(plain.remaining_s + 100.0 * 7.0)
-    assert f"{1 / (1 / rate + 7.0):.4g} rows/s foreseen" in slower.why
+    assert f"{1 / (1 / rate + 7.0):.4g} rows/s predicted" in slower.why

@@ -29,10 +29,10 @@ def choose_cuts(
 ) -> list[Cut]:
     """Find cuts by names or, without names, choose them for a number of stages by a policy.
 
-    - `balanced`: the least work in the largest stage, or on the busiest device if devices hold several stages; -
-    `smallest-crossing`: the fewest bytes cross, among cuts whose largest stage has at most 10% more work than with
-    `balanced`; - `equal-blocks`: the same number of repeated blocks in every stage; - `equal-size`: stages filled up to
-    an equal share of the parameters, as PiPPy does.
+    - `balanced`: the least work in the largest stage, or on the busiest device if devices hold several stages;
+    - `smallest-crossing`: the fewest crossing bytes, if the largest stage has at most 10% more work than if balanced;
+    - `equal-blocks`: the same number of repeated blocks in every stage;
+    - `equal-size`: stages filled up to an equal share of the parameters, as PiPPy does.
 
     `work` is seconds per operation of the graph, counted from shapes by default; `sizes` are those of the microbatch,
     by default one row; `places` are the devices of the stages, by default a separate device for each. Raises `CutError`

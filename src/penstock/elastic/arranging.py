@@ -1,4 +1,4 @@
-"""An elastic training's plans as arrangements, and its arrangements as plans."""
+"""Conversion between plans and placements of an elastic training run."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -22,8 +22,8 @@ from penstock.train.trainer import Trainer
 def plan_of(placed: Arrangement, costs: Costs, captured: Captured, *, rows: int, state_factor: float) -> Plan:
     """Convert a placement to a plan without a prediction; stages that do not run are left out.
 
-    `rows` are those of a microbatch, `state_factor` the bytes of optimizer state for each byte of weights. Cuts missing
-    in the profile are replaced by the nearest ones in it.
+    `rows` are the rows of a microbatch, `state_factor` the bytes of optimizer state per byte of weights. Cuts that the
+    profile lacks are replaced by its nearest cuts.
     """
     names = {rank: name for name, rank in costs.ranks.items()}
     cuts = _known(placed, costs, captured)
@@ -57,7 +57,7 @@ def _known(placed: Arrangement, costs: Costs, captured: Captured) -> list[str]:
     found: list[str] = []
     for cut in placed.cuts[placed.skipped :]:
         free = [name for name in positions if not found or positions[name] > positions[found[-1]]]
-        if cut.name in free:  # also if positions are those of a frozen model
+        if cut.name in free:  # by name, since positions may be those of a frozen model
             found.append(cut.name)
             continue
         if not free:
@@ -72,9 +72,10 @@ def _known(placed: Arrangement, costs: Costs, captured: Captured) -> list[str]:
 def arrangement_of(
     placed: Arrangement, captured: Captured, plan: Plan, ranks: Mapping[str, int], *, cached_layers: int = 0
 ) -> Arrangement:
-    """Return a plan's placement, for a model whose first `cached_layers` layers do not run.
+    """Return the placement of a plan, for a model whose first `cached_layers` layers do not run.
 
-    The device with the stage after them holds them, for evaluation. Devices that the plan leaves out are idle.
+    The device with the first running stage also holds these layers, for evaluation. Devices that the plan does not use
+    are idle.
     """
     grid, found = grid_of_plan(captured.graph, plan, ranks)
     if cached_layers:
@@ -84,9 +85,9 @@ def arrangement_of(
 
 
 def same_places(trainer: Trainer, captured: Captured) -> Arrangement:
-    """Return the current placement for a model with other layers frozen, all of which run.
+    """Return the current placement for a model with other layers frozen; all layers run.
 
-    Cuts that the model no longer has are replaced by those nearest to the same fraction of the operations.
+    Cuts that the model no longer has are replaced by the nearest cuts, by the fraction of operations before them.
     """
     placed, cuts = trainer.placed, Cuts(captured.graph)
     old = len(trainer.captured.graph.ops)
@@ -105,9 +106,9 @@ def same_places(trainer: Trainer, captured: Captured) -> Arrangement:
 def near(
     trainer: Trainer, captured: Captured, plan: Plan, costs: Costs, *, cached_layers: int, state_factor: float
 ) -> dict[str, int]:
-    """Return the rank of each device that minimizes migrated bytes; identical devices may swap parts.
+    """Return for each device the rank that minimizes migrated bytes; identical devices may swap parts.
 
-    Missing tensors count with the optimizer's state, `state_factor` times the trained weights.
+    Missing tensors include the optimizer's state, `state_factor` times the trained weights.
     """
     placed = arrangement_of(trainer.placed, captured, plan, costs.ranks, cached_layers=cached_layers)
     names = sorted(costs.ranks, key=lambda name: costs.ranks[name])

@@ -1,4 +1,4 @@
-"""Caching in an elastic training: its preconditions, its costs, and the current cache."""
+"""Caching in an elastic training run: preconditions, costs, and the current cache."""
 
 from pathlib import Path
 
@@ -25,10 +25,10 @@ from penstock.wire import FEEDER
 
 
 class Caching:
-    """The cache of a training's frozen layers: filled, deepened and released.
+    """The cache of a run's frozen layers: filled, deepened and released.
 
-    If layers cannot be cached, the reason is printed once and the training continues without. Every process makes one
-    and makes the same calls.
+    If layers cannot be cached, the reason is printed once and training continues without a cache. Every process creates
+    this object and makes the same calls.
 
     Example:
         caching = Caching(trainer, whole, loader, options)
@@ -44,15 +44,15 @@ class Caching:
 
     @property
     def layers(self) -> int:
-        """Number of leading layers cached now."""
+        """Number of leading layers that are currently cached."""
         return self._cache.layers if self._cache is not None else 0
 
     def look(self) -> None:
-        """Check that samples do not change between two reads and are all of one size."""
+        """Check that samples do not change between two reads and all have the same size."""
         if self._possible and self._options.cache_views == 1 and changes(self._loader, self._trainer.world.transport):
             self._give_up(
-                "samples are drawn again each time, as by random augmentation, so outputs of frozen layers are not "
-                "cached; cache_views=3 (--cache-views 3) keeps three variants of each"
+                "samples change at each read, for example by random augmentation, so outputs of frozen layers are not "
+                "cached; cache_views=3 (--cache-views 3) caches three variants of each"
             )
         if self._possible and not any(self._bytes_per_row()):
             self._give_up("rows differ in length or are cast, so outputs of frozen layers are not cached")
@@ -61,9 +61,7 @@ class Caching:
         return sizes_of_layers(self._whole, self._options.stored(), self._trainer.now.how.autocast)
 
     def costs(self, profile: Profile) -> CacheCosts | None:
-        """Return the costs of caching; None if it is impossible, or before the first step, which shows the model's
-        inputs.
-        """
+        """Return the costs of caching; None if it is impossible, or before the first step determines the inputs."""
         if not self._possible or self._trainer.data.input_places is None:
             return None
         size = self._trainer.world.transport.size
@@ -79,7 +77,7 @@ class Caching:
         if self.layers == captured.frozen_layers:
             return True
         if self.layers > captured.frozen_layers:
-            self.drop()  # freezing was taken back, so the old cache cannot be deepened
+            self.drop()  # layers were unfrozen, so the old cache cannot be deepened
         place = CachePlace(
             folder=Path(options.cache_dir) if options.cache_dir is not None else default_folder(),
             limit_bytes=options.limit_bytes(), stored=options.stored(), num_views=options.cache_views,
@@ -94,7 +92,7 @@ class Caching:
         return True
 
     def features(self, placed: Arrangement) -> Features | None:
-        """Return the source of inputs for a placement that skips the cached layers."""
+        """Return the source of inputs for a placement without the cached layers."""
         if self._cache is None or not placed.skipped:
             return None
         return self._cache.features(self._trainer, placed, self._loader.epoch)
@@ -105,7 +103,7 @@ class Caching:
             self._cache.show(self._trainer.now.features, self._loader.epoch)
 
     def drop(self, *, keep: bool = False) -> None:
-        """Release the cache; steps no longer read it after the next migration."""
+        """Release the cache; after the next migration, steps no longer read it."""
         if self._cache is None:
             return
         if self._trainer.now.features is not None:

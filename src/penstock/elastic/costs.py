@@ -1,4 +1,4 @@
-"""Costs of an elastic training for the planner: measured unless given."""
+"""Costs of an elastic training run for the planner, measured unless given."""
 
 from dataclasses import dataclass
 
@@ -28,13 +28,13 @@ from penstock.transport.collectives import all_gather
 from penstock.wire import FEEDER
 
 _CALIBRATION_S = 0.5
-_MESSAGES = 20  # timed to measure their cost
+_MESSAGES = 20  # number of messages timed to measure their cost
 _REPEATS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Planning inputs on the driver: the model's profile, the cluster, and the rank of each of its devices."""
+    """Inputs of the planner, on the driver: the model's profile, the cluster, and the rank of each device."""
 
     profile: Profile
     cluster: Cluster
@@ -42,11 +42,11 @@ class Costs:
 
 
 def find_costs(trainer: Trainer, captured: Captured, options: ElasticOptions, rows: int) -> Costs | None:
-    """Measure missing inputs on all processes; return all of them on the driver, elsewhere None.
+    """Measure missing inputs on all processes; returns all inputs on the driver, None on other ranks.
 
-    `captured` is the model with nothing frozen, `rows` are those of a microbatch. Devices are calibrated
-    simultaneously, so that contention between them shows. Raises `PlanError` for a profile of another model, or without
-    backwards, and a cluster that is not this run's.
+    `captured` is the model without frozen layers, `rows` are the rows of a microbatch. Devices are calibrated
+    simultaneously, so that contention between them is included. Raises `PlanError` if the profile is of another model
+    or lacks backward times, or if the cluster does not match this run.
     """
     world = trainer.world
     given, cluster = options.read_profile(), options.read_cluster()
@@ -85,10 +85,10 @@ def find_costs(trainer: Trainer, captured: Captured, options: ElasticOptions, ro
 def measure_profile(captured: Captured, placed: Arrangement, rows: int, calibration_s: float) -> Profile:
     """Measure the model's layers for microbatches of n rows, and the cost of messages on this machine.
 
-    The current cuts are measured too.
+    The current cuts are included.
     """
     at = {name: cut for cut in Cuts(captured.graph) for name in names_of(cut)}
-    placed_at = [at[name] for cut in placed.cuts for name in names_of(cut) if name in at]  # may be of a frozen model
+    placed_at = [at[name] for cut in placed.cuts for name in names_of(cut) if name in at]  # of the frozen model, maybe
     cuts = sorted({c.position: c for c in (*placed_at, *captured.layers)}.values(), key=lambda cut: cut.position)
 
     def load(state: State) -> Tensor:

@@ -1,4 +1,4 @@
-"""Decision on how a training continues with frozen layers: its plan, and how much of the frozen part is cached."""
+"""Decision on how a run continues with frozen layers: its plan, and how many of the frozen layers are cached."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from penstock.spec.profile import Profile, interpolate
 from penstock.units import format_seconds
 
 _NEVER = 1e9  # required gain of a new plan if plans may not change
-# and if they may: more than the error between predictions of two plans (benchmarks/training, elastic)
+# required gain if plans may change: more than the error between predictions of two plans (benchmarks/training, elastic)
 _WORTH = 0.1
 
 
@@ -19,7 +19,7 @@ _WORTH = 0.1
 class CacheCosts:
     """Costs of a cache: seconds per byte to read and to write a row, and its number of samples.
 
-    `bytes_per_row` are those of each layer's output, None if it cannot be cached.
+    `bytes_per_row` is the size of each layer's output, None if the output cannot be cached.
     """
 
     bytes_per_row: Sequence[int | None]
@@ -30,12 +30,13 @@ class CacheCosts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Situation:
-    """State of a training between two epochs; layers count from the first.
+    """State of a training run between two epochs; layers are counted from the first.
 
-    `plan` is the plan so far, `cached_layers` are read from a cache now. `layers` are the boundaries after each layer.
-    `remaining_rows` are still to be trained on. `migrate_s` are the seconds of a migration. Without `pack` the plan
-    stays; without `replicate` the only other plans have one pipeline. Without `caching` nothing more is cached.
-    `beside_s` are the seconds of a row beyond the prediction, such as loading and the caller's own code.
+    `plan` is the current plan, `cached_layers` the number of layers currently read from a cache. `layers` are the
+    boundaries after each layer. `remaining_rows` are still to be trained on. `migrate_s` is the duration of a
+    migration. Without `pack` the plan does not change; without `replicate` only plans with one pipeline are considered.
+    Without `caching` no more layers are cached. `beside_s` are the seconds per row beyond the prediction, such as
+    loading and the caller's own code.
     """
 
     profile: Profile
@@ -58,7 +59,7 @@ class Situation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """The plan to continue with, True if it is a new one, the layers cached, the predicted seconds, and the reason."""
+    """The plan to continue with, whether it is new, the number of cached layers, the predicted time, and the reason."""
 
     plan: Plan
     moves: bool
@@ -73,7 +74,7 @@ def decide(now: Situation) -> Decision:
     Example:
         decide(Situation(profile=profile, cluster=cluster, plan=plan, layers=layers, frozen_layers=4, ...)).plan
 
-    A pure function. Raises `PlanError` if nothing fits the devices.
+    A pure function. Raises `PlanError` if no plan fits the devices.
     """
     stays = now.cached_layers if now.cached_layers <= now.frozen_layers else 0
     choices = [_with_cache(now, stays, 0.0)]
@@ -118,24 +119,24 @@ def _reason(now: Situation, plan: Plan, cached: int, fill_s: float, stays: bool)
         parts.append(f"caches {cached} layers, {format_seconds(fill_s)} to fill")
     elif cached:
         parts.append(f"reads {cached} layers from the cache")
-    return f"{'; '.join(parts)}; {rate:.4g} rows/s foreseen"
+    return f"{'; '.join(parts)}; {rate:.4g} rows/s predicted"
 
 
 def _fill_s(now: Situation, costs: CacheCosts, start: int) -> float:
-    """Return the seconds to fill the cache on all devices in parallel, from the layers already cached."""
+    """Return the seconds to fill the cache on all devices in parallel, starting from the layers already cached."""
     bytes_per_row = costs.bytes_per_row[now.frozen_layers - 1] or 0
     row_s = forward_s(now.profile, now.layers, start, now.frozen_layers) + bytes_per_row * costs.write_s_per_byte
     return costs.num_samples * row_s / sum(device.speed for device in now.cluster.devices)
 
 
 def read_s(now: Situation, layers: int) -> float:
-    """Return the seconds to read a row's outputs of some layers."""
+    """Return the seconds to read a row's cached output of these layers."""
     costs = now.caching
     return 0.0 if costs is None else (costs.bytes_per_row[layers - 1] or 0) * costs.read_s_per_byte
 
 
 def forward_s(profile: Profile, layers: Sequence[str], start: int, end: int) -> float:
-    """Return the seconds that a row's forward takes through some layers, on a device of speed 1."""
+    """Return the seconds of a row's forward through some layers, on a device of speed 1."""
     first = place_of(profile, layers[start - 1]) if start else 0
     units = profile.units[first : place_of(profile, layers[end - 1])]
     rows = profile.rows[-1]

@@ -34,9 +34,7 @@ from penstock.wire import FEEDER
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanChange:
-    """Placement of a training from an epoch on: frozen and cached layers, stages and replicas, and the cost of the
-    change.
-    """
+    """Placement from an epoch on: frozen and cached layers, stages and replicas, and the cost of the change."""
 
     step: int
     epoch: int
@@ -52,16 +50,16 @@ class PlanChange:
 
 
 class ElasticTraining:
-    """Replanning of a training between its epochs; only freezing changes what is learned.
+    """Replanning of a training run between epochs; only freezing affects the trained weights.
 
     At the beginning of each epoch the policy returns the number of leading layers to freeze. The planner chooses
-    stages, replicas and the cache for the remaining epochs; tensors then migrate. Made by `TrainingPipeline.elastic`;
-    every process makes one.
+    stages, replicas and the cache for the remaining epochs; tensors then migrate. Created by
+    `TrainingPipeline.elastic`, on every process.
 
         epoch ends ─▶ policy ─▶ decide ─▶ fill the cache ─▶ migrate ─▶ next epoch
 
-    Raises `UsageError` for a training that cannot change: traced, or with a custom schedule; and for numbers of layers
-    given by hand that cannot be frozen.
+    Raises `UsageError` if the placement cannot change, because the run is traced or has a custom schedule, and if
+    layers given by hand cannot be frozen.
     """
 
     def __init__(
@@ -73,15 +71,15 @@ class ElasticTraining:
                 "a trace needs a single plan, and an elastic training changes its plan; leave the trace out"
             )
         if trainer.survivors is not None:
-            raise UsageError("an elastic training cannot continue after a loss yet; leave on_loss or elastic out")
+            raise UsageError("an elastic training cannot survive lost processes yet; leave on_loss or elastic out")
         if trainer.placed.schedule_name not in SCHEDULES:
             raise UsageError(
-                "an elastic training needs a named schedule, because it cannot adapt a custom one to other numbers "
+                "an elastic training needs a named schedule, because a custom one cannot be adapted to other numbers "
                 "of stages; name one"
             )
         self._trainer, self._loader, self._options = trainer, loader, options
         self._policy, self._told = options.policy(), told
-        self._whole: Captured = trainer.captured  # with nothing frozen
+        self._whole: Captured = trainer.captured  # the model without frozen layers
         self._captured: dict[int, Captured] = {}
         self._num_layers = self._count_layers()
         self._norms = LayerNorms(layer_of(self._whole.graph, self._whole.layers), self._num_layers)
@@ -89,25 +87,25 @@ class ElasticTraining:
         self.changes: list[PlanChange] = []
         self._caching = Caching(trainer, self._whole, loader, options)
         self._costs: Costs | None = None
-        self._plan: Plan | None = None  # on the first process
+        self._plan: Plan | None = None  # set on rank 0 only
         self._started = self._over = False
-        self._decided: int | None = None  # the epoch that the last decision was for
-        self._begun: int | None = None  # the epoch that has begun and is not in the history
+        self._decided: int | None = None  # epoch of the last decision
+        self._begun: int | None = None  # epoch that has begun but is not in the history yet
         self._migrate_s = 0.0
         self._moves_measured = False
-        self._running: tuple[float, int] | None = None  # its start, and the rows done by then
+        self._running: tuple[float, int] | None = None  # start time of this epoch, and the rows done by then
         self._beside_s = 0.0  # seconds per row of the last epoch beyond the prediction
         trainer.follower = loader.follower = self
 
     @property
     def frozen_layers(self) -> int:
-        """Number of leading layers frozen now."""
+        """Number of leading layers that are currently frozen."""
         return self._trainer.captured.frozen_layers
 
     def _count_layers(self) -> int:
-        """Count the layers that can be frozen such that something still trains.
+        """Count the layers that can be frozen such that some parameters still train.
 
-        Raises `UsageError` if none can, or a list by hand has more.
+        Raises `UsageError` if none can be frozen, or if a list by hand has more.
         """
         count = len(self._whole.layers)
         policy = _innermost(self._policy)
@@ -116,7 +114,7 @@ class ElasticTraining:
                 self._frozen(layers)
         if isinstance(policy, ByHand | Never):
             return count
-        self._frozen(1)  # raises for shared weights
+        self._frozen(1)  # raises an error for shared weights
         while count > 1 and not self._trains(count):
             count -= 1
         return count
@@ -129,7 +127,7 @@ class ElasticTraining:
         return True
 
     def validated(self, *, loss: float | None = None, accuracy: float | None = None) -> None:
-        """Record the result of a validation after the last epoch, for policies that use it.
+        """Record the validation after the last epoch, for policies that use it.
 
         Every process calls this. Calls within an epoch are ignored.
         """
@@ -140,7 +138,7 @@ class ElasticTraining:
             self.history[-1] = msgspec.structs.replace(self.history[-1], loss=loss, accuracy=accuracy)
 
     def saw_gradients(self, gradients: Mapping[str, Tensor]) -> None:
-        """Add the squares of a step's gradients to those of the epoch."""
+        """Add the squared gradients of a step to the epoch's sums."""
         if self._trainer.placed.replica_index == 0:  # replicas have the same gradients
             counted = self._trainer.tensors.counted_here
             self._norms.add({name: gradient for name, gradient in gradients.items() if name in counted})
@@ -162,7 +160,7 @@ class ElasticTraining:
         )
 
     def _end_begun(self) -> None:
-        """Record an epoch whose loop, or whose checkpoint, ended at its last batch."""
+        """Record an epoch if the loop or the checkpoint ended at its last batch."""
         if self._begun is not None and self._begun < self._loader.epoch:
             self.end_epoch(self._loader)
 
@@ -185,12 +183,12 @@ class ElasticTraining:
             if loader.position == 0:
                 frozen = next_frozen(self._policy, self.history, self._num_layers)
             else:
-                frozen = self.frozen_layers  # a checkpoint within the epoch
+                frozen = self.frozen_layers  # resumed from a checkpoint within the epoch
             self._go_on(frozen, first=first)
         self._running = time.monotonic(), loader.position * loader.batch_size
 
     def _look_at_time(self) -> None:
-        """Compare the epoch's time with the prediction of its plan."""
+        """Compare the epoch's time with its plan's prediction."""
         if self._plan is not None and self._running is not None:
             since_s, done = self._running
             rows = max(1, self._loader.num_samples - done)
@@ -198,7 +196,7 @@ class ElasticTraining:
         self._running = None
 
     def _start(self) -> None:
-        """Measure the costs of the training, and fix its microbatches."""
+        """Measure the run's costs, and fix its microbatches."""
         trainer = self._trainer
         self._started = True
         fix_microbatches(trainer)
@@ -206,13 +204,13 @@ class ElasticTraining:
         self._caching.look()
 
     def _rows(self) -> int:
-        """Return the rows of a microbatch of a whole batch."""
+        """Return the rows per microbatch of a full batch."""
         return max(1, self._loader.batch_size // self._trainer.placed.all_microbatches)
 
     def _go_on(self, frozen: int, *, first: bool) -> None:
-        """Migrate the training to its best placement with n layers frozen, and report it."""
+        """Migrate to the best placement with n layers frozen, and report the change."""
         before, before_cached = self.frozen_layers, self._caching.layers
-        captured = self._frozen(frozen)  # raises on every process if layers cannot be frozen, before any decision
+        captured = self._frozen(frozen)  # before any decision: raises on every process if layers cannot be frozen
         document = self._decision(frozen, first=first)
         cached = document["cached_layers"]
         fill_s = 0.0
@@ -229,7 +227,7 @@ class ElasticTraining:
             return
         if not cached:
             self._caching.drop()
-        if self._costs is not None:  # devices that are alike have changed parts
+        if self._costs is not None:  # identical devices may have swapped parts
             self._costs = dataclasses.replace(self._costs, ranks=document["ranks"])
         placed = arrangement_of(self._trainer.placed, captured, plan, document["ranks"], cached_layers=cached)
         moved = migrate(self._trainer, placed, captured, self._caching.features(placed))
@@ -243,7 +241,7 @@ class ElasticTraining:
         return self._captured[layers]
 
     def _decision(self, frozen: int, *, first: bool) -> dict[str, Any]:
-        """Decide on the driver, and return the decision on every process."""
+        """Make the decision on the driver, and return it on every process."""
         trainer, costs = self._trainer, self._costs
         mine: dict[str, Any] = {}
         state_factor = self._state_factor()
@@ -269,7 +267,7 @@ class ElasticTraining:
         epochs = (options.epochs or self._loader.epoch + 1) - self._loader.epoch
         done = self._loader.position * self._loader.batch_size
         remaining = max(1.0, float(epochs * self._loader.num_samples - done))
-        # the caller's placement stays until something is frozen
+        # keep the caller's placement until a layer is frozen
         pack = options.pack and not (first and trainer.is_arranged and not frozen)
         return decide(Situation(
             profile=costs.profile, cluster=costs.cluster, plan=plan,
@@ -280,9 +278,7 @@ class ElasticTraining:
         ))  # fmt: skip
 
     def _cost_of_moving(self, costs: Costs, plan: Plan) -> float:
-        """Return the seconds of the last migration, or before the first one those of the whole state on the slowest
-        link.
-        """
+        """Return the seconds of the last migration; before the first, those of the whole state on the slowest link."""
         if self._moves_measured:
             return self._migrate_s
         rates = [d.bandwidth_bytes_per_s for d in costs.cluster.devices if d.bandwidth_bytes_per_s]
@@ -290,7 +286,7 @@ class ElasticTraining:
         return weights * (1 + plan.optimizer_state_factor) / min(rates) if rates else 0.0
 
     def _state_factor(self) -> float:
-        """Return the bytes of optimizer state for each byte of the weights that are trained, over all processes."""
+        """Return the bytes of optimizer state per byte of trained weights, over all processes."""
         weights = state = 0
         for optimizer in self._trainer.optimizers:
             for name, slots in NamedOptimizer(self._trainer.tensors, optimizer).slots().items():
@@ -299,7 +295,7 @@ class ElasticTraining:
                 state += sum(size for slot in slots.values() if isinstance(slot, Tensor) and slot.numel() == size)
         gathered = all_gather(self._trainer.world.transport, {"weights": weights, "state": state})
         total, kept = (sum(document[key] for document in gathered) for key in ("weights", "state"))
-        # before its first step an optimizer keeps nothing: few keep more than AdamW
+        # before its first step an optimizer has no state; assume AdamW's, which few optimizers exceed
         return kept / total if kept else ADAMW_STATE
 
     def _tell(self, document: Mapping[str, Any], *, migrate_s: float, moved_bytes: int, fill_s: float) -> None:
@@ -316,7 +312,7 @@ class ElasticTraining:
             self._told(change)
 
     def state(self) -> dict[str, Any]:
-        """Return the state for a checkpoint, which is the same on every process."""
+        """Return the state for a checkpoint, the same on every process."""
         return {
             "frozen_layers": self.frozen_layers, "squares": self._squares(),
             "history": [msgspec.to_builtins(record) for record in self.history],
@@ -324,7 +320,7 @@ class ElasticTraining:
         }  # fmt: skip
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Freeze a checkpoint's frozen layers in the current placement; the next epoch's beginning replans for them."""
+        """Freeze a checkpoint's frozen layers in the current placement; the next epoch begins with a replan."""
         self._begun, self._decided, self._plan, self._running = state["begun"], None, None, None
         self.history = msgspec.convert(state["history"], list[EpochRecord])
         captured = self._frozen(int(state["frozen_layers"]))
@@ -335,11 +331,11 @@ class ElasticTraining:
         fix_microbatches(trainer)
         if captured.frozen_layers != self.frozen_layers or trainer.placed.skipped:
             migrate(trainer, same_places(trainer, captured), captured)
-        self._caching.drop()  # of a training that had advanced further
+        self._caching.drop()  # the cache may be of a later epoch than the checkpoint
         trainer.known_groups[:] = [dict(groups) for groups in state["groups"]]
 
     def close(self, *, finished: bool = True) -> None:
-        """Release the cache; it is deleted unless it is to be kept or the run can be continued."""
+        """Release the cache; it is deleted unless `keep_cache` is set or the run can be continued."""
         if self._over:
             return
         self._over = True

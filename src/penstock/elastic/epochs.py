@@ -1,4 +1,4 @@
-"""Records of epochs, the interface of freezing policies, and the share of layers that one epoch may freeze."""
+"""Records of epochs, the interface of freezing policies, and the share of layers that may freeze per epoch."""
 
 import math
 from collections.abc import Sequence
@@ -9,16 +9,16 @@ import msgspec
 
 from penstock.errors import UsageError
 
-# a float is taken for the fraction with the smallest terms up to this: 0.3333333333333333 for a third
+# a float is read as the nearest fraction with a denominator up to this: 0.3333333333333333 is a third
 _MAX_DENOMINATOR = 10**6
 
 
 class EpochRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One finished epoch.
+    """A finished epoch.
 
-    `frozen_layers` leading layers were frozen during it. `gradient_norms` has for each layer the root of the sum of
-    squares of its gradients over all steps, 0.0 for frozen ones. `loss` and `accuracy` are of a validation, if there
-    was one.
+    `frozen_layers` is the number of leading layers that were frozen. `gradient_norms` has for each layer the root of
+    the sum of its squared gradients over all steps, 0.0 for frozen layers. `loss` and `accuracy` are from the
+    validation, if any.
     """
 
     epoch: int
@@ -38,17 +38,16 @@ class FreezePolicy(Protocol):
     """
 
     def frozen_layers(self, history: Sequence[EpochRecord], num_layers: int) -> int:
-        """Return the number of leading layers to freeze in the next epoch, given all epochs so far, none before the
-        first.
+        """Return the number of leading layers to freeze in the next epoch, given all epochs so far (none at the start).
 
-        Must be deterministic, since each process and each resumed run calls it independently.
+        Must be deterministic, since every process and every resumed run calls it independently.
         """
 
 
 def next_frozen(policy: FreezePolicy, history: Sequence[EpochRecord], num_layers: int) -> int:
     """Return a policy's number of leading layers to freeze in the next epoch.
 
-    Raises `UsageError` for a value that is not a number of layers of this model.
+    Raises `UsageError` if the value is not a number of layers of this model.
     """
     answer = policy.frozen_layers(history, num_layers)
     name = type(policy).__name__
@@ -64,7 +63,7 @@ def next_frozen(policy: FreezePolicy, history: Sequence[EpochRecord], num_layers
 
 
 def norms_of(record: EpochRecord, num_layers: int) -> tuple[float, ...]:
-    """Return an epoch's gradient norms; raises `UsageError` unless there is one for each layer."""
+    """Return an epoch's gradient norms; raises `UsageError` unless there is one norm per layer."""
     if len(record.gradient_norms) != num_layers:
         raise UsageError(
             f"epoch {record.epoch} must have {num_layers} gradient norms, one for each layer; got "
@@ -74,7 +73,7 @@ def norms_of(record: EpochRecord, num_layers: int) -> tuple[float, ...]:
 
 
 def relative_change(before: float, now: float) -> float:
-    """Return |now - before| / before; no change from zero to zero, an infinite one from zero to anything else.
+    """Return |now - before| / before; 0 from zero to zero, infinity from zero to any other value.
 
     >>> relative_change(2.0, 1.5)
     0.25
@@ -85,7 +84,7 @@ def relative_change(before: float, now: float) -> float:
 
 
 def check_share(alpha: float | Fraction) -> None:
-    """Raise `UsageError` for an alpha that is not between 0 and 1."""
+    """Raise `UsageError` unless alpha is between 0 and 1."""
     if not 0 < alpha < 1:
         raise UsageError(
             f"alpha, the share of trained layers that one epoch may freeze, must be between 0 and 1; got {alpha}; "
@@ -94,13 +93,13 @@ def check_share(alpha: float | Fraction) -> None:
 
 
 def exact_share(alpha: float | Fraction) -> Fraction:
-    """Return the intended fraction, so that rounding up 12 * (1 - 2/3) gives 4 and not 5."""
+    """Return the intended fraction, so that 12 * (1 - 2/3) rounds up to 4, not 5."""
     near = Fraction(alpha).limit_denominator(_MAX_DENOMINATOR)
     return near if 0 < near < 1 else Fraction(alpha)
 
 
 def most_frozen(frozen_layers: int, alpha: float | Fraction, num_layers: int) -> int:
-    """Return the largest number of layers to freeze next: those frozen now, and a share of the others, rounded up.
+    """Return the largest number of layers to freeze next: the frozen layers plus a share of the others, rounded up.
 
     >>> most_frozen(4, 1 / 3, 12)
     7

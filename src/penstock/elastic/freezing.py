@@ -1,4 +1,4 @@
-"""Freezing policies: the number of frozen leading layers after each epoch, as pure functions of the epochs' records."""
+"""Freezing policies: pure functions from the records of epochs to the number of frozen leading layers."""
 
 import math
 import re
@@ -20,7 +20,7 @@ from penstock.elastic.epochs import (
 from penstock.errors import UsageError
 
 Then = Literal["stop", "take back"]
-# 0.90 - 0.89 is a little more than 0.01 in binary
+# tolerance: 0.90 - 0.89 is a little more than 0.01 in binary
 _ROUNDING = 1e-9
 _BY_HAND = re.compile(r"\d{1,9}(,\d{1,9})*", re.ASCII)
 _COUNT = re.compile(r"\d{1,9}", re.ASCII)
@@ -30,7 +30,7 @@ _GUARDS: dict[str, Then] = {"guard": "stop", "take-back": "take back"}
 
 @dataclass(frozen=True, slots=True)
 class Never:
-    """No layer is ever frozen: what training without freezing would be."""
+    """Never freezes a layer: a baseline for comparison."""
 
     def frozen_layers(self, history: Sequence[EpochRecord], num_layers: int) -> int:  # noqa: ARG002 -- the protocol's
         """Return 0."""
@@ -39,7 +39,7 @@ class Never:
 
 @dataclass(frozen=True, slots=True)
 class ByHand:
-    """Numbers of frozen layers in epoch 0, 1, 2 and so on; the last number stays. They may also decrease.
+    """Given numbers of frozen layers for epochs 0, 1, 2 and so on; the last number stays. Numbers may decrease.
 
     >>> ByHand([0, 4, 7]).frozen_layers([], 12)
     0
@@ -64,16 +64,16 @@ class ByHand:
 
 @dataclass(frozen=True, slots=True)
 class ClosedForm:
-    """ceil(L (1 - (1 - alpha)^t)) layers of L after t finished epochs: a share alpha of the others each time.
+    """Freezes ceil(L (1 - (1 - alpha)^t)) of L layers after t epochs: each epoch a share alpha of the remaining layers.
 
-    Iterated in real numbers, L_t = L_{t-1} + alpha (L - L_{t-1}) is exactly L (1 - (1 - alpha)^t). Rounded up after
-    each epoch, as `most_frozen` does since half a layer cannot be frozen, it is never below the closed form and
-    sometimes above it: for 12 layers and a third it has all 12 after 6 epochs, this one after 7.
+    In real numbers, L_t = L_{t-1} + alpha (L - L_{t-1}) is exactly L (1 - (1 - alpha)^t). `most_frozen` rounds up after
+    each epoch, so it is never below this closed form and sometimes above: with 12 layers and alpha = 1/3 it freezes all
+    12 after 6 epochs, the closed form after 7.
 
     >>> [ClosedForm(1 / 3).after(epochs, 12) for epochs in range(8)]
     [0, 4, 7, 9, 10, 11, 11, 12]
 
-    Raises `UsageError` for an alpha that is not between 0 and 1.
+    Raises `UsageError` unless alpha is between 0 and 1.
     """
 
     alpha: float | Fraction = 1 / 3
@@ -92,14 +92,14 @@ class ClosedForm:
 
 @dataclass(frozen=True, slots=True)
 class GradientNorms:
-    """The rule of PipeTransformer (He et al., ICML 2021, https://arxiv.org/abs/2102.03161), never unfreezing.
+    """The rule of PipeTransformer (He et al., ICML 2021, https://arxiv.org/abs/2102.03161); never unfreezes.
 
         L_t = min(L_{t-1} + alpha (L - L_{t-1}),  argmin over l = L_{t-1} .. L-1 of measure(l))
 
-    The measure is that of its authors' code: the relative change of a layer's gradient norm since the epoch before.
-    After the first epoch, it is the norm itself. Unlike in the formula, the layer at the argmin is frozen too, since
-    otherwise a first layer that converges first would never be. The bound is rounded up, so that the last layers are
-    reached. If a norm is not finite, nothing more is frozen.
+    As in its authors' code, measure(l) is the relative change of a layer's gradient norm since the previous epoch;
+    after the first epoch, the norm itself. Unlike in the formula, the layer at the argmin is frozen too, since
+    otherwise a first layer that converges first would never be frozen. The bound is rounded up, so that the last layers
+    are reached. If a norm is not finite, no more layers are frozen.
 
     Example:
         GradientNorms(alpha=1 / 4).frozen_layers(history, num_layers=12)
@@ -135,13 +135,13 @@ def _measures(history: Sequence[EpochRecord], num_layers: int) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class Plateau:
-    """The leading run of trained layers that are all stable, of which one epoch may freeze the share alpha.
+    """Freezes leading layers that are all stable, at most a share alpha of the trained layers per epoch.
 
-    A layer is stable if its gradient norm changed by at most `threshold`, relative to the epoch before, in each of the
-    last `patience` epochs; it was trained in all of them and in the one before. A layer that still changes prevents
-    freezing of those after it. Never unfreezes.
+    A layer is stable if it was trained in the last `patience` + 1 epochs and its gradient norm changed by at most
+    `threshold` relative to the previous epoch, in each of the last `patience` epochs. A layer that still changes
+    prevents the freezing of all later layers. Never unfreezes.
 
-    Raises `UsageError` for arguments out of range, and for epochs without a norm for each layer.
+    Raises `UsageError` for arguments out of range, and for epochs without a norm per layer.
     """
 
     patience: int = 2
@@ -178,10 +178,10 @@ class Plateau:
 
 @dataclass(frozen=True, slots=True)
 class Delayed:
-    """Another policy's numbers, as if the training had begun `num_epochs` later; until then nothing is frozen.
+    """Another policy, as if training had begun `num_epochs` later; until then no layer is frozen.
 
-    The inner policy does not see those epochs. In them the first layers, which every policy freezes first, can adapt to
-    the new task.
+    The inner policy does not see these first epochs, during which the first layers, frozen first by every policy, can
+    adapt to the new task.
 
     Example:
         Delayed(ClosedForm(1 / 3), num_epochs=1)  # of 12 layers 0, 0, 4, 7, 9, 10, 11, 11, 12
@@ -207,12 +207,12 @@ class Delayed:
 
 @dataclass(frozen=True, slots=True)
 class Guarded:
-    """Another policy's answers, until an epoch with frozen layers validates worse than the best before it.
+    """Another policy, until an epoch with frozen layers validates worse than the best epoch before.
 
-    Worse is an accuracy lower by more than `max_drop`; in an epoch without one, a loss higher by more than that part
-    of the best. A value that is not finite is worse than any. From then on as many layers stay frozen as in that
-    epoch ("stop"), or as in the best one ("take back"). An epoch with nothing frozen only counts as a best: what it
-    lost, it did not lose to freezing. Without any validation this is the inner policy.
+    Worse means an accuracy lower by more than `max_drop` or, without an accuracy, a loss higher by more than that
+    fraction of the best loss. A value that is not finite is worse than any other. From then on as many layers stay
+    frozen as in that epoch ("stop"), or as in the best epoch ("take back"). An epoch without frozen layers can only be
+    the best: freezing did not cause its losses. Without validations this is the inner policy.
 
     Example:
         Guarded(GradientNorms(), max_drop=0.02, then="take back")
@@ -241,7 +241,7 @@ class Guarded:
         return (worse if self.then == "stop" else best).frozen_layers
 
     def _first_drop(self, history: Sequence[EpochRecord]) -> tuple[EpochRecord, EpochRecord] | None:
-        """Return the first epoch that got worse and the best one before it, or None."""
+        """Return the first epoch that got worse, and the best epoch before it; None if there is none."""
         best: dict[str, EpochRecord] = {}
         for record in history:
             kind = "accuracy" if record.accuracy is not None else "loss"
@@ -265,12 +265,12 @@ def _gain(kind: str, before: float, now: float) -> float:
 
 
 def read_policy(text: str) -> FreezePolicy:
-    """Read a policy: its name, an argument after a colon, and a delay and a guard, each after a plus.
+    """Parse a policy: its name, an argument after a colon, and a delay and a guard, each after a plus.
 
     Example:
         read_policy("gradient-norms:1/4+after:2+take-back:0.02")
 
-    Raises `UsageError` for any other text, and as the policies do for their arguments.
+    Raises `UsageError` for any other text, and for invalid arguments of policies.
     """
     name, *more = text.strip().split("+")
     policy = _read_policy(name, text)
@@ -320,7 +320,7 @@ def _unknown(text: str) -> UsageError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyKind:
-    """A policy by name: its class, and the display name and the reader of its argument, if it has one."""
+    """A policy by name: its class and, if it has an argument, the argument's display name and parser."""
 
     make: Callable[..., FreezePolicy]
     argument: str = ""
@@ -336,7 +336,7 @@ POLICIES: Mapping[str, PolicyKind] = {
 
 
 def policy_help() -> str:
-    """Return the possible policies in words.
+    """Describe the possible policies.
 
     >>> policy_help()
     'none, gradient-norms[:ALPHA], schedule[:ALPHA], plateau[:EPOCHS] or layers by epoch like 0,4,7'

@@ -11,12 +11,12 @@ from penstock.graph.graph import Graph
 
 
 class LayerNorms:
-    """Sums of squared gradients by layer, over the steps of an epoch, for the layers of one process.
+    """Sums of squared gradients by layer over the steps of an epoch, for the layers on one process.
 
     Example:
         norms = LayerNorms(layer_of(graph, layers))
         norms.add({"blocks.0.norm1.weight": gradient})
-        norms.squares()    # of each layer
+        norms.squares()    # one sum per layer
     """
 
     def __init__(self, layers: Mapping[str, int], num_layers: int) -> None:
@@ -24,7 +24,7 @@ class LayerNorms:
         self._squares = [0.0] * num_layers
 
     def add(self, gradients: Mapping[str, Tensor]) -> None:
-        """Add a step's gradients, by the names of their parameters; parameters outside all layers are ignored."""
+        """Add a step's gradients, by parameter name; parameters outside all layers are ignored."""
         for name, gradient in gradients.items():
             layer = self._layers.get(name)
             if layer is not None:
@@ -36,7 +36,7 @@ class LayerNorms:
         return squares
 
     def put(self, squares: Sequence[float]) -> None:
-        """Continue from these sums."""
+        """Set the sums of squares, to continue from them."""
         self._squares = list(squares)
 
     def squares(self) -> list[float]:
@@ -45,7 +45,7 @@ class LayerNorms:
 
 
 def layer_of(graph: Graph, layers: Sequence[Cut]) -> dict[str, int]:
-    """Return the layer of each parameter, by its name: the first that uses it; those after all layers have none."""
+    """Return the layer of each parameter, by parameter name: the first layer that uses it."""
     found: dict[str, int] = {}
     for number, cut in reversed(list(enumerate(layers))):
         found |= dict.fromkeys(sources_before(graph, cut.position), number)

@@ -1,4 +1,4 @@
-"""Options of an elastic training: declared here alone, for scripts, the command line and the settings of a run."""
+"""Options of an elastic training run, declared once for scripts, the command line and the settings of a run."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     Freeze: TypeAlias = FreezePolicy | str | Sequence[int]
     Folder: TypeAlias = str | Path
     Size: TypeAlias = str | int
-else:  # a script may give more than a file of settings
+else:  # a script may pass more types than a settings file
     Freeze = Folder = Size = str
 
 
 class ElasticChoices(msgspec.Struct, frozen=True, kw_only=True):
-    """The options of freezing and caching, with their defaults and help; see `takes_settings` for `extra`."""
+    """Options of freezing and caching, with their defaults and help; see `takes_settings` for `extra`."""
 
     freeze: Annotated[
         Freeze,
@@ -50,11 +50,11 @@ class ElasticChoices(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ElasticOptions(ElasticChoices, frozen=True, kw_only=True):
-    """All options of an elastic training.
+    """All options of an elastic training run.
 
-    `freeze` may also be a policy, or the frozen layers of each epoch. `epochs` is their total number, within which a
-    migration must pay off; by default it is the coming epoch alone. `profile` and `cluster` are those, or the files,
-    of `penstock profile --training` and `hosts measure`; they are measured if not given.
+    `freeze` may also be a policy object, or the number of frozen layers of each epoch. `epochs` is the total number of
+    epochs, within which a migration must pay off; by default, it must pay off within the coming epoch. `profile` and
+    `cluster` are results or files of `penstock profile --training` and `hosts measure`; they are measured if not given.
 
     Example:
         ElasticOptions(freeze="schedule:1/3", epochs=10, cache_limit="2 GiB")
@@ -91,7 +91,7 @@ class ElasticOptions(ElasticChoices, frozen=True, kw_only=True):
 
     def stored(self) -> "torch.dtype":
         """Return the dtype of cached floats."""
-        import torch  # imported late: reading options needs no torch
+        import torch  # imported late: parsing options needs no torch
 
         return {"float32": torch.float32, "bfloat16": torch.bfloat16}[self.cache_dtype]
 

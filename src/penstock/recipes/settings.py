@@ -175,7 +175,9 @@ def make_settings(fields: dict[str, Any]) -> FitSettings:
         raise UsageError(f"{given[0]} is for an elastic training; add elastic=True (--elastic), or leave it out")
     survives = settings.on_loss != "stop"
     if settings.costs is not None and not settings.elastic and not survives:
-        raise UsageError("costs are for an elastic training, or one that survives lost processes; leave --from-profile out")
+        raise UsageError(
+            "costs are for an elastic training, or one that survives lost processes; leave --from-profile out"
+        )
     if settings.from_cluster is not None and not (settings.elastic or (survives and settings.costs is not None)):
         raise UsageError(
             "a cluster is for planning an elastic training, or with costs after a process is lost; add --elastic, or "

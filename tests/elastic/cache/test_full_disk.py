@@ -22,7 +22,7 @@ def test_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(
         CacheError,
         match=r"the cache needs 256 B, but the disk of .*shard-1.rows has .*B left \(No space left on device\); free "
-        r"space, or give another folder, or store floats as bfloat16$",
+        r"space, or choose another folder, or store floats as bfloat16$",
     ):
         fill_shard(tmp_path)
     assert list(tmp_path.iterdir()) == [], "it keeps the room that is missing"

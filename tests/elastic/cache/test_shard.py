@@ -116,7 +116,7 @@ def test_rows_that_are_not_there(tmp_path: Path, places: list[int]) -> None:
 )
 def test_rows_of_another_kind_are_refused(tmp_path: Path, batch: list[torch.Tensor]) -> None:
     with (
-        pytest.raises(CacheError, match=r"rows of this cache must be tensors of .*; got .*; give one of each"),
+        pytest.raises(CacheError, match=r"rows of this cache must be tensors of .*; got .*; pass one of each"),
         writing(tmp_path, layout_of(), None) as append,
     ):
         append(batch)
@@ -137,11 +137,11 @@ def test_more_or_fewer_rows_than_are_missing_are_refused(tmp_path: Path, last: i
 
 def test_a_limit_is_kept(tmp_path: Path) -> None:
     num_bytes = layout_of().num_bytes
-    with pytest.raises(CacheError, match=rf"needs {num_bytes} B, .* {num_bytes - 1} B; give a larger limit, or s"):
+    with pytest.raises(CacheError, match=rf"needs {num_bytes} B, .* {num_bytes - 1} B; set a larger limit, or s"):
         fill_shard(tmp_path, limit_bytes=num_bytes - 1)
     assert list(tmp_path.iterdir()) == []
     fill_shard(tmp_path, limit_bytes=num_bytes).close()
-    with pytest.raises(CacheError, match=r"give a larger limit$"):
+    with pytest.raises(CacheError, match=r"set a larger limit$"):
         fill_shard(tmp_path / "b", values=[((4,), torch.int64)], limit_bytes=1)
 
 

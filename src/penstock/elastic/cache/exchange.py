@@ -1,6 +1,6 @@
-"""Exchange of cached rows between the processes that own them and those that need them, a batch ahead of training.
+"""Exchange of cached rows between the processes that own them and the processes that need them, one batch ahead.
 
-batch      3  8  5  2        sample s belongs to process s modulo their number
+batch      3  8  5  2        sample s belongs to process s modulo the number of processes
 replica 0  3  8              process 3 sends row 3, process 0 has row 8 itself
 replica 1        5  2        and so on; a process of the same machine reads the owner's files
 """
@@ -23,36 +23,36 @@ _CHECKSUM_BYTES = 8
 
 
 def owner_of(sample: int, size: int) -> int:
-    """Return the rank that keeps a sample, of `size` ranks."""
+    """Return which of `size` ranks owns a sample."""
     return sample % size
 
 
 def place_of(sample: int, size: int) -> int:
-    """Return the index of a sample among those of its owner."""
+    """Return the index of a sample among its owner's samples."""
     return sample // size
 
 
 @dataclass(frozen=True, slots=True)
 class _Fetched:
-    """A batch's rows that are on their way to this process."""
+    """Rows of a batch that are in transit to this process."""
 
     batch: tuple[int, ...]
     rows: Future[list[Tensor]]
 
 
 class CachedFeatures:
-    """Outputs of frozen layers for this process's rows of each batch, from its own files or from their owners.
+    """Outputs of frozen layers for this process's rows of each batch, read from its own files or sent by their owners.
 
-    `shards` are those that this process can read: its own, and those of the same machine. `consumers` are the ranks
-    that need rows, one of each replica. Of a row's values the first `num_outputs` are returned, by default all. With
-    several views of each sample, `view` selects the one for this epoch.
+    `shards` are the shards that this process can read: its own, and those on the same machine. `consumers` are the
+    ranks that need rows, one per replica. The first `num_outputs` values of a row are returned, by default all. With
+    several views of each sample, `view` selects the view for this epoch.
 
     Example:
         features = CachedFeatures(transport, grid, skipped=1, shards={0: shard}, hosts=world.hosts, num_views=1)
         x, = features.outputs([3, 8, 5, 2], [7, 1])
 
-    Raises `ConnectionBroken` if a process has failed, `TransportError` for rows damaged on the way, `CacheError` if the
-    disk fails.
+    Raises `ConnectionBroken` if a process has failed, `TransportError` if rows were damaged in transit, `CacheError` if
+    the disk fails.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class CachedFeatures:
         self._next: _Fetched | None = None
 
     def outputs(self, batch: Sequence[int], following: Sequence[int] | None) -> list[Tensor]:
-        """Return the inputs of the first stage that runs, for this process's rows of a batch.
+        """Return the inputs of the first running stage for this process's rows of a batch.
 
         The `following` batch is fetched concurrently.
         """
@@ -86,7 +86,7 @@ class CachedFeatures:
         self._thread.shutdown(wait=True)
 
     def _fetch(self, batch: tuple[int, ...]) -> list[Tensor]:
-        """Send other processes the rows of a batch that they need, and gather this one's."""
+        """Send other processes the rows of a batch that they need, and gather the rows of this process."""
         own: list[Tensor] = []
         sends: list[tuple[Pending, Tensor]] = []
         for consumer, rows in zip(self._consumers, self._grid.rows(len(batch)), strict=True):
@@ -136,7 +136,7 @@ def _fill(columns: Sequence[Tensor], positions: Sequence[int], rows: Sequence[Te
 
 
 def _pack(columns: Sequence[Tensor]) -> Tensor:
-    """Lay rows out as bytes, one value after the other, after a checksum."""
+    """Serialize rows: a checksum, then the bytes of one value after the other."""
     flat = torch.cat([column.contiguous().reshape(-1).view(torch.uint8) for column in columns])
     checksum = bytearray((sum_words(flat) % 2**64).to_bytes(_CHECKSUM_BYTES, "little"))
     return torch.cat([torch.frombuffer(checksum, dtype=torch.uint8), flat])

@@ -1,4 +1,4 @@
-"""Cache of the outputs of a model's frozen layers for every sample of a data set: filling, deepening, release."""
+"""Cache of the outputs of frozen layers for every sample of a data set: filling, deepening, release."""
 
 import contextlib
 import hashlib
@@ -36,10 +36,10 @@ from penstock.transport.tags import STATE
 from penstock.values import Size
 from penstock.wire import FEEDER
 
-_BATCH = 32  # rows computed together
+_BATCH = 32  # rows computed at once
 _LOOKED_AT = 64  # samples that identify a data set
 _DIGEST_BYTES = 16
-_DIGEST = ((_DIGEST_BYTES,), torch.uint8)  # of the model's inputs for a sample: the last value of its row
+_DIGEST = ((_DIGEST_BYTES,), torch.uint8)  # digest of the model's inputs for a sample: the last value of its row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +60,7 @@ class FrozenCache:
     shard: Shard
     place: CachePlace
     folder: Path
-    others: dict[int, Shard]  # shards of the same machine
+    others: dict[int, Shard]  # other processes' shards on the same machine
 
     def features(self, trainer: Trainer, placed: Arrangement, epoch: int) -> CachedFeatures:
         """Return the source of inputs for a placement that starts after these layers."""
@@ -86,7 +86,7 @@ class FrozenCache:
             self.shard.delete()
         except CacheError as error:
             note(str(error))
-        with contextlib.suppress(OSError):  # the shards of other processes are in it
+        with contextlib.suppress(OSError):  # the folder has shards of other processes
             self.folder.rmdir()
 
 
@@ -97,7 +97,7 @@ def default_folder() -> Path:
 
 
 def values_after(captured: Captured, cut: Cut) -> Values | None:
-    """Return the values to store of a sample at a cut; None if a value there is not of a single sample."""
+    """Return the values to store per sample at a cut; None if a value there does not belong to a single sample."""
     given = {value.name for value in captured.graph.tensor_inputs()}
     values = []
     for value in cut.crossing:
@@ -111,9 +111,9 @@ def values_after(captured: Captured, cut: Cut) -> Values | None:
 
 
 def sizes_of_layers(captured: Captured, stored: torch.dtype, autocast: torch.dtype | None) -> list[int | None]:
-    """Return the bytes on disk of a sample's outputs of each layer, None if they cannot be cached.
+    """Return for each layer the bytes on disk of a sample's outputs; None if they cannot be cached.
 
-    If other lengths than the batch vary, or crossing values are cast, no layer can be cached.
+    No layer can be cached if lengths other than the batch vary, or if crossing values are cast.
     """
     if set(captured.graph.symbols) != {"batch"} or autocast is not None:
         return [None] * len(captured.layers)
@@ -122,7 +122,7 @@ def sizes_of_layers(captured: Captured, stored: torch.dtype, autocast: torch.dty
 
 
 def changes(loader: Loader, transport: Transport) -> bool:
-    """Return True if a sample changes between two reads on any process, as with random augmentation."""
+    """Return True if a sample changes between two reads on any process, for example by random augmentation."""
     count = loader.num_samples
     found = any(
         _digests_in(loader.load([sample])) != _digests_in(loader.load([sample]))
@@ -145,7 +145,7 @@ def _digests(tensors: Sequence[Tensor], num_rows: int) -> Tensor:
 
 
 def _hash(value: Any) -> str:
-    """Return a hash of what can be written as JSON."""
+    """Return a hash of a JSON value."""
     return hashlib.blake2b(msgspec.json.encode(value), digest_size=_DIGEST_BYTES).hexdigest()
 
 
@@ -153,20 +153,21 @@ def cache_key(
     *, program: str, weights: Mapping[str, str], data: Sequence[Sequence[str]], num_processes: int, num_samples: int,
     num_views: int, stored: torch.dtype,
 ) -> str:  # fmt: skip
-    """Name a cache by everything that its values depend on; digests stand for `weights` by name and for `data`.
+    """Return a name for a cache that depends on all that determines its values, by digests of `weights` and `data`.
 
-    Samples are divided among the processes, so their number counts too.
+    The number of processes is included, since samples are divided among them.
     """
     return _hash([program, weights, data, num_processes, num_samples, num_views, str(stored)])
 
 
 class Filling:
-    """Filling of a cache for a model with frozen layers: every process fills its own shard, in parallel.
+    """Fills a cache for a model with frozen layers; every process fills its own shard, in parallel.
 
-    Rows of an earlier run are reused if they are whole and their samples unchanged: each row has a digest of the inputs
-    that it was computed from.
+    Rows of an earlier run are reused if they are complete and their samples unchanged: each row has a digest of the
+    inputs from which it was computed.
 
-    `before` is the cache of fewer layers, from which it continues. Every process makes one and calls `run`.
+    `before` is the cache of fewer layers from which the computation continues. Every process creates this object and
+    calls `run`.
 
     Example:
         cache = Filling(trainer, captured, loader, place, before=None).run()
@@ -189,17 +190,17 @@ class Filling:
         self._rows = range(rank, self._num_all, size)
 
     def run(self) -> FrozenCache:
-        """Fill the cache; if one process fails, removes it and raises `CacheError` on every process."""
+        """Fill the cache; if a process fails, remove the cache and raise `CacheError` on every process."""
         key, weights = self._key(), dict(self._weights())
         folder, layouts = self._place.folder / key, self._layouts(key)
         own = layouts[self._trainer.world.rank]
-        made: list[Shard] = []  # at most one
+        made: list[Shard] = []  # at most one shard
         try:
             self._agree(lambda: made.append(self._fill(folder, own, weights)))
             others: dict[int, Shard] = {}
             self._agree(lambda: others.update(self._open_neighbours(folder, layouts)))
         except CacheError:
-            with contextlib.suppress(CacheError, OSError):  # a full disk needs the room
+            with contextlib.suppress(CacheError, OSError):  # remove it to free space: the disk may be full
                 remove(folder, own)
                 folder.rmdir()
             raise
@@ -219,7 +220,7 @@ class Filling:
         ]
 
     def _agree(self, work: Callable[[], None]) -> None:
-        """Run one part of the work; raises `CacheError` on every process if it fails on one."""
+        """Run one part of the work; raises `CacheError` on every process if it fails on any."""
         world, problem = self._trainer.world, ""
         try:
             work()
@@ -232,19 +233,19 @@ class Filling:
             raise CacheError(f"{world.names[rank]}: {reason}")
 
     def _open_neighbours(self, folder: Path, layouts: Sequence[Layout]) -> dict[int, Shard]:
-        """Open the shards of the other processes of this machine to be read."""
+        """Open the shards of the other processes on this machine for reading."""
         world = self._trainer.world
         alike = [rank for rank, host in enumerate(world.hosts) if host == world.hosts[world.rank]]
         return {rank: Shard.open(folder, layouts[rank]) for rank in alike if rank != world.rank}
 
     def _fill(self, folder: Path, layout: Layout, weights: Mapping[str, Tensor]) -> Shard:
-        """Open this process's shard if it can be used again, and compute it otherwise."""
+        """Open this process's shard if it can be reused; otherwise compute it."""
         shard = self._reusable(folder, layout)
         if shard is not None:
             return shard
         limit = self._place.limit_bytes
         if limit is not None:
-            # this process's part of its machine's limit, less the old shard that exists during filling
+            # this process's part of the machine's limit, minus the old shard, which still exists during filling
             limit = limit // self._neighbours() - (self._before.shard.layout.num_bytes if self._before else 0)
         with writing(folder, layout, limit) as append:
             for outputs in self._computed(weights):
@@ -252,7 +253,7 @@ class Filling:
         return Shard.open(folder, layout)
 
     def _reusable(self, folder: Path, layout: Layout) -> Shard | None:
-        """Open the shard of an earlier run; None if it is missing, unfinished, damaged, or samples have changed."""
+        """Open the shard of an earlier run; None if it is missing, unfinished, damaged, or of changed samples."""
         try:
             shard = Shard.open(folder, layout)
         except CacheError:
@@ -261,13 +262,13 @@ class Filling:
         if not changed:
             return shard
         shard.close()
-        note(f"{changed} of {layout.num_rows} samples have changed since {folder} was filled; all are computed again")
+        note(f"{changed} of {layout.num_rows} samples have changed since {folder} was filled; recomputing all")
         return None
 
     def _count_changed(self, shard: Shard) -> int:
-        """Count the samples whose inputs differ from those that their rows were computed from.
+        """Count the samples whose inputs differ from the inputs from which their rows were computed.
 
-        With several views of a sample its inputs are drawn again each time, and the key distinguishes the drawings.
+        With several views of a sample, its inputs are drawn again each time; the cache's key distinguishes the draws.
         """
         changed = 0
         for places in _batches(len(self._rows) if self._place.num_views == 1 else 0):
@@ -309,7 +310,7 @@ class Filling:
         return {value.name: tensor for value, tensor in zip(graph.tensor_inputs(), tensors, strict=True)}
 
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Bring the weights of the layers to be computed to every process; yields them by the program's names."""
+        """Send the weights of the layers to be computed to every process; yields them by the program's names."""
         states = {state.source: state for state in self._part.program.states}
         tensors, world = self._trainer.tensors, self._trainer.world
         there = {name: tensors.holders(name) for name, state in states.items() if state.kind != "constant"}
@@ -323,7 +324,7 @@ class Filling:
                 yield state.value.name, moved(constant, self._trainer.now.how.device)
 
     def _key(self) -> str:
-        """Return the name of the cache by its content, the same on every process."""
+        """Return the content-derived name of the cache, the same on every process."""
         trainer, count = self._trainer, self._loader.num_samples
         tensors = trainer.tensors
         names = [state.source for state in self._prefix.program.states if state.kind != "constant"]

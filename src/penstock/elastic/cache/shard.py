@@ -1,15 +1,15 @@
-"""Rows of the samples that one process owns, in one file that is mapped into memory.
+"""A shard: the rows of the samples that one process owns, in a file that is mapped into memory.
 
     folder/
         shard-0.rows    | value 0 of all rows | value 1 of all rows | ...    each begins at a multiple of 64 bytes
-        shard-0.done    the mark: what the rows are, and the checksum of their file
-        shard-1.rows    another process's, which can be read
+        shard-0.done    the mark: a description of the rows, and the checksum of their file
+        shard-1.rows    the shard of another process on this machine, which can be read
 
-A file takes its name once all rows are on the disk, and the mark is written after it. Without its mark, or with another
-one than it must have, a file is computed again.
+A file is renamed to its final name once all rows are on the disk, then the mark is written. If the mark is missing or
+differs from the expected mark, the file is recomputed.
 
-Rows are read from mapped memory, but written with `pwrite` into reserved space: on a full disk a store into mapped
-memory kills the process.
+Rows are read from mapped memory, but written with `pwrite` into reserved space: on a full disk, a store into mapped
+memory would kill the process.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ from penstock.files import write_whole, written_whole
 from penstock.tensors import HOST, aligned, sum_words
 from penstock.units import format_bytes
 
-# for each value of a row its shape, without the batch, and its dtype
+# for each value of a row, its shape (without the batch dimension) and its dtype
 Values = Sequence[tuple[tuple[int, ...], torch.dtype]]
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
@@ -40,7 +40,7 @@ _CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One value of every row: its shape, its dtype when read, and the one on disk."""
+    """A value that every row has: its shape, its dtype when read, and its dtype on disk."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -53,7 +53,7 @@ class Column:
 
 
 def make_columns(values: Values, stored: torch.dtype | None) -> tuple[Column, ...]:
-    """Choose the stored dtype of each value: floats as `stored` if that is smaller, everything else as it is.
+    """Choose the stored dtype of each value: floats as `stored` if that is smaller, other values unchanged.
 
     Example:
         make_columns([((197, 384), torch.float32), ((), torch.int64)], torch.bfloat16)
@@ -77,7 +77,7 @@ def bytes_per_row(values: Values, stored: torch.dtype | None) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The rows of an owner and their places in its file; `key` names the cache by its content."""
+    """The rows of an owner and their offsets in its file; `key` is the content-derived name of the cache."""
 
     key: str
     owner: int
@@ -86,7 +86,7 @@ class Layout:
 
     @cached_property
     def starts(self) -> list[int]:
-        """The byte at which each value begins, and the end of the last one."""
+        """Byte offset of each value, and the end of the last value."""
         starts, end = [], 0
         for column in self.columns:
             starts.append(aligned(end))
@@ -95,7 +95,7 @@ class Layout:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the file; an empty one cannot be mapped."""
+        """Size of the file; at least 1, since an empty file cannot be mapped."""
         return max(1, self.starts[-1])
 
     def rows_path(self, folder: Path) -> Path:
@@ -103,7 +103,7 @@ class Layout:
         return folder / f"shard-{self.owner}.rows"
 
     def mark_path(self, folder: Path) -> Path:
-        """Return the path of its mark."""
+        """Return the path of the file's mark."""
         return folder / f"shard-{self.owner}.done"
 
     def mark(self, checksum: int) -> bytes:
@@ -113,7 +113,7 @@ class Layout:
 
 
 class Shard:
-    """The values of some samples, one row for each, in a file that is whole.
+    """A complete file of rows, one for each sample.
 
     Example:
         with writing(folder, layout, limit_bytes=None) as append:
@@ -121,7 +121,7 @@ class Shard:
         with Shard.open(folder, layout) as shard:
             (values,) = shard.read([7, 3])
 
-    Every error of a cache is a `CacheError` in one line, so that a caller can continue without one.
+    All errors are `CacheError` with a one-line message, so that a caller can continue without a cache.
     """
 
     def __init__(self, folder: Path, layout: Layout, memory: Tensor) -> None:
@@ -133,10 +133,10 @@ class Shard:
 
     @classmethod
     def open(cls, folder: Path, layout: Layout) -> "Shard":
-        """Open a shard that is whole, also one of another process of this machine.
+        """Open a complete shard, of this process or of another process on this machine.
 
-        It stays readable when its owner deletes it. Raises `CacheError` if it is missing, unfinished, damaged, or of
-        other rows.
+        The shard stays readable if its owner deletes it. Raises `CacheError` if the shard is missing, unfinished,
+        damaged, or has other rows.
         """
         path = layout.rows_path(folder)
         memory = _map(path, layout)
@@ -145,7 +145,7 @@ class Shard:
         except OSError as error:
             raise CacheError(f"{path} is not finished ({error.strerror}); fill it first") from None
         if mark != layout.mark(sum_words(memory)):
-            raise CacheError(f"{path} is damaged, or of other rows than its folder is for; fill it again")
+            raise CacheError(f"{path} is damaged, or its rows belong to another cache; fill it again")
         return cls(folder, layout, memory)
 
     @property
@@ -155,27 +155,27 @@ class Shard:
 
     @property
     def stored_values(self) -> Values:
-        """Shape and dtype of each value of a row, as it is stored."""
+        """Shape and dtype of each value of a row, as stored."""
         return [(column.shape, column.stored) for column in self.layout.columns]
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row as it is stored."""
+        """Bytes of one row, as stored."""
         return sum(column.row_bytes for column in self.layout.columns)
 
     def read(self, rows: Tensor | Sequence[int]) -> list[Tensor]:
-        """Return copies of rows, by their indices in any order, one tensor for each value."""
+        """Return copies of rows by index, in any order: one tensor for each value."""
         read = self.read_stored(rows)
         return [tensor.to(column.dtype) for column, tensor in zip(self.layout.columns, read, strict=True)]
 
     def read_stored(self, rows: Tensor | Sequence[int]) -> list[Tensor]:
-        """Return copies of rows with the dtypes that are on disk; raises `CacheError` for rows that it has not."""
+        """Return copies of rows with the dtypes on disk; raises `CacheError` for rows that do not exist."""
         if self._columns is None:
             raise CacheError(f"the cache {self.layout.rows_path(self._folder)} is closed; open it again")
         places = torch.as_tensor(rows, dtype=torch.int64, device=HOST)
         wrong = places[(places < 0) | (places >= self.layout.num_rows)]
         if len(wrong):
-            raise CacheError(f"a row must be below {self.layout.num_rows}; got {int(wrong[0])}; give its own samples")
+            raise CacheError(f"a row must be below {self.layout.num_rows}; got {int(wrong[0])}; pass its own samples")
         return [column[places] for column in self._columns]
 
     def close(self) -> None:
@@ -198,18 +198,18 @@ class Shard:
 def writing(
     folder: Path, layout: Layout, limit_bytes: int | None
 ) -> Iterator[Callable[[Sequence[Tensor]], None]]:  # fmt: skip
-    """Write a shard anew: the block appends rows, and the shard is whole when it has ended with all of them.
+    """Write a new shard: the block appends rows; the shard is complete if the block ends after the last row.
 
-    `append` takes one tensor for each value, with rows as its first dimension, from any device. The owner's old file is
-    removed first. A block that fails leaves nothing; what a killed process leaves is removed by the next writer.
+    `append` takes one tensor for each value, with rows as its first dimension, on any device. The owner's old file is
+    removed first. If the block fails, its file is removed; the file of a killed process is removed by the next writer.
 
-    Raises `CacheError` if the folder cannot be written or has no space, for more than `limit_bytes`, and for rows that
-    do not match the layout.
+    Raises `CacheError` if the folder cannot be written or has too little space, if `limit_bytes` is exceeded, and if
+    rows do not match the layout.
     """
     if limit_bytes is not None and layout.num_bytes > limit_bytes:
         raise CacheError(
             f"the cache needs {format_bytes(layout.num_bytes)}, more than its limit of {format_bytes(limit_bytes)}; "
-            f"give a larger limit{_bfloat16_helps(layout)}"
+            f"set a larger limit{_bfloat16_helps(layout)}"
         )
     path, num_done = layout.rows_path(folder), 0
     with contextlib.ExitStack() as stack:
@@ -245,23 +245,23 @@ def remove(folder: Path, layout: Layout) -> None:
 
 @contextlib.contextmanager
 def _explained(path: Path) -> Iterator[None]:
-    """Raise `CacheError` in one line for an `OSError` of the block."""
+    """Convert an `OSError` of the block to a `CacheError` with a one-line message."""
     try:
         yield
     except OSError as error:
         raise CacheError(
             f"the cache {path} must be writable, but {error.filename or 'a file in it'} is not "
-            f"({error.strerror or error}); free space or give another folder, or train without a cache"
+            f"({error.strerror or error}); free space, choose another folder, or train without a cache"
         ) from error
 
 
 def _map(path: Path, layout: Layout) -> Tensor:
-    """Map a file into memory; raises `CacheError` if it is not there or has another length."""
+    """Map a file into memory; raises `CacheError` if it is missing or has another length."""
     try:
         found = path.stat().st_size  # torch would extend a short file with zeros
         if found != layout.num_bytes:
             raise CacheError(f"{path} is damaged: expected {layout.num_bytes} bytes, got {found}; fill it again")
-        # keeps no descriptor open
+        # the mapping keeps no descriptor open
         return torch.from_file(str(path), shared=False, size=layout.num_bytes, dtype=torch.uint8, device=HOST)
     except OSError as error:
         raise CacheError(f"{path} holds no cache ({error.strerror}); fill it first") from None
@@ -270,7 +270,7 @@ def _map(path: Path, layout: Layout) -> Tensor:
 
 
 def _reserve(file: IO[bytes], path: Path, layout: Layout) -> None:
-    """Reserve a file's space; raises `CacheError` if the disk has not enough, before using any."""
+    """Reserve a file's space; raises `CacheError` if the disk has too little, before writing any rows."""
     disk = shutil.disk_usage(path.parent)
     try:
         if layout.num_bytes > disk.free and disk.total:  # some file systems report zero
@@ -286,27 +286,27 @@ def _reserve(file: IO[bytes], path: Path, layout: Layout) -> None:
             raise
         raise CacheError(
             f"the cache needs {format_bytes(layout.num_bytes)}, but the disk of {path} has {format_bytes(disk.free)} "
-            f"left ({error.strerror}); free space, or give another folder{_bfloat16_helps(layout)}"
+            f"left ({error.strerror}); free space, or choose another folder{_bfloat16_helps(layout)}"
         ) from error
 
 
 def _bfloat16_helps(layout: Layout) -> str:
-    """Return the end of an error that suggests bfloat16, empty if that would not be smaller."""
+    """Return the suggestion to store bfloat16, for the end of an error; empty if that would not be smaller."""
     wide = any(c.stored.is_floating_point and c.stored.itemsize > torch.bfloat16.itemsize for c in layout.columns)
     return ", or store floats as bfloat16" if wide else ""
 
 
 def _check_rows(tensors: Sequence[Tensor], layout: Layout, missing: int) -> int:
-    """Return the number of rows of a batch; raises `CacheError` if they cannot be the next ones."""
+    """Return the number of rows of a batch; raises `CacheError` if they cannot be the next rows."""
     expected = [(column.shape, column.dtype) for column in layout.columns]
     found = [(tuple(tensor.shape[1:]), tensor.dtype) for tensor in tensors]
     counts = {tensor.shape[0] if tensor.ndim else -1 for tensor in tensors}
     if found != expected or len(counts) != 1 or -1 in counts:
         shown = [(list(tensor.shape), tensor.dtype) for tensor in tensors]
-        raise CacheError(f"rows of this cache must be tensors of {expected}; got {shown}; give one of each, rows first")
+        raise CacheError(f"rows of this cache must be tensors of {expected}; got {shown}; pass one of each, rows first")
     (count,) = counts
     if count > missing:
-        raise CacheError(f"a cache has {missing} rows left to fill; got {count}; give only its own samples")
+        raise CacheError(f"a cache has {missing} rows left to fill; got {count}; pass only its own samples")
     return count
 
 

@@ -1,4 +1,4 @@
-"""Read speed of cached rows on this machine."""
+"""Speed of reading cached rows on this machine."""
 
 import statistics
 import time
@@ -13,9 +13,9 @@ _ROUNDS = 3
 
 @cache
 def copy_s_per_byte() -> float:
-    """Measure the CPU seconds per byte of copying scattered rows, as from a mapped file in memory.
+    """Measure the CPU seconds per byte of copying scattered rows, as from a mapped file that is in memory.
 
-    Rows read from a slower disk take longer; a cache is read ahead of the training.
+    Reading from a slower disk takes longer, but the cache is read ahead of training.
     """
     rows = torch.zeros(_BYTES // _ROW_BYTES, _ROW_BYTES, dtype=torch.uint8)
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))

@@ -68,7 +68,11 @@ def test_several_processes_of_one_machine(verb: str, bind: tuple[str, ...], tmp_
 
 @pytest.mark.parametrize(
     ("address", "said"),
-    [("192.0.2.1", "got '192.0.2.1' (Cannot assign"), ("0.0.0.0", "means all of this"), ("no such name", "got 'no ")],
+    [
+        ("192.0.2.1", "got '192.0.2.1' (Cannot assign"),
+        ("0.0.0.0", "means all addresses of this"),
+        ("no such name", "got 'no "),
+    ],
 )
 @pytest.mark.parametrize("verb", ["infer", "bench", "train"])
 def test_an_address_of_no_machine(verb: str, address: str, said: str, penstock: Run) -> None:

@@ -53,7 +53,7 @@ def test_what_is_no_run(penstock: Run, tmp_path: Path) -> None:
     status, _, errors = penstock("report", tmp_path, "-o", tmp_path / "page.html")
     assert (status, errors) == (
         2,
-        "error: --output is for several runs, the page of one is written to its folder; leave it out\n",
+        "error: --output is for several runs; the page of a single run is in the run's folder; leave it out\n",
     )
 
 

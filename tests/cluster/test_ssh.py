@@ -83,7 +83,7 @@ def test_prepared_looked_at_and_run_on(machines: SshLab, capsys: pytest.CaptureF
     assert sent.count("unchanged") == 1
     assert (machines.folder("board1") / "src/penstock/stale.py").exists()
     assert verb("hosts", "check", machines.cluster) == 0
-    assert capsys.readouterr().out.endswith("all of them are ready\n")
+    assert capsys.readouterr().out.endswith("all machines are ready\n")
 
     wanted = tmp_path / "predictions.csv"
     words = ["infer", MODEL, "--images", "digits", "--num-images", 20, "-o", wanted]

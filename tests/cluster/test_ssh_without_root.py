@@ -182,4 +182,4 @@ def test_a_lab_is_no_machine(tmp_path: object, capsys: pytest.CaptureFixture[str
     assert main(["hosts", "check", file]) == 2
     assert "is a lab, whose hosts are on this machine" in capsys.readouterr().err
     assert main(["hosts", "run", file]) == 2
-    assert "needs a verb after the file" in capsys.readouterr().err
+    assert "needs a command after --" in capsys.readouterr().err

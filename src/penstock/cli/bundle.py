@@ -53,7 +53,7 @@ def bundle(
 
 
 def _model_of(plan: Plan, path: Path) -> str:
-    """Return a plan's model; raise `UsageError` if loading it would import a module, since plans may be untrusted."""
+    """Return a plan's model; raises `UsageError` if loading it would import a module, since plans may be untrusted."""
     if plan.model.startswith(("timm:", "hf:")):
         return plan.model
     raise UsageError(

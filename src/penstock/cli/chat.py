@@ -15,7 +15,7 @@ from penstock.terminal.notes import say
 
 def chat(
     model: opt.LanguageModel,
-    system: Annotated[str | None, typer.Option(help="What the model is told before the conversation.")] = None,
+    system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
     max_new_tokens: given.NewTokens = 256,
     temperature: given.Temperature = 0.0,
     top_p: given.TopP = None,
@@ -34,7 +34,7 @@ def chat(
     bind: opt.Bind = None,
     cluster: Cluster = None,
 ) -> None:
-    """Talk to a language model of transformers; an empty line or Ctrl-D ends."""
+    """Chat with a transformers language model; an empty line or Ctrl-D ends the chat."""
     opt.bind_to(bind, cluster)
     first, world, on_loss = given.join(on_loss)
     if not first:
@@ -55,7 +55,7 @@ def chat(
                     sys.stdout.write(part)
                     sys.stdout.flush()
                 sys.stdout.write("\n")
-            except UsageError as error:  # too long a conversation, which can be begun again
+            except UsageError as error:  # the conversation is too long; a new one can be started
                 say(str(error), err=True)
 
 

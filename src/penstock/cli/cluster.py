@@ -1,4 +1,4 @@
-"""`--cluster FILE`: a verb that starts itself on the machines of a cluster."""
+"""`--cluster FILE`: run a command on the machines of a cluster."""
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +29,7 @@ _OPTION = "--cluster"
 
 
 def take_cluster(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
-    """Take `--cluster FILE` out of a command line; raises `UsageError` when the file is missing.
+    """Split `--cluster FILE` off a command line; raises `UsageError` if the file name is missing.
 
     >>> take_cluster(["bench", "timm:vit", "--cluster", "lab.toml"])
     (PosixPath('lab.toml'), ['bench', 'timm:vit'])
@@ -41,7 +41,7 @@ def take_cluster(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
             return Path(argument.partition("=")[2]), rest
         if argument == _OPTION:
             if index + 1 >= len(rest):
-                raise UsageError("--cluster takes a file, as in --cluster lab.toml")
+                raise UsageError("--cluster needs a file, as in --cluster lab.toml")
             path = Path(rest[index + 1])
             del rest[index : index + 2]
             return path, rest
@@ -49,9 +49,9 @@ def take_cluster(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
 
 
 def run_on_cluster(path: Path, arguments: Sequence[str]) -> int:
-    """Run `penstock` with these arguments on every host of a lab, or by ssh of a cluster; return its exit status.
+    """Run `penstock` with these arguments on every host of a lab, or by ssh on a cluster; return the exit status.
 
-    What the first host prints is printed as it is; everything on standard error has the host in front.
+    Standard output of the first host is printed unchanged; lines on standard error start with the host's name.
     """
     return _run_in_lab(path, arguments) if is_lab(path) else run_by_ssh(read_cluster(path), arguments)
 
@@ -71,27 +71,27 @@ def _run_in_lab(path: Path, arguments: Sequence[str]) -> int:
 
 
 def run_by_ssh(cluster: Spec, arguments: Sequence[str], port: int = PORT, key: bytes | None = None) -> int:
-    """Run `penstock` with these arguments on every machine of a cluster; return its exit status.
+    """Run `penstock` with these arguments on every machine of a cluster; return the exit status.
 
-    The machines are told a key over ssh, a new one where none is given, and speak with those alone that have it. With
-    an empty one they trust the network.
+    The machines receive a key over ssh (a new key if `key` is None) and connect only to processes that have it. With an
+    empty key they trust the network.
     """
     hosts, commands = commands_by_ssh(cluster, arguments, port)
     ends = ends_with(arguments)
     shown = _shown(hosts[0].name)
-    from penstock.transport.curve import make_key  # other verbs need no keys, and their help is to come at once
+    from penstock.transport.curve import make_key  # imported late, so that help is fast
 
     key = make_key() if key is None else key
     with ended_by_signals(), RemoteRun(hosts, commands, key=key, output=shown, end_together=ends) as run:
         codes = run.wait()
     status = _status(codes, hosts[0].name, ends)
     if status and run.first_failure is not None:
-        say(f"error: {run.first_failure}; its own output above says why", err=True)
+        say(f"error: {run.first_failure}; see its output above for the reason", err=True)
     return status
 
 
 def commands_by_ssh(cluster: Spec, arguments: Sequence[str], port: int = PORT) -> tuple[list[Host], list[list[str]]]:
-    """Return the machines of a cluster and what is run on each, the one that feeds first."""
+    """Return the machines of a cluster, the driver first, and the command to run on each."""
     hosts = hosts_of(cluster)
     addresses = [address_of(host, cluster.device(host.name)) for host in hosts]
     threads = [cluster.device(host.name).threads for host in hosts]
@@ -100,20 +100,20 @@ def commands_by_ssh(cluster: Spec, arguments: Sequence[str], port: int = PORT) -
 
 
 def refuse_bind(path: Path, arguments: Sequence[str]) -> None:
-    """Raise `UsageError` for `--bind` beside `--cluster`: each host has an address of its own."""
+    """Raise `UsageError` if `--bind` is given with `--cluster`: each host has its own address."""
     bind = next((argument for argument in arguments if argument.partition("=")[0] == "--bind"), None)
     bind_to(bind, path)
 
 
 def is_lab(path: Path) -> bool:
-    """Return whether a file describes a lab, rather than machines; raises `ClusterError` where it is neither."""
+    """Return whether a file describes a lab rather than machines; raises `ClusterError` if it describes neither."""
     read_cluster(path)
     with path.open("rb") as file:
         return "hosts" in msgspec.toml.decode(file.read())
 
 
 def ends_with(arguments: Sequence[str]) -> EndTogether:
-    """Return what ends a run: the first failure, or the first host's end where the loss of another is outlived."""
+    """Return what ends a run: the first failure or, if the run survives lost processes, the first host's exit."""
     asked = _option(arguments, "--on-loss")
     verb = next(iter(arguments), "")
     if verb == "train":
@@ -139,7 +139,7 @@ def _status(codes: Mapping[str, int | None], first: str, ends: EndTogether) -> i
 
 
 def _option(arguments: Sequence[str], option: str) -> str | None:
-    """Return what a command line gives for an option; None without it.
+    """Return the value of an option on a command line; None if it is not given.
 
     >>> _option(["infer", "--on-loss", "wait"], "--on-loss"), _option(["infer", "--on-loss=wait"], "--on-loss")
     ('wait', 'wait')

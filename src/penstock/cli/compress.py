@@ -44,7 +44,7 @@ def compress(*, given: Given, json: opt.JsonFile = None) -> None:
     best, base = outcome.best, baseline(outcome.found)
     if outcome.met and best == base:
         console.print(
-            "nothing tried is better: no other form is accurate enough and faster in each round of the comparison",
+            "no improvement found: no other form is accurate enough and faster in each round of the comparison",
             soft_wrap=True,
         )
     rows = f" --microbatch-size {settings.microbatch_size}" if settings.microbatch_size > 1 else ""
@@ -81,7 +81,7 @@ def _table(outcome: Outcome) -> Table:
 
 
 def _times(each: Found, base: Found) -> str:
-    """Return the speed-up over the original model, with the smallest and largest of the rounds of a comparison."""
+    """Format the speed-up over the original model, with the range over the rounds of a comparison."""
     ratios = each.ratios_to(base)
     spread = f" ({min(ratios):.2f} to {max(ratios):.2f})" if len(ratios) > 1 and each != base else ""
     return f"{statistics.median(ratios):.2f}{spread}"

@@ -1,4 +1,4 @@
-"""`penstock demo`: the whole workflow on this machine, on data that needs no download."""
+"""`penstock demo`: the whole workflow on this machine, without downloads."""
 
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from penstock.deploy.split import SplitModel
 
-_EVERY = 5  # each fifth image is for testing
+_EVERY = 5  # every fifth image is used for testing
 _MICROBATCH = 32
 _BATCH = 32
 _RATE = 1e-3
@@ -42,7 +42,7 @@ def demo(
     reference = _one_process(model, test[0])
     accuracy = _accuracy(reference, test[1])
     console.print(f"   one process: accuracy {accuracy:.2%}\n")
-    console.print("2. Cut it into four stages, without touching the model.")
+    console.print("2. Cut it into four stages, without changing the model.")
     _print_cuts(console, split(model, (test[0][:2],), stages=4))
     console.print(f"\n3. Stream the test digits through processes, {_MICROBATCH} images per microbatch.")
     rows = [_stream(model, test, reference, stages) for stages in (1, 2, 4)]
@@ -61,7 +61,7 @@ def demo(
 
 
 def _write_text(console: PlainConsole) -> None:
-    """Answer a prompt with a small language model, if the package that carries it is installed."""
+    """Answer a prompt with a small language model, if its package is installed."""
     import importlib.util
 
     needed = (_LANGUAGE_MODEL, "transformers", "gguf", "accelerate")
@@ -143,7 +143,7 @@ def _train(model: "nn.Module", images: "Tensor", labels: "Tensor", *, epochs: in
 
 
 def _one_process(model: "nn.Module", images: "Tensor") -> "list[Tensor]":
-    """Run the same microbatches with a stage's number of threads, as the reference."""
+    """Run the same microbatches in one process, with the threads of a stage, as the reference."""
     import torch
 
     threads = torch.get_num_threads()

@@ -1,4 +1,4 @@
-"""`penstock generate`: texts from a language model in stages."""
+"""`penstock generate`: answers of a language model in stages."""
 
 from contextlib import nullcontext
 from pathlib import Path
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 Stages = Annotated[int | None, typer.Option(min=1, help="Number of stages. Default: 2, or torchrun's processes.")]
 Slots = Annotated[int | None, typer.Option(min=1, help="Sequences per lane, which step together. Default: 4.")]
 MaxLength = Annotated[
-    int | None, typer.Option(min=2, help="Tokens of a prompt and its answer. Default: 512, chats 2048.")
+    int | None, typer.Option(min=2, help="Limit on prompt and answer tokens. Default: 512, chats 2048.")
 ]
 PlanFile = Annotated[
     Path | None,
@@ -32,7 +32,7 @@ OnLoss = Annotated[
     str | None,
     typer.Option(metavar="ACTION", help="On a lost device stop or continue. Default: continue."),
 ]
-Speculate = Annotated[bool, typer.Option(help="Guess the next tokens while stages are idle; no answer changes.")]
+Speculate = Annotated[bool, typer.Option(help="Speculative decoding while stages are idle; answers do not change.")]
 SampleSeed = Annotated[int | None, typer.Option("--seed", help="Seed for sampling. Default: random.")]
 
 _CHAT_LENGTH = 2048
@@ -46,7 +46,7 @@ def generate(
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", metavar="FILE", help="Answers, .csv or JSON lines; continued if there."),
+        typer.Option("--output", "-o", metavar="FILE", help="Answers, .csv or JSON lines; resumed if the file exists."),
     ] = None,
     max_new_tokens: NewTokens = 64,
     temperature: Temperature = 0.0,
@@ -70,12 +70,12 @@ def generate(
     cluster: Cluster = None,
     json: opt.JsonFile = None,
 ) -> None:
-    """Answer prompts with a language model of transformers: in order, many at a time."""
+    """Answer prompts with a transformers language model: in order, many at a time."""
     opt.bind_to(bind, cluster)
     if not prompt and file is None:
-        raise UsageError('there is nothing to answer; give --prompt "Once upon a time" or --file prompts.jsonl')
+        raise UsageError('a prompt is needed; give --prompt "Once upon a time" or --file prompts.jsonl')
     if prompt and file is not None:
-        raise UsageError("prompts come from one place; give either --prompt or --file")
+        raise UsageError("--prompt and --file exclude each other; give one of them")
     first, world, on_loss = join(on_loss, trace)
     if not first:
         return
@@ -99,10 +99,10 @@ def generate(
 
 
 def join(on_loss: str | None, trace: Path | None = None) -> "tuple[bool, World | None, str]":
-    """Join the processes of a run, if there are others; returns whether this one is the first, and their world.
+    """Join the processes of a run, if any; returns whether this is the first, their world, and the on-loss action.
 
-    Returns too what is done when one is lost: torchrun's agents then end all. In the others it returns once they are
-    done. Raises `UsageError` for what cannot be done then.
+    The action is "stop" if torchrun's agents would end all processes anyway. On other ranks this returns only when
+    their work is done. Raises `UsageError` if the requested action is not possible.
     """
     from penstock.deploy.worker import follow
     from penstock.group.entry import join_torchrun, under_torchrun
@@ -121,14 +121,14 @@ def join(on_loss: str | None, trace: Path | None = None) -> "tuple[bool, World |
 
 
 def chat_length(max_length: int | None, plan: Path | None) -> int | None:
-    """Return the most tokens of a conversation."""
+    """Return the maximum number of tokens of a conversation."""
     return max_length or (None if plan is not None else _CHAT_LENGTH)
 
 
 def sampling_of(temperature: float, top_p: float | None, top_k: int | None) -> dict[str, Any]:
-    """Return the options of transformers for a choice between tokens."""
+    """Return transformers' sampling options."""
     if not temperature:
         if top_p is not None or top_k is not None:
-            raise UsageError("--top-p and --top-k choose between tokens; give --temperature 0.7 too")
+            raise UsageError("--top-p and --top-k need sampling; give --temperature 0.7 too")
         return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     return {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0 if top_k is None else top_k}

@@ -1,11 +1,11 @@
-"""Help of a verb: its options in groups, one line each where they fit into 80 columns."""
+"""Help of a command: its options in groups, one line each if they fit into 80 columns."""
 
 import re
 from typing import Any
 
 from typer.core import TyperCommand
 
-# the only place that declares groups; a name means the same in every verb
+# the groups of all options; an option has the same meaning in every command
 GROUPS = {
     "Input and output": """
         images data test validation prompt file system output resume num-images num-rows num-test-rows length json
@@ -40,7 +40,7 @@ _OLD_NAMES = {"--costs"}  # still accepted, but not shown
 
 
 def group_of(option: Any) -> str:
-    """Return the title of an option's group; raises `KeyError` for an option that is in none."""
+    """Return the title of an option's group; raises `KeyError` if the option is in no group."""
     return _GROUP_OF[max(option.opts, key=len)]
 
 
@@ -76,7 +76,7 @@ def _values(text: str) -> str:
 
 
 def _without_limits(text: str) -> str:
-    """Remove the limits of a number, which the error has, from an option's help.
+    """Remove the limits of a number from an option's help; the error message names them.
 
     >>> _without_limits("Rows.  [default: 1; x>=1]"), _without_limits("Rows.  [x>=1]")
     ('Rows. [default: 1]', 'Rows.')

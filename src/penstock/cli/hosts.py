@@ -43,7 +43,7 @@ def _hosts() -> None:
 
 @app.command()
 def check(cluster: ClusterFile, json: JsonFile = None) -> None:
-    """Report each machine's properties, and the command that fixes the first missing requirement."""
+    """Check each machine, and print the command that fixes its first missing requirement."""
     spec = _machines(cluster)
     with working("checking all machines"):
         found = check_hosts(spec, hosts_of(spec), str(cluster))
@@ -65,22 +65,20 @@ def check(cluster: ClusterFile, json: JsonFile = None) -> None:
     write_json(json, {"hosts": [asdict(each) for each in found]})
     if wrong:
         raise typer.Exit(1)
-    say("all of them are ready")
+    say("all machines are ready")
 
 
 @app.command(name="push")
 def push_(
     cluster: ClusterFile,
-    bundle: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Bundle of which each machine gets its part.")
-    ] = None,
+    bundle: Annotated[Path | None, typer.Option(metavar="DIR", help="Bundle; each machine gets its part.")] = None,
     requirement: Annotated[
         list[str] | None,
         typer.Option("-r", "--requirement", metavar="PACKAGE", help="Additional package; may be repeated."),
     ] = None,
-    install: Annotated[bool, typer.Option(help="Virtual environments and packages.")] = True,
+    install: Annotated[bool, typer.Option(help="Install virtual environments and packages.")] = True,
 ) -> None:
-    """Send every machine the source, the packages and its part of a bundle, as far as they changed."""
+    """Send every machine the changed files of the source, the packages and its part of a bundle."""
     spec = _machines(cluster)
     sent = push(
         hosts_of(spec), bundle=bundle, requirements=requirement or (), install=install,
@@ -106,15 +104,15 @@ def run(
         bool, typer.Option("--trusted", help="No key and no encryption, for a trusted network.")
     ] = False,
 ) -> None:
-    """Run a verb on every machine: penstock hosts run cluster.toml -- infer MODEL --images photos/.
+    """Run a command on every machine: penstock hosts run cluster.toml -- infer MODEL --images photos/.
 
-    Paths are relative to each machine's folder. All processes end together, and nothing is left running.
+    Paths are relative to each machine's folder. All processes end together; none is left running.
     """
     from penstock.transport.curve import read_key
 
     arguments = [word for index, word in enumerate(context.args) if index or word != "--"]
     if not arguments:
-        raise UsageError("hosts run needs a verb after the file, as in: penstock hosts run cluster.toml -- bench MODEL")
+        raise UsageError("hosts run needs a command after --, as in: penstock hosts run cluster.toml -- bench MODEL")
     spec = _machines(cluster)
     threads = max(device.threads for device in spec.devices)
     if slurm:
@@ -145,9 +143,10 @@ def join(
     key: Annotated[Path | None, typer.Option(metavar="FILE", help="Key file of the run to join.")] = None,
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the first machine.")] = PORT,
 ) -> None:
-    """Add a machine to a running job: a returning one or a new one.
+    """Add a machine to a running job: a machine that returns, or a new one.
 
-    In a stream as a worker; in a training with its command: penstock hosts join CLUSTER HOST -- train MODEL --data DIR
+    It joins a stream as a worker, a training run by its command: penstock hosts join CLUSTER HOST -- train MODEL --data
+    DIR
     """
     from penstock.transport.curve import read_key
 
@@ -163,7 +162,7 @@ def join(
 
 
 def join_arguments(given: Sequence[str], place: str) -> list[str]:
-    """Return the verb with which a machine joins a run at HOST:PORT: the given one, or a worker's.
+    """Return the command with which a machine joins a run at HOST:PORT: the given command, else `worker`.
 
     >>> join_arguments([], "10.0.0.1:29500")
     ['worker', '--join', '10.0.0.1:29500']
@@ -175,7 +174,7 @@ def join_arguments(given: Sequence[str], place: str) -> list[str]:
 
 
 def _machines(path: Path) -> Cluster:
-    """Read a cluster file of machines; raises `ClusterError` for a lab, whose hosts are on this machine."""
+    """Read a cluster file; raises `ClusterError` for a lab, whose hosts are on this machine."""
     if is_lab(path):
         raise ClusterError(f"{path} is a lab, whose hosts are on this machine; run in it with penstock lab run")
     return read_cluster(path)
@@ -192,7 +191,7 @@ def measure(
         Path | None, typer.Option(metavar="profile.json", help="Profile whose device has speed 1.")
     ] = None,
     update: Annotated[
-        bool, typer.Option("--update", help="Write the measured cost of messages into the profile.")
+        bool, typer.Option("--update", help="Write the measured costs of messages into the profile.")
     ] = False,
     seconds: Annotated[float, typer.Option(min=0.1, help="Seconds of computation on each host.")] = 2.0,
     json: JsonFile = None,
@@ -252,7 +251,7 @@ def _as_measured(cluster: Cluster, world: "World", measured: "MeasuredHosts", pr
     known = {device.name for device in cluster.devices}
     missing = [name for name in world.hosts if name not in known]
     if missing:
-        raise ClusterError(f"{', '.join(missing)} took part but was not found in the cluster file; add it as a device")
+        raise ClusterError(f"{', '.join(missing)} is in the run but not in the cluster file; add it as a device")
     if profile is not None:
         seconds = zip(world.hosts, measured.calibration_s, strict=True)
         cluster = cluster.at_speeds({name: profile.calibration_s / taken for name, taken in seconds})
@@ -270,7 +269,7 @@ def _as_measured(cluster: Cluster, world: "World", measured: "MeasuredHosts", pr
 
 def _print(world: "World", measured: "MeasuredHosts", profile: Profile | None) -> None:
     console = make_console()
-    hosts = Table("host", "a round of reference work", "speed")
+    hosts = Table("host", "seconds of reference work", "speed")
     for name, taken in zip(world.hosts, measured.calibration_s, strict=True):
         hosts.add_row(name, format_seconds(taken), f"{profile.calibration_s / taken:.3f}" if profile else "")
     links = Table("from", "to", "bandwidth", "latency")

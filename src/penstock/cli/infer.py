@@ -22,7 +22,7 @@ def infer(
     ] = None,
     policy: opt.Policy = "balanced",
     cut: opt.CutNames = None,
-    plan: Annotated[Path | None, typer.Option(metavar="FILE", help="Plan to run, which has the cuts.")] = None,
+    plan: Annotated[Path | None, typer.Option(metavar="FILE", help="Plan with cuts and devices.")] = None,
     microbatch_size: opt.MicrobatchSize = 1,
     num_images: Annotated[
         int | None, typer.Option(min=1, help="Number of images, from the first. Default: all.")
@@ -61,11 +61,11 @@ def infer(
     asked, on_loss = on_loss, opt.choose_on_loss(on_loss, trace=trace)
     world = join_torchrun(followed=True, again=on_loss != "stop") if under_torchrun() else None
     if world is not None and world.membership is None and asked is None:
-        on_loss = "stop"  # torchrun's agents end all processes
+        on_loss = "stop"  # torchrun's agents end all processes if one fails
     if world is not None and world.rank != FEEDER:
         follow(world)
         return
-    # not needed by workers, and takes seconds and memory on a small board
+    # imported late: workers do not need it, and it takes seconds and memory on a small board
     from penstock.recipes.predict_images import PredictSettings, predict_images
 
     settings = PredictSettings(
@@ -77,7 +77,7 @@ def infer(
     try:
         summary, failed = predict_images(settings, world)
     except KeyboardInterrupt as error:
-        if not error.args:  # before the first prediction
+        if not error.args:  # interrupted before the first prediction
             raise
         say(str(error), err=True)
         raise typer.Exit(130) from None

@@ -1,4 +1,4 @@
-"""`penstock keys`: the secret with which the processes of a run authenticate each other."""
+"""`penstock keys`: the secret key with which the processes of a run authenticate each other."""
 
 from pathlib import Path
 from typing import Annotated
@@ -19,7 +19,7 @@ def _keys() -> None:
 def new(
     path: Annotated[Path, typer.Argument(metavar="FILE", help="File of the key, readable only by this account.")],
 ) -> None:
-    """Write a new key, to be passed to every process of a run by --key or PENSTOCK_KEY, and kept secret."""
+    """Write a new key; keep it secret, and pass it to every process of a run by --key or PENSTOCK_KEY."""
     from penstock.transport.curve import write_key
 
     write_key(path)

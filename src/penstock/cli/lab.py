@@ -83,7 +83,7 @@ def status(lab: LabOrName, json: JsonFile = None) -> None:
 
 @app.command()
 def down(lab: LabOrName, json: JsonFile = None) -> None:
-    """Stop a lab with everything that runs in it; also cleans up after a crash."""
+    """Stop a lab and all processes in it; also cleans up after a crash."""
     name = read_lab(lab).name if _is_file(lab) else lab
     with working("stopping the lab"):
         take_down(name)
@@ -103,7 +103,7 @@ def run(
     ] = "stop",
     json: JsonFile = None,
 ) -> None:
-    """Run a command on the lab's hosts with torchrun's environment; by default the first failure ends all."""
+    """Run a command on the lab's hosts with torchrun's environment; by default the first failure ends all of them."""
     if on_loss not in {"stop", "continue"}:
         raise UsageError(f"--on-loss must be stop or continue; got {on_loss!r}")
     ends: EndTogether = "first-failed" if on_loss == "continue" else True
@@ -120,7 +120,7 @@ def run(
     if on_loss == "stop" and started.first_failure:
         raise RunError(
             f"every process must exit with status 0, but {started.first_failure}; its output is above; a "
-            "script that outlives a loss needs lab run --on-loss continue"
+            "script that survives lost processes needs lab run --on-loss continue"
         )
     if started.first_code:
         raise RunError(f"rank 0 must exit with status 0, but {', '.join(failed)}; its output is above")
@@ -169,7 +169,7 @@ def kill(lab: LabOrName, host: HostName, json: JsonFile = None) -> None:
 
 
 def _is_file(lab: str) -> bool:
-    # a name has neither a dot nor a slash, so a mistyped path is not mistaken for one
+    # names have neither dots nor slashes, so a mistyped path is not mistaken for a name
     return "." in lab or "/" in lab or Path(lab).is_file()
 
 

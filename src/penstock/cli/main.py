@@ -1,4 +1,4 @@
-"""The `penstock` command: verbs, and how errors reach people."""
+"""The `penstock` command: its subcommands, and the display of errors."""
 
 import importlib
 import os
@@ -17,41 +17,41 @@ from penstock.terminal.notes import say
 from penstock.text import plain
 from penstock.version import __version__
 
-# verbs import torch and more when they run: the list of them, and wrong usage, come at once
+# subcommands import torch and other packages only when they run, so that help and usage errors are fast
 _HELP = {
-    "demo": "The whole flow on this machine, nothing downloaded.",
-    "split": "The cuts of a model, and how policies compare.",
-    "convert": "A checkpoint to safetensors.",
-    "profile": "Measure what every part of a model costs.",
+    "demo": "The whole workflow on this machine, no downloads.",
+    "split": "Show the cuts of a model, and compare policies.",
+    "convert": "Convert a checkpoint to safetensors.",
+    "profile": "Measure the cost of every part of a model.",
     "bundle": "Write each device's programs and weights.",
     "infer": "Classify images through a pipeline.",
     "generate": "Answer prompts with a language model.",
     "chat": "Talk to a language model.",
-    "serve": "Answer over HTTP, as OpenAI's protocol has it.",
+    "serve": "Answer over HTTP with the OpenAI API.",
     "train": "Train or fine-tune: stages, replicas, both.",
     "bench": "Measure a model serially and as pipelines.",
     "plan": "Choose how to run a model on a cluster.",
-    "compress": "Make a trained model faster: prune, fewer bits.",
-    "report": "Write a run's page: where the time went.",
+    "compress": "Prune and quantize a trained model.",
+    "report": "Write a run's report: where the time went.",
     "schedule": "Draw a training schedule and its bubble.",
     "hosts": "Reach, prepare and measure the machines of a cluster.",
     "keys": "Make a key with which the processes of a run authenticate.",
-    "worker": "Join a run that is under way.",
+    "worker": "Join a running job.",
     "lab": "An emulated cluster on this machine (root).",
 }
 
 
-# torchrun ends a machine's other processes within this time if the first one fails too
+# if the first process fails, torchrun ends a machine's other processes within this time
 _FIRST_SPEAKS_S = 3.0
 
 
 class _Verbs(TyperGroup):
-    """The verbs, each in a module of its name, which is imported when the verb runs."""
+    """The subcommands, each in a module of the same name that is imported when it runs."""
 
     _names_only = False
 
     def shell_complete(self, ctx: Any, incomplete: str) -> Any:
-        """Complete the name of a verb, which needs none of their modules."""
+        """Complete the name of a subcommand, without importing its module."""
         self._names_only = True
         try:
             return super().shell_complete(ctx, incomplete)
@@ -75,7 +75,7 @@ class _Verbs(TyperGroup):
         return typer.main.get_command(verb)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run a verb; under torchrun only the first process of each machine prints an error that all of them have."""
+        """Run a subcommand; under torchrun only the first process of each machine prints an error that all report."""
         try:
             return super().invoke(ctx)
         except typer.Exit:
@@ -93,7 +93,7 @@ class _Verbs(TyperGroup):
 
 
 def _has_joined() -> bool:
-    """Return whether this process has been in a group, whose first process learns of every error."""
+    """Return whether this process has joined a group, in which errors are reported to rank 0."""
     entry = sys.modules.get("penstock.group.entry")
     return entry is not None and entry.has_joined.is_set()
 
@@ -103,7 +103,7 @@ app = typer.Typer(
     cls=_Verbs, no_args_is_help=True, help="Run one PyTorch model across the machines you have.",
     **_PLAIN | {"add_completion": True},
 )  # fmt: skip
-_ON_CLUSTERS = {"bench", "chat", "generate", "infer", "serve", "train"}  # in a lab, `train` starts its processes itself
+_ON_CLUSTERS = {"bench", "chat", "generate", "infer", "serve", "train"}  # in a lab, `train` starts its own processes
 
 
 def _print_version(wanted: bool) -> None:
@@ -119,7 +119,7 @@ def _options(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    del debug, version  # read before typer starts, and by its callback
+    del debug, version  # --debug is read before typer starts, --version by its callback
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""Options that several verbs share."""
+"""Options that several commands share."""
 
 import json as json_module
 import os
@@ -43,7 +43,7 @@ OnLoss = Annotated[
     str | None,
     typer.Option(
         metavar="ACTION",
-        help="On a lost device stop, continue without it, or wait for another. Default: continue; stop with --trace.",
+        help="If a device is lost: stop, continue, or wait for another. Default: continue; with --trace: stop.",
     ),
 ]
 WaitFor = Annotated[float, typer.Option("--wait-for", min=1.0, help="Seconds to wait with --on-loss wait.")]
@@ -64,12 +64,12 @@ JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="F
 
 
 def make_console() -> PlainConsole:
-    """Make a console for results; output to a file or a pipe is not wrapped at 80 columns."""
+    """Make a console for results; it does not wrap output to files and pipes at 80 columns."""
     return PlainConsole(width=None if sys.stdout.isatty() else 160)
 
 
 def write_json(path: Path | None, value: Any) -> None:
-    """Write a verb's result as JSON, if a file was given."""
+    """Write a command's result as JSON, if a file was given."""
     if path is None:
         return
     try:
@@ -96,7 +96,7 @@ def choose_on_loss(on_loss: str | None, *, trace: Path | None) -> str:
 def bind_to(address: str | None, cluster: Path | None = None) -> None:
     """Restrict listening of this process and its children to one address, if given.
 
-    Raises `UsageError` for an address that is not this machine's, and for the hosts of a lab.
+    Raises `UsageError` if the address is not this machine's, or if the processes run on the hosts of a lab.
     """
     if address is None:
         return
@@ -113,7 +113,9 @@ def bind_to(address: str | None, cluster: Path | None = None) -> None:
             f"--bind must be an address of this machine; got {address!r} ({reason}); see `ip address`"
         ) from None
     if is_everywhere(found):
-        raise UsageError(f"--bind must be a single address; {address!r} means all of this machine; see `ip address`")
+        raise UsageError(
+            f"--bind must be a single address; {address!r} means all addresses of this machine; see `ip address`"
+        )
     os.environ[BIND] = found
 
 

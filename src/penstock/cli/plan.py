@@ -29,9 +29,9 @@ _BOTH: dict[str, Any] = {"flags": []}  # --name and --no-name
 
 
 class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Requirements of a plan as given; a field with a description is an option."""
+    """Requirements of a plan, as given; a field with a description is an option."""
 
-    aim: Annotated[str, Meta(description="Objective: throughput, latency, or devices, the fewest for --target.")] = (
+    aim: Annotated[str, Meta(description="Objective: throughput, latency, or devices (the fewest for --target).")] = (
         "throughput"
     )
     target: Annotated[float | None, Meta(description="Required rows per second with --aim devices.")] = None
@@ -94,7 +94,7 @@ def plan(
     cluster: Annotated[Path, typer.Argument(metavar="CLUSTER", help="Cluster file or lab file.")],
     output: Annotated[Path | None, typer.Option("-o", "--output", metavar="plan.json", help="File to write.")] = None,
     given: Given,
-    explanation: Annotated[bool, typer.Option("--explain", help="Print the reasons, and what would help.")] = False,
+    explanation: Annotated[bool, typer.Option("--explain", help="Print reasons and possible improvements.")] = False,
     json: JsonFile = None,
 ) -> None:
     """Choose a plan for a profiled model on a cluster, and predict its performance."""

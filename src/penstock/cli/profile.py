@@ -25,18 +25,14 @@ def profile(
     rows: Annotated[
         str, typer.Option(help="Microbatch sizes to measure; with --generate sequences per lane, its slots.")
     ] = "1,2,4,8",
-    images: Annotated[
-        str | None, typer.Option(help="Images whose cost of reading and preprocessing is measured too.")
-    ] = None,
+    images: Annotated[str | None, typer.Option(help="Images, to also measure reading and preprocessing.")] = None,
     training: Annotated[bool, typer.Option("--training", help="Measure forward and backward.")] = False,
     data: Annotated[str | None, typer.Option(help="Data to measure training on, as for `penstock train`.")] = None,
     length: Annotated[int, typer.Option(min=2, help="Tokens per row of text.")] = 128,
     generate: Annotated[
         bool, typer.Option("--generate", help="Measure a language model's generation, a token per row.")
     ] = False,
-    max_length: Annotated[
-        int, typer.Option(min=2, help="With --generate: the most tokens of a prompt and its answer.")
-    ] = 512,
+    max_length: Annotated[int, typer.Option(min=2, help="With --generate: limit on prompt and answer tokens.")] = 512,
     threads: Annotated[int, typer.Option(min=1, help="Threads per stage.")] = 1,
     repeats: Annotated[int, typer.Option(min=3, help="Passes at the smallest size, more if they vary.")] = 7,
     runtime: Annotated[
@@ -47,7 +43,7 @@ def profile(
     seed: opt.Seed = 0,
     json: opt.JsonFile = None,
 ) -> None:
-    """Time every part of a model between two possible cuts, and messages; write a profile for `penstock plan`."""
+    """Time the parts of a model between possible cuts, and messages; write a profile for `penstock plan`."""
     from penstock.deploy.state import load_state
     from penstock.engine.reference import calibrate
     from penstock.graph.capture import capture
@@ -67,7 +63,7 @@ def profile(
     console = opt.make_console()
     if generate:
         if training or data is not None or images is not None:
-            raise UsageError("generation is measured with tokens of its own; leave --training, --data and --images out")
+            raise UsageError("generation is measured with generated tokens; leave --training, --data and --images out")
         with working(f"measuring generation of {model} with {rows} sequences per step"):
             made = profile_generation(
                 model, slots=sizes, max_length=max_length, runtimes=choices, weights=weights, pretrained=pretrained,

@@ -1,4 +1,4 @@
-"""`penstock report`: the page of a run, with an account of its speed-up."""
+"""`penstock report`: the page of a run, with a breakdown of its speed-up."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,13 +29,13 @@ def report(
     pictures: Annotated[bool, typer.Option(help="PNG and SVG files of the figures.")] = True,
     json: JsonFile = None,
 ) -> None:
-    """Write a run's page, its trace for Perfetto, tables and pictures, and print the account; or compare runs."""
+    """Write a run's page, its trace for Perfetto, tables and pictures, and print the breakdown; or compare runs."""
     console = make_console()
     if len(runs) > 1:
         _beside(runs, output or Path("beside.html"), json)
         return
     if output is not None:
-        raise UsageError("--output is for several runs, the page of one is written to its folder; leave it out")
+        raise UsageError("--output is for several runs; the page of a single run is in the run's folder; leave it out")
     (run,) = runs
     with working("reading the run"):
         made = write_any_report(run, pictures=pictures)

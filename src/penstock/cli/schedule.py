@@ -22,7 +22,7 @@ def schedule(
     ] = None,
     json: JsonFile = None,
 ) -> None:
-    """Draw a training schedule and print its bubble and its memory."""
+    """Draw a training schedule, and print its bubble and memory."""
     if interleaves(name) and devices is None:
         devices = max(1, stages // 2)
     known = name in SCHEDULES

@@ -13,12 +13,12 @@ from penstock.errors import UsageError
 
 def serve(
     model: opt.AnyModel,
-    host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0 for all.")] = ("127.0.0.1"),
-    port: Annotated[int, typer.Option(min=0, max=65535, help="The port; 0 for any that is free.")] = 8000,
+    host: Annotated[str, typer.Option(help="Listening address; 0.0.0.0 for all.")] = ("127.0.0.1"),
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: any free port.")] = 8000,
     api_keys: Annotated[
         Path | None, typer.Option("--api-keys", metavar="FILE", help="API keys, one per line; mode 0600.")
     ] = None,
-    open_: Annotated[bool, typer.Option("--open", help="Let anyone on this machine call it, without a key.")] = False,
+    open_: Annotated[bool, typer.Option("--open", help="Access without a key from this machine.")] = False,
     name: Annotated[str | None, typer.Option(help="Model name in the API. Default: folder name.")] = None,
     most_waiting: Annotated[int, typer.Option(min=0, help="Longest queue; beyond it, 429.")] = 256,
     deadline: Annotated[float, typer.Option(min=0.1, help="Time limit per answer, in s.")] = 600.0,
@@ -44,9 +44,9 @@ def serve(
     """Answer over HTTP: OpenAI's API, or image classification for a vision model."""
     opt.bind_to(bind, cluster)
     if open_ == (api_keys is not None):
-        raise UsageError("say who may call: --api-keys FILE, or --open for anyone on this machine")
+        raise UsageError("access must be set: --api-keys FILE, or --open for all users of this machine")
     if (certificate is None) != (certificate_key is None):
-        raise UsageError("TLS needs both; give --certificate and --certificate-key")
+        raise UsageError("TLS needs both --certificate and --certificate-key; give both, or leave both out")
     first, world, on_loss = given.join(on_loss)
     if not first:
         return

@@ -1,8 +1,8 @@
-"""Options of a verb made from the fields of a struct, the only place of their name, type, default and help.
+"""Command-line options made from the fields of a struct, which declares their name, type, default and help.
 
-A field's help is the description of its `msgspec.Meta`. Additional values for the command line are in the meta's
-`extra`: `flags` other than its name (none for `--name` and `--no-name`), `metavar`, `min` if the struct itself has no
-limit, `default` if the option's differs, `path` for a text that is a path.
+A field's help is the description of its `msgspec.Meta`. The meta's `extra` has additional values for the command line:
+`flags` if they differ from the field's name (empty for `--name` and `--no-name`), `metavar`, `min` if the struct has no
+limit, `default` if the option's default differs, `path` if a text is a path.
 """
 
 import functools
@@ -21,9 +21,9 @@ Given = dict[str, Any]
 def takes_settings(
     struct: type[msgspec.Struct], shared: Mapping[str, Any]
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Add to a verb an option for each field of a struct with a description or an entry in `shared`.
+    """Add to a command an option for each field of a struct that has a description or an entry in `shared`.
 
-    The verb's parameter `given` receives the values by field name, ready for the struct.
+    The function's parameter `given` receives the values by field name, ready for the struct.
 
     Example:
         @takes_settings(FitSettings, {"model": Model})
@@ -91,7 +91,8 @@ def _option(name: str, base: Any, default: Any, extra: Mapping[str, Any]) -> Any
 def _fields(struct: type[msgspec.Struct]) -> Iterator[tuple[str, Any, dict[str, Any]]]:
     """Yield each field's name, its type without None and metas, and the values of the metas."""
     hints = get_type_hints(struct, include_extras=True)
-    for name in sorted(hints, key=lambda name: name not in struct.__annotations__):  # its own fields come first
+    # the struct's own fields first, then inherited ones
+    for name in sorted(hints, key=lambda name: name not in struct.__annotations__):
         base = hints[name]
         extra: dict[str, Any] = {}
         while get_origin(base) is Annotated or NoneType in get_args(base):

@@ -31,7 +31,7 @@ def split(
     seed: opt.Seed = 0,
     json: opt.JsonFile = None,
 ) -> None:
-    """Print the stages, the bytes that cross between them, and a comparison of the policies."""
+    """Print the stages, the bytes that cross between them, and a comparison of policies."""
     from penstock.deploy.policies import choose_cuts
     from penstock.deploy.state import load_state
     from penstock.graph.capture import capture

@@ -87,7 +87,7 @@ def train(
 
 
 def _check_goes_together(settings: FitSettings, chosen: list[str], *, cluster: Path | None, memory: str | None) -> None:
-    """Check the options that start several runs against the others; raises `UsageError`."""
+    """Check that options that start several runs do not conflict with others; raises `UsageError`."""
     from penstock.group.entry import under_torchrun
 
     if len(chosen) > 1 or (chosen and under_torchrun()):
@@ -97,7 +97,7 @@ def _check_goes_together(settings: FitSettings, chosen: list[str], *, cluster: P
     if chosen and settings.trace is not None:
         raise UsageError(f"{chosen[0]} starts several runs and --trace records one; leave one of them out")
     if memory is not None and cluster is not None:
-        raise UsageError("--memory is for processes on this machine; set that of a lab's hosts in its file")
+        raise UsageError("--memory is for processes on this machine; set the memory of a lab's hosts in the lab file")
     if memory is not None and not chosen:
         raise UsageError("--memory is for --compare, --sweep, --ablation and --find-max-batch; leave it out")
 
@@ -106,7 +106,7 @@ def _several(
     settings: FitSettings, place: "Place", compare: str | None, sweep: Path | None, json: Path | None, *,
     ablation: bool, weak_scaling: bool,
 ) -> None:  # fmt: skip
-    """Run several trainings, and print their table."""
+    """Run several training runs, and print a table of them."""
     from penstock.recipes.launch import available_memory
     from penstock.recipes.several import (
         Place,
@@ -173,7 +173,7 @@ def _table(rows: "list[Row]") -> Table:
 
 
 def _train_one(settings: FitSettings, cluster: Path | None) -> "FitResult":
-    """Train, and add to the error of a run that ends early how it can be continued."""
+    """Train; if the run ends early, add to the error how it can be continued."""
     from penstock.recipes.launch import fit
     from penstock.recipes.metrics import how_to_continue
 
@@ -195,7 +195,7 @@ def _rank() -> int:
 
 
 def _is_first() -> bool:
-    """Return whether this process prints the result: alone, or as the first of torchrun's."""
+    """Return whether this process prints the result: the only process, or the first of torchrun's."""
     from penstock.group.entry import under_torchrun
 
     return not under_torchrun() or int(os.environ["RANK"]) == FEEDER

@@ -1,4 +1,4 @@
-"""`penstock worker`: a process that computes for a run started elsewhere."""
+"""`penstock worker`: a process that joins a run started on another machine."""
 
 import os
 from pathlib import Path
@@ -21,7 +21,7 @@ def worker(
     ] = None,
     bind: opt.Bind = None,
 ) -> None:
-    """Join a running job as a returning device or a new one; leave at its end."""
+    """Join a running job as a returning or new device; exit when the job ends."""
     from penstock.deploy.worker import follow
     from penstock.group.regroup import join_later, read_place
     from penstock.group.variables import KEY

@@ -45,18 +45,18 @@ def test_results_get_their_structure_back(graph: Graph) -> None:
     ("args", "changes", "message"),
     [
         ((torch.ones(5, 4),), {"scale": 2.0},
-         "Model was captured with scale=3.0 and called with 2.0; capture it again with the value that you want"),
+         "Model was captured with scale=3.0 but called with 2.0; capture it again with the value that you want"),
         ((torch.ones(5, 4),), {"scale": 3},
-         "Model was captured with scale=3.0 and called with 3; capture it again with the value that you want"),
+         "Model was captured with scale=3.0 but called with 3; capture it again with the value that you want"),
         ((torch.ones(5, 4),), {"mask": torch.ones(5)},
-         "Model was captured with mask=None and called with float32 [5]; "
+         "Model was captured with mask=None but called with float32 [5]; "
          "capture it again with the value that you want"),
         ((torch.ones(5, 4),), {"ids": torch.arange(4)}, "the input 'ids' must be int64 [batch]; got int64 [4]"),
         ((torch.ones(5, 7),), {}, "the input 'x' must be float32 [batch, 4]; got float32 [5, 7]"),
         ((torch.ones(5, 4).double(),), {}, "the input 'x' must be float32 [batch, 4]; got float64 [5, 4]"),
         ((torch.ones(5),), {}, "the input 'x' must be float32 [batch, 4]; got float32 [5]"),
         ((7,), {}, "the input 'x' must be float32 [batch, 4]; got 7"),
-        ((), {}, "Model was captured with 1 positional inputs and ids, scale, mask and called with "
+        ((), {}, "Model was captured with 1 positional inputs and ids, scale, mask but called with "
                  "0 positional inputs and ids, scale, mask; call it as in the example"),
     ],
 )  # fmt: skip

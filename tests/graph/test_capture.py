@@ -444,7 +444,7 @@ WAY_OUT = "; use torch.where in place of an if, or give Pipeline a list of modul
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (Branch(), "Branch cannot be captured: it decides by the values of a tensor "
+        (Branch(), "Branch cannot be captured: it branches on the values of a tensor "
                    f"(test_capture.py:LINE: if self.first(x).sum() > 0:){WAY_OUT}"),
         (Item(), "Item cannot be captured: it takes a size from the values of a tensor "
                  f"(test_capture.py:LINE: count = int(self.first(x).abs().sum().item())){WAY_OUT}"),

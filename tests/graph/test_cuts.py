@@ -226,8 +226,8 @@ class _List(nn.Module):
 @pytest.mark.parametrize(
     ("model", "name", "reason", "nearest"),
     [
-        (_View(), "second:after", "part a view from a later write to what it views", "/add_:after"),
-        (_Buffer(), "second:after", "part a write to a buffer from its other uses", "third:before"),
+        (_View(), "second:after", "separate a view from a later write to its base", "/add_:after"),
+        (_Buffer(), "second:after", "separate a write to a buffer from its other uses", "third:before"),
         (_List(), "/split:after", "cross a list of tensors before its items are taken out", "first:after"),
     ],
 )

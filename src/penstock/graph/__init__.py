@@ -1,1 +1,1 @@
-"""A model as a list of operations: captured, cut, divided into stage programs, called."""
+"""Models as lists of operations: capture, cuts, division into stage programs, calls."""

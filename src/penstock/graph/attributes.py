@@ -1,7 +1,8 @@
 """Attributes of modules assigned in a forward pass: capture restores them, and later reads raise an error.
 
-A capture runs the forward once, with tensors that have no values. So an attribute such as `self.kl = ...`, which a loss
-outside would add, or `self.calls += 1`, is restored; a later read raises an error instead of returning the old value.
+A capture runs the forward once, with tensors that have no values. So attributes assigned in it, such as `self.kl = ...`
+for a loss computed outside, or `self.calls += 1`, are restored afterwards; a later read raises an error instead of
+returning the old value.
 """
 
 import contextlib
@@ -20,9 +21,9 @@ _OF_MODULES = frozenset({*vars(nn.Module()), "_call_impl"})
 
 @contextlib.contextmanager
 def left_attributes(model: nn.Module) -> Iterator[dict[str, Any]]:
-    """Restore attributes on exit; yield a dict that is then filled with their assigned values, by path.
+    """Restore attributes on exit; yields a dict that is then filled with the assigned values, by path.
 
-    Tensors, also in lists and dicts, are represented by None.
+    Tensors are represented by None, including tensors in lists and dicts.
 
     Example:
         with left_attributes(model) as left:
@@ -57,7 +58,7 @@ _MISSING = object()
 
 
 def _attributes(module: nn.Module) -> dict[str, tuple[Any, Any]]:
-    """Return the attributes made by a module's own code, lists and dicts together with a copy."""
+    """Return the attributes made by a module's own code; lists and dicts come with a copy."""
     return {
         name: (value, value.copy() if isinstance(value, (list, dict)) else None)
         for name, value in vars(module).items()
@@ -74,9 +75,9 @@ def _alike(items: Any, others: Any) -> bool:
 
 
 class HiddenAttributes:
-    """Attributes that a forward pass assigns: while a pipeline trains, reading one from outside raises `UsageError`.
+    """Attributes that a forward pass assigns: while a pipeline trains, reading them from outside raises `UsageError`.
 
-    Attributes that were None or missing before stay so, so that their use also fails.
+    Attributes that were None or missing before stay as they were, so that using them fails too.
     """
 
     def __init__(self, model: nn.Module, left: Mapping[str, Any]) -> None:
@@ -84,7 +85,7 @@ class HiddenAttributes:
         self._values: list[tuple[nn.Module, str, Any]] = []
 
     def hide(self) -> None:
-        """Replace their values by objects that raise."""
+        """Replace the values by objects that raise an error."""
         for module, name in self._owners:
             value = vars(module).get(name)
             if value is not None and not isinstance(value, _Hidden):
@@ -92,7 +93,7 @@ class HiddenAttributes:
                 vars(module)[name] = _Hidden(name)
 
     def show(self) -> None:
-        """Restore their values."""
+        """Restore the values."""
         while self._values:
             module, name, value = self._values.pop()
             vars(module)[name] = value
@@ -112,12 +113,12 @@ class _Hidden:
 
     @classmethod
     def __torch_function__(cls, _func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
-        """Raise `UsageError` as an argument of a torch function."""
+        """Raise `UsageError` if used as an argument of a torch function."""
         given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls)]
         given[0]._refuse()
 
     def __getattr__(self, name: str) -> Any:
-        """Refuse to have anything but what Python itself looks for."""
+        """Raise `UsageError` for all attributes except those that Python itself looks up."""
         if name.startswith("__"):
             raise AttributeError(name)
         self._refuse()

@@ -1,4 +1,4 @@
-"""Caches of a model: buffers that a stage makes for itself, such as the keys and values of a decoder."""
+"""Caches of a model: buffers that a stage allocates itself, such as the keys and values of a decoder."""
 
 import math
 import mmap
@@ -10,7 +10,7 @@ _MARK = "penstock_caches"
 
 
 def add_cache(module: nn.Module, name: str, *shape: int, dtype: torch.dtype = torch.float32) -> None:
-    """Add a buffer to a module that each stage allocates itself, initially zero, and that is never sent.
+    """Add a cache to a module: a buffer that each stage allocates itself, initially zero, and that is never sent.
 
     The module's `forward` reads it and writes into it in place. Until it is written, which in this process it never is,
     it takes no memory.
@@ -27,6 +27,6 @@ def add_cache(module: nn.Module, name: str, *shape: int, dtype: torch.dtype = to
 
 
 def is_cache(model: nn.Module, source: str) -> bool:
-    """Return True if a model's buffer of that name is a cache."""
+    """Return True if a model's buffer of this name is a cache."""
     owner, _, name = source.rpartition(".")
     return name in getattr(model.get_submodule(owner), _MARK, ())

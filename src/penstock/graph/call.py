@@ -1,4 +1,4 @@
-"""Between a call as the user writes it and the flat tensors that stages exchange."""
+"""Conversion between the user's calls and the flat tensors that stages exchange."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -17,18 +17,18 @@ from penstock.values import Size, Value, write_expression
 
 
 def bind_inputs(graph: Graph, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Tensor], dict[str, int]]:
-    """Flatten a call's arguments to the graph's tensor inputs and read the sizes.
+    """Flatten a call's arguments to the graph's tensor inputs, and read the sizes.
 
-    Raises `UsageError` when the arguments do not have the structure, shapes or dtypes of the capture.
+    Raises `UsageError` if the arguments do not have the structure, shapes or dtypes of the capture.
     """
-    # in the order of the capture: a dict's order is part of its structure
+    # keywords in the order of the capture, since a dict's order is part of its structure
     ordered = {name: kwargs[name] for name in graph.input_spec.child(1).context or [] if name in kwargs}
-    # a mapping of another kind, such as a tokenizer's, is read as a dict, which the capture had
+    # treat other mappings, such as a tokenizer's output, as a dict, which the capture had
     call = trees.plain((tuple(args), ordered | dict(kwargs)), pytree.SUPPORTED_NODES.__contains__)
     leaves, spec = pytree.tree_flatten(call)
     if spec != graph.input_spec:
         raise UsageError(
-            f"{graph.model} was captured with {_describe(graph.input_spec)} and called with {_describe(spec)}; "
+            f"{graph.model} was captured with {_describe(graph.input_spec)} but called with {_describe(spec)}; "
             "call it as in the example"
         )
     tensors = [leaf for leaf, value in zip(leaves, graph.inputs, strict=True) if value is not None]
@@ -36,7 +36,7 @@ def bind_inputs(graph: Graph, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
         given = leaves[position]
         if isinstance(given, Tensor) or type(given) is not type(plain.value) or given != plain.value:
             raise UsageError(
-                f"{graph.model} was captured with {plain.name}={plain.value!r} and called with {_given(given)}; "
+                f"{graph.model} was captured with {plain.name}={plain.value!r} but called with {_given(given)}; "
                 "capture it again with the value that you want"
             )
     try:
@@ -48,7 +48,7 @@ def bind_inputs(graph: Graph, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 
 
 def read_sizes(symbols: Sequence[str], values: Sequence[Value], tensors: Sequence[Tensor]) -> dict[str, int]:
-    """Learn every symbol's value from the tensors' shapes and check all shapes and dtypes against it."""
+    """Derive every symbol's value from the tensors' shapes, and check all shapes and dtypes."""
     sizes: dict[str, int] = {}
     if len(values) != len(tensors):
         raise UsageError(f"expected {len(values)} input tensors, got {len(tensors)}")
@@ -58,7 +58,7 @@ def read_sizes(symbols: Sequence[str], values: Sequence[Value], tensors: Sequenc
         for dimension, length in zip(value.shape, tensor.shape, strict=True):
             if isinstance(dimension, Size) and isinstance(dimension.expression, str):
                 sizes.setdefault(dimension.expression, int(length))
-    # a later stage may only see a symbol inside an expression such as 197*batch
+    # in a later stage a symbol may occur only inside an expression such as 197*batch
     for symbol in symbols:
         if symbol not in sizes:
             sizes[symbol] = _solve(symbol, values, tensors, sizes)
@@ -67,7 +67,7 @@ def read_sizes(symbols: Sequence[str], values: Sequence[Value], tensors: Sequenc
         if wanted != given:
             other = next(place for place, pair in enumerate(zip(wanted, given, strict=True)) if pair[0] != pair[1])
             advice = ""
-            if other and isinstance(value.shape[other], int) and not value.dtype.is_floating_point:  # of tokens
+            if other and isinstance(value.shape[other], int) and not value.dtype.is_floating_point:  # token ids
                 alike = _varying(values, tensors, wanted[other], given[other])
                 advice = f'; if that varies, capture it with dynamic={{"length": {json.dumps(alike)}}}'
             raise UsageError(f"the input {value.name!r} must be {_shape(value)}; got {_given(tensor)}{advice}")
@@ -85,7 +85,7 @@ def _varying(values: Sequence[Value], tensors: Sequence[Tensor], was: int, now: 
 
 
 def _solve(symbol: str, values: Sequence[Value], tensors: Sequence[Tensor], known: Mapping[str, int]) -> int:
-    """Find the size that makes an expression fit; sizes are small, so it is looked for."""
+    """Find the size that makes an expression fit, by trying: sizes are small."""
     for value, tensor in zip(values, tensors, strict=True):
         for dimension, length in zip(value.shape, tensor.shape, strict=True):
             if isinstance(dimension, Size):
@@ -129,7 +129,7 @@ def _describe(spec: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class CallInputs:
-    """Inputs as a call with positional and keyword ones."""
+    """A call with positional and keyword inputs."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]

@@ -1,15 +1,16 @@
-"""Python code called by autograd: kept in a captured graph as calls of the caller's own objects.
+"""Callbacks: Python code called by autograd, recorded in a captured graph as calls of the caller's objects.
 
-torch.export records the forward computation of operators. A custom `autograd.Function`, a tensor's hook and a module's
-backward hook define the backward in Python, so a graph of operators alone would drop them. Capture of a model in
-training mode records each as one operation, `penstock.callback`, with the number of a `Callback`; the training runtime
-calls it again with real tensors, and autograd does the rest:
+torch.export records the forward computation as operators. Custom `autograd.Function`s, tensor hooks and modules'
+backward hooks define the backward in Python, so a graph of operators alone would drop them. Capture of a model in
+training mode records each as an operation `penstock.callback` with the number of a `Callback`; the training runtime
+calls it again with real tensors, so that autograd sees it:
 
     forward(x):   h = linear(x)          ops:  linear
                   h.register_hook(f)           callback 0   runs  h.register_hook(f)
                   y = Reverse.apply(h)         callback 1   runs  Reverse.apply(h)
 
-Every process of a training has the model, so callbacks are never sent, and a program that has one cannot be read back.
+Every process of a training run has the model, so callbacks are never sent, and a program with a callback cannot be read
+back.
 """
 
 import contextlib
@@ -39,10 +40,10 @@ Run = Callable[[list[Tensor], list[int]], list[Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class Callback:
-    """One call of the caller's Python: `run` takes tensors and sizes, and returns tensors.
+    """One call of the caller's Python code: `run` takes tensors and sizes, and returns tensors.
 
-    It `keeps` values if it returns its arguments. `with_producer` is set if it must run in the stage that makes its
-    tensors, and `since` is the number of an earlier callback that must run in the same stage.
+    `keeps` is set if it returns its arguments, `with_producer` if it must run in the stage that produces its tensors;
+    `since` is the number of an earlier callback that must run in the same stage.
     """
 
     name: str
@@ -76,17 +77,17 @@ torch.fx.node.has_side_effect(torch.ops.penstock.callback.default)
 
 @dataclass
 class Recorder:
-    """The callbacks of one capture, in the order of their calls, and its notes for the caller."""
+    """The callbacks of one capture, in the order of their calls, and notes for the caller."""
 
     trains: bool
     callbacks: list[Callback] = field(default_factory=list)
     notes: dict[str, None] = field(default_factory=dict)
-    left: dict[str, Any] = field(default_factory=dict)  # attributes of modules, as from `left_attributes`
-    is_inside: bool = False  # within a callback, whose calls belong to it
+    left: dict[str, Any] = field(default_factory=dict)  # assigned attributes of modules, from `left_attributes`
+    is_inside: bool = False  # True within a callback, whose inner calls are not recorded
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
-        """Leave calls inside to PyTorch."""
+        """Do not record calls inside the block."""
         was, self.is_inside = self.is_inside, True
         try:
             yield
@@ -112,7 +113,7 @@ def recorded_callbacks(model: nn.Module) -> Iterator[Recorder]:
             exported = torch.export.export(model, args)
         recorder.callbacks
 
-    Raises `CaptureError`, naming the construct, for what neither a callback nor a graph can hold.
+    Raises `CaptureError`, naming the construct, if neither a callback nor a graph can represent it.
     """
     recorder = Recorder(model.training)
     if model.training:
@@ -135,7 +136,7 @@ def recorded_callbacks(model: nn.Module) -> Iterator[Recorder]:
 
 
 def _check_hooks(model: nn.Module) -> None:
-    """Raise `CaptureError` for hooks that PyTorch itself has deprecated."""
+    """Raise `CaptureError` for hooks that PyTorch has deprecated."""
     everywhere = torch_module._global_backward_hooks and torch_module._global_is_full_backward_hook is False
     for name, module in model.named_modules():
         if everywhere or (module._backward_hooks and module._is_full_backward_hook is False):
@@ -147,7 +148,7 @@ def _check_hooks(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def _replaced(recorder: Recorder) -> Iterator[None]:
-    """Replace what torch functions do not pass through: custom functions, modules' hooks, inference mode."""
+    """Replace constructs that bypass torch functions: custom functions, modules' hooks, inference mode."""
     apply, enter, leave = vars(Function)["apply"], _MODE.__enter__, _MODE.__exit__
     change_saved = saved_tensors_hooks.__enter__
 
@@ -160,7 +161,7 @@ def _replaced(recorder: Recorder) -> Iterator[None]:
         return _record_function(recorder, cls.__name__, plain, args, kwargs)
 
     def enter_saved(hooks: saved_tensors_hooks) -> None:
-        if type(hooks) is saved_tensors_hooks:  # others, such as `save_on_cpu`, change only the place of a tensor
+        if type(hooks) is saved_tensors_hooks:  # subclasses such as `save_on_cpu` change only where a tensor is stored
             raise CaptureError(
                 "the forward pass uses saved_tensors_hooks; change saved tensors in an autograd.Function instead"
             )
@@ -170,7 +171,7 @@ def _replaced(recorder: Recorder) -> Iterator[None]:
         if recorder.trains:
             Function.apply = classmethod(record)
             vars(torch_module)["BackwardHook"] = functools.partial(_RecordedHook, recorder)
-            # its tensors cannot be traced; without gradients they have the same values
+            # tensors of inference mode cannot be traced; use no_grad, which computes the same values
             _MODE.__enter__, _MODE.__exit__ = _enter_no_grad, _leave_no_grad  # type: ignore[method-assign]
             saved_tensors_hooks.__enter__ = enter_saved  # type: ignore[method-assign]
         yield
@@ -194,7 +195,7 @@ def _leave_no_grad(mode: Any, *_: object) -> None:
 
 
 def _without_checkpointing(recorder: Recorder, run: Callable[..., Any], _preserve: bool, *args: Any) -> Any:
-    """Call a function that the model checkpoints itself, without recomputing, which changes memory, not numbers."""
+    """Call a function that the model checkpoints, without recomputation, which affects memory but not results."""
     recorder.notes[
         "the model's own activation checkpointing has no effect in a pipeline; to recompute activations, use "
         "checkpointing=True"
@@ -205,7 +206,7 @@ def _without_checkpointing(recorder: Recorder, run: Callable[..., Any], _preserv
 def _record_function(
     recorder: Recorder, name: str, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Any:
-    """Record a call with any arguments, and return its result with tensors of the graph."""
+    """Record a call with any arguments; return its result, with tensors of the graph."""
     leaves, spec = pytree.tree_flatten((tuple(args), kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     sizes = [leaf for leaf in leaves if isinstance(leaf, torch.SymInt)]
@@ -229,15 +230,15 @@ def _record_function(
 
 
 class _RecordedHook:
-    """Replacement of `torch.utils.hooks.BackwardHook` during a capture: its two calls become two callbacks.
+    """Replacement for `torch.utils.hooks.BackwardHook` during a capture: its two calls become two callbacks.
 
-    The hooks that run are those that a module has when a microbatch arrives.
+    A microbatch runs the hooks that the module has at that time.
     """
 
     def __init__(self, recorder: Recorder, module: nn.Module, *_hooks: object) -> None:
         self._recorder, self._module = recorder, module
         self._opened = 0
-        self._now = threading.local()  # the real hook of the microbatch that passes through the module
+        self._now = threading.local()  # the real hook for the current microbatch
 
     def setup_input_hook(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Record the hook's call before the module's forward."""
@@ -255,7 +256,7 @@ class _RecordedHook:
     def setup_output_hook(self, result: Any) -> Any:
         """Record the hook's call after the module's forward."""
         if not isinstance(result, (Tensor, tuple)):
-            return result  # PyTorch ignores all others, with a warning
+            return result  # PyTorch ignores results of other types, with a warning
 
         def run(given: Any) -> Any:
             return self._now.hook.setup_output_hook(given)
@@ -266,14 +267,14 @@ class _RecordedHook:
 
 
 class _Intercept(TorchFunctionMode):
-    """An interceptor of the model's calls that a graph of operators cannot represent."""
+    """Intercepts calls of the model that a graph of operators cannot represent."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
         self._recorder = recorder
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Record a callback instead of a call, refuse it, or pass it on."""
+        """Record a call as a callback, reject it, or pass it on."""
         if not self._recorder.is_inside:
             if func == Tensor.register_hook:
                 return self._register_hook(*args, **(kwargs or {}))
@@ -317,7 +318,7 @@ class _Handle(RemovableHandle):
     """The handle of a hook that is registered again in every forward pass."""
 
     def remove(self) -> None:
-        """Raise `CaptureError`, since a graph has the hook in every pass."""
+        """Raise `CaptureError`, since a graph runs the hook in every pass."""
         raise CaptureError("the forward pass removes a hook that it registered; decide inside the hook instead")
 
 
@@ -327,8 +328,8 @@ def _property(name: str) -> Any:
 
 _REFUSED: dict[Any, str] = {
     torch.autograd.grad: "torch.autograd.grad; compute that derivative in an autograd.Function, or in loss_fn",
-    torch.autograd.backward: "torch.autograd.backward; return the loss instead, and train_step goes back from it",
-    Tensor.backward: "Tensor.backward; return the loss instead, and train_step goes back from it",
+    torch.autograd.backward: "torch.autograd.backward; return the loss instead, and train_step runs the backward",
+    Tensor.backward: "Tensor.backward; return the loss instead, and train_step runs the backward",
     Tensor.retain_grad: "retain_grad, whose gradient could not be read; use register_hook, which receives it",
     _property("grad_fn").__get__: "grad_fn; use register_hook of the tensor",
     _property("data").__set__: "an assignment to .data; use copy_ under torch.no_grad",

@@ -1,4 +1,4 @@
-"""Capture one forward pass of a model as a graph of operators, with the batch size left symbolic."""
+"""Capture of a model's forward pass as a graph of operators, with a symbolic batch size."""
 
 import contextlib
 import inspect
@@ -27,15 +27,15 @@ from penstock.graph.translate import translate
 from penstock.terminal.notes import note
 from penstock.values import BATCH
 
-# torch.export takes a size of 0 or 1 for a constant, and so do some models with 2
+# torch.export treats sizes 0 and 1 as constants, and so do some models with 2
 _EXAMPLE_ROWS = 3
 _LONGEST = 240
 _TORCH = str(Path(torch.__file__).parent)
 _EXPERTS = "batched_mm"
 _WITHOUT = "; use torch.where in place of an if, or give Pipeline a list of modules, one a stage, which streams only"
-# torch's long messages, and short ones for a reader of the model
+# torch's long messages, and short replacements
 _KNOWN = (
-    (r"Could not guard on data-dependent expression", "it decides by the values of a tensor"),
+    (r"Could not guard on data-dependent expression", "it branches on the values of a tensor"),
     (r"Could not extract specialized \w+ from data-dependent", "it takes a size from the values of a tensor"),
 )
 
@@ -51,17 +51,16 @@ def capture(
     """Capture a model's forward pass as a graph that runs at any batch size.
 
     The first dimension of every tensor input that has the batch's size becomes the symbol `batch`. Parameters may be on
-    the meta device: they are never read. A model that fixes its batch size is captured at the size of the example,
-    which is then `Graph.fixed_batch`.
+    the meta device: they are never read. A model that fixes its batch size is captured at the example's batch size,
+    stored as `Graph.fixed_batch`.
 
-    A model in training mode is captured for training: with its dropout, its updates of statistics, its parts without
-    gradients, and its custom autograd functions and hooks (see `callbacks.py`). A Hugging Face model that would return
-    the cache of its keys and values (`config.use_cache`) is captured without it, and a mixture of experts with
-    `batched_mm`.
+    A model in training mode is captured for training: with dropout, updates of statistics, parts without gradients, and
+    custom autograd functions and hooks (see `callbacks.py`). A Hugging Face model that would return its KV cache
+    (`config.use_cache`) is captured without the cache, and a mixture of experts with `batched_mm`.
 
-    `dynamic` declares further symbolic dimensions: a name, then input names or positions and their
-    dimension, as in `{"sequence": {"input_ids": 1, "attention_mask": 1}}`. `largest` are sizes that the model does not
-    exceed, by these names; limits that are not given take a second export.
+    `dynamic` declares further symbolic dimensions: for each name, input names or positions and their dimension, as in
+    `{"sequence": {"input_ids": 1, "attention_mask": 1}}`. `largest` gives the largest size of such a dimension that the
+    model accepts; a limit that is not given is found by a second export.
 
     Example:
         graph = capture(timm.create_model("deit_small_patch16_224").eval(), (torch.randn(2, 3, 224, 224),))
@@ -91,8 +90,8 @@ def capture(
         if limits:
             shapes = _dynamic_shapes(model, labels, dynamic or {}, limits)
             return _export(model, wide_arguments, wide_keywords, shapes, labels, fixed_batch=None)
-        # at the example's own batch size, which is right only if the model demands it; its error is more useful than
-        # one for rows that the caller did not pass
+        # retry at the example's own batch size, which is right only if the model requires it; its error is more useful
+        # than an error about rows that the caller did not pass
         return _export(model, arguments, keywords, None, fixed_batch=rows)
 
 
@@ -101,7 +100,7 @@ def _export(
     labels: tuple[tuple[Any, ...], dict[str, Any]] | None = None, *, fixed_batch: int | None,
 ) -> Graph:  # fmt: skip
     try:
-        # torch prints the graph of a failed export; the error has one line
+        # suppress torch's output of the graph if an export fails; the error is one line
         with (
             warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()), recorded_callbacks(model) as recorder
         ):  # fmt: skip
@@ -109,7 +108,7 @@ def _export(
             exported: ExportedProgram = torch.export.export(
                 model, arguments, keywords, dynamic_shapes=shapes, strict=False
             )
-    # torch.export passes through any exception of the model's own code, so any can mean "does not export"
+    # exceptions of the model's own code propagate through torch.export, so any exception can mean "does not export"
     except Exception as error:
         raise CaptureError(f"{type(model).__name__} cannot be captured: {_export_reason(error)}") from error
     for text in recorder.notes:
@@ -123,7 +122,7 @@ def _export(
 def _in_order(
     exported: ExportedProgram, labels: tuple[tuple[Any, ...], dict[str, Any]] | None
 ) -> list[tuple[str | None, ...]]:
-    """List the labels in the order of the exported inputs; without labels no dimension carries a symbol."""
+    """Return the labels in the order of the exported inputs; without labels, no dimension has a symbol."""
     if labels is None:
         return [()] * exported.call_spec.in_spec.num_leaves
     positional, keyword = labels
@@ -133,15 +132,15 @@ def _in_order(
 
 @contextlib.contextmanager
 def _as_one_pass(model: nn.Module) -> Iterator[None]:
-    """Configure a Hugging Face model to compute a single pass in PyTorch's operators only.
+    """Configure a Hugging Face model to compute a single pass with PyTorch operators only.
 
-    It returns no cache for generating text, which is not a tensor. Experts of a mixture are computed by batched matrix
-    products: the alternatives use an operator of the library, or decide by values.
+    It returns no KV cache, which is not a tensor. Experts of a mixture are computed by batched matrix products: the
+    alternatives use a custom operator, or branch on values.
     """
-    # the model itself, or one inside of a caller's module
+    # the model itself, or a model inside a caller's module
     mixture: Any = next((each for each in model.modules() if hasattr(each, "_can_set_experts_implementation")), model)
     experts = getattr(getattr(mixture, "config", None), "_experts_implementation", None)
-    # encoder and decoder have separate configurations
+    # encoder and decoder may have separate configurations
     configs = {id(each): each for each in (getattr(module, "config", None) for module in model.modules())}
     caching: list[Any] = [each for each in configs.values() if getattr(each, "use_cache", None)]
     has_experts: Callable[[], bool] = getattr(mixture, "_can_set_experts_implementation", bool)
@@ -165,7 +164,7 @@ def _as_one_pass(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def fake_parameters(model: nn.Module) -> Iterator[None]:
-    """Replace parameters on the meta device by fake ones on the CPU within the context."""
+    """Within the context, replace parameters on the meta device by fake CPU parameters."""
     owners = [
         (module, name, parameter)
         for module in model.modules()
@@ -176,7 +175,7 @@ def fake_parameters(model: nn.Module) -> Iterator[None]:
     stand_ins: dict[int, nn.Parameter] = {}
     try:
         for module, name, parameter in owners:
-            if id(parameter) not in stand_ins:  # tied parameters stay one
+            if id(parameter) not in stand_ins:  # tied parameters stay tied
                 with mode:
                     fake = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="cpu")
                 stand_ins[id(parameter)] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
@@ -200,7 +199,7 @@ def _has_batch(leaf: object, rows: int) -> bool:
 
 
 def _widen(tree: Any, rows: int) -> Any:
-    """Repeat the example's rows until the batch size cannot be mistaken for a constant."""
+    """Repeat the example's rows so that the batch size cannot be mistaken for a constant."""
 
     def widen(leaf: Any) -> Any:
         if not _has_batch(leaf, rows):
@@ -213,7 +212,7 @@ def _widen(tree: Any, rows: int) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Labels:
-    """The symbol of each dimension of one input, None for a dimension that is fixed; empty for a plain value."""
+    """The symbol of each dimension of an input, None for a fixed dimension; empty for a non-tensor value."""
 
     names: tuple[str | None, ...] = ()
 
@@ -272,7 +271,7 @@ def _dynamic_shapes(
 
 
 def _limits(error: CaptureError) -> dict[str, int]:
-    """Extract the largest sizes that torch.export would accept, for example with a table of positions."""
+    """Extract the largest sizes that torch.export would accept, for example because of a position table."""
     found = re.findall(r"(\w+) = Dim\('\w+',(?: min=\d+,)? max=(\d+)\)", str(error.__cause__))
     return {name: int(limit) for name, limit in found}
 
@@ -284,7 +283,7 @@ def _parameter_names(model: nn.Module, count: int) -> list[str]:
 
 
 def _merge(model: nn.Module, positional: tuple[Any, ...], keyword: dict[str, Any]) -> object:
-    """Dynamic shapes follow the signature: by name, with `*args` as one tuple and `**kwargs` as one dict."""
+    """Merge dynamic shapes as the signature requires: by name, `*args` as a tuple and `**kwargs` as a dict."""
     merged: dict[str, Any] = {}
     rest, remaining = list(positional), dict(keyword)
     for parameter in inspect.signature(model.forward).parameters.values():
@@ -302,10 +301,10 @@ def _merge(model: nn.Module, positional: tuple[Any, ...], keyword: dict[str, Any
 
 
 def _export_reason(error: BaseException) -> str:
-    """Return in one line why a model does not export, with the line of the model's code if known.
+    """Return the one-line reason why a model does not export, with the line of the model's code if known.
 
     Example:
-        "it decides by the values of a tensor (gate.py:12: if score.item() > 0.5:); use torch.where in place of ..."
+        "it branches on the values of a tensor (gate.py:12: if score.item() > 0.5:); use torch.where in place of ..."
     """
     words = _first_words(error)
     way_out = _WITHOUT if words in {known for _, known in _KNOWN} else ""
@@ -318,7 +317,7 @@ def _first_words(error: BaseException) -> str:
         if re.search(pattern, text):
             return words
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    if lines and lines[0].startswith("Constraints violated"):  # the violations are in the lines below
+    if lines and lines[0].startswith("Constraints violated"):  # the next lines list the violations
         lines = [line.removeprefix("- ") for line in lines if line.startswith("- ")] or lines
     if not lines:
         return type(error).__name__
@@ -335,7 +334,7 @@ def _shorten(text: str) -> str:
 
 
 def _place(error: BaseException) -> str:
-    """Return the deepest line outside of torch: that of the model, not that of the capture."""
+    """Return the deepest line of the traceback outside of torch: the model's line, not the capture's."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((_TORCH, "<"))]
     inside = [frame for frame in frames if Path(frame.filename).parent != Path(__file__).parent]
     if not inside:

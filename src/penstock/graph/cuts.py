@@ -19,11 +19,11 @@ _INDEXED = re.compile(r"(?:.*\.)?\d+(?:@\d+)?|.*@\d+")
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A place between two operations.
+    """A position between two operations.
 
-    `name` is the shortest module path that ends or begins there, with its side, as in
-    `blocks.2.attn.proj:after`; between operations of one module it is the module and the operation,
-    as in `blocks.2.attn/transpose:after`. `aliases` are the other names of the same place.
+    `name` is the shortest path of a module that ends or begins there, with its side, as in `blocks.2.attn.proj:after`;
+    between operations of one module it is the module and the operation, as in `blocks.2.attn/transpose:after`.
+    `aliases` are other names of the same position.
     """
 
     position: int
@@ -32,12 +32,12 @@ class Cut:
     crossing: tuple[Value, ...]
 
     def num_bytes(self, sizes: Mapping[str, int]) -> int:
-        """Return the bytes that cross for one microbatch of these sizes."""
+        """Return the bytes that cross the cut for one microbatch of these sizes."""
         return sum(value.num_bytes(sizes) for value in self.crossing)
 
 
 class Cuts(Sequence[Cut]):
-    """Every cut that a graph allows, in order, found by index or by name.
+    """All cuts that a graph allows, in order, by index or by name.
 
     Example:
         Cuts(graph).find("blocks.2.norm2:after")
@@ -70,7 +70,7 @@ class Cuts(Sequence[Cut]):
         return self._by_position[position]
 
     def find(self, name: str) -> Cut:
-        """Return the cut of a name; raises `CutError` with the nearest names if not found."""
+        """Return the cut with this name; raises `CutError` with the nearest names if not found."""
         position = self._positions.get(name)
         if position is None:
             raise CutError(f"cut {name!r} not found in {self.graph.model}; {self._nearest(name)}")
@@ -83,11 +83,11 @@ class Cuts(Sequence[Cut]):
         raise CutError(f"the cut {name!r} would {self.graph.forbidden[position]}; {advice}")
 
     def find_all(self, names: Sequence[str]) -> list[Cut]:
-        """Return the cuts of several names in the order of the model; raises `CutError` for repeats."""
+        """Return the cuts with these names, in the model's order; raises `CutError` for repeats."""
         found = sorted((self.find(name) for name in names), key=lambda cut: cut.position)
         for first, second in pairwise(found):
             if first.position == second.position:
-                raise CutError(f"two cuts are in the same place, {first.name}; give each place once")
+                raise CutError(f"two cuts are at the same position, {first.name}; give each position once")
         return found
 
     def _nearest(self, name: str) -> str:
@@ -109,7 +109,7 @@ class Span:
 
 
 def module_spans(graph: Graph) -> dict[str, Span]:
-    """Return the span of every module call by its path, outer modules before inner ones."""
+    """Return the span of every module call by path, outer modules before inner ones."""
     spans: dict[str, Span] = {}
     for visit in graph.visits:
         stop = visit.position + (visit.op is not None)
@@ -122,7 +122,7 @@ def module_spans(graph: Graph) -> dict[str, Span]:
 
 
 def _names(graph: Graph, spans: Mapping[str, Span]) -> dict[int, list[str]]:
-    """Map every position to its names, the best first: outer modules, `:after` before `:before`."""
+    """Map every position to its names, best first: outer modules, `:after` before `:before`."""
     ranked: dict[int, list[tuple[tuple[int, int, int], str]]] = defaultdict(list)
     for path, span in spans.items():
         ranked[span.stop].append(((0, span.depth, 0), path + AFTER))
@@ -134,7 +134,7 @@ def _names(graph: Graph, spans: Mapping[str, Span]) -> dict[int, list[str]]:
 
 
 def _operation_names(graph: Graph) -> dict[int, str]:
-    """Name operations by their innermost module and operator, counted within the module."""
+    """Name operations by innermost module and operator, numbered within the module."""
     counts: Counter[str] = Counter()
     names: dict[int, str] = {}
     for visit in graph.visits:
@@ -149,7 +149,7 @@ def _operation_names(graph: Graph) -> dict[int, str]:
 
 
 def crossing_values(graph: Graph) -> list[tuple[Value, ...]]:
-    """Return for every position the values made before it and used after it, in the order of their making."""
+    """Return for every position the values that are computed before it and used after it, in order."""
     last = last_uses(graph.ops, references(graph.outputs))
     num_positions = len(graph.ops) + 1
     crossing: list[list[Value]] = [[] for _ in range(num_positions)]
@@ -162,10 +162,10 @@ def crossing_values(graph: Graph) -> list[tuple[Value, ...]]:
 
 
 def find_blocks(graph: Graph, work: Sequence[float]) -> list[Span]:
-    """Return the repeated blocks in order: the most numerous class of numbered modules with half of the work.
+    """Return the repeated blocks in order: the numbered modules of the most frequent class that has half of the work.
 
-    For DeiT the twelve of `blocks.0` to `blocks.11`, for T5 those of encoder and decoder, for Swin the 24 of all four
-    levels. Raises `CutError` if a model has no such class.
+    For DeiT these are `blocks.0` to `blocks.11`, for T5 the blocks of encoder and decoder, for Swin the 24 blocks of
+    all four levels. Raises `CutError` if a model has no such class.
     """
     spans = module_spans(graph)
     kinds: dict[str, list[Span]] = defaultdict(list)
@@ -194,10 +194,10 @@ def _outermost(group: list[Span]) -> list[Span]:
 
 
 def parameter_pieces(graph: Graph, blocks: Sequence[Span]) -> tuple[list[int], list[int]]:
-    """Return the pieces that hold parameters, as start positions and bytes, in order.
+    """Return the start positions and bytes of the pieces with parameters, in order.
 
     A piece is a child of a repeated block (norm, attention, MLP), or any other operation with parameters. A parameter
-    counts at its first use.
+    is counted at its first use.
     """
     spans = module_spans(graph)
     pieces: dict[int, int] = {}
@@ -205,7 +205,7 @@ def parameter_pieces(graph: Graph, blocks: Sequence[Span]) -> tuple[list[int], l
     home = _piece_starts(spans, blocks)
     for position, op in enumerate(graph.ops):
         for name in op.uses():
-            size = sizes.pop(name, 0)  # later uses of the same parameter are free
+            size = sizes.pop(name, 0)  # later uses of the same parameter count 0
             if size:
                 start = home.get(position, position)
                 pieces[start] = pieces.get(start, 0) + size

@@ -1,13 +1,13 @@
-"""Passes over the graph of a model with caches: attention without copies, and no cut inside a norm.
+"""Graph passes for models with caches: attention without copies, and no cut inside a norm.
 
-Attention whose heads share keys and values reads these as they are, without a copy for each head:
+Attention whose heads share keys and values reads them directly, without a copy for each head:
 
     before   keys [B, H, T, D] - unsqueeze - expand [B, H, G, T, D] - reshape [B, H * G, T, D] - attention
     after    keys [B, H, T, D] - attention with enable_gqa
 
-The results have the same bits, since each head reads the same numbers.
+Results have the same bits, since each head reads the same numbers.
 
-Engines compute a norm of several operations as one, with other last bits. A norm is therefore in one stage, so that a
+Engines fuse the operations of a norm into one, which changes the last bits. So a norm is always within one stage, and a
 sequence has the same tokens wherever the model is cut.
 """
 
@@ -23,7 +23,7 @@ _COPIES = ("aten.reshape.default", "aten.expand.default", "aten.unsqueeze.defaul
 
 
 def share_heads(graph: Graph) -> Graph:
-    """Return a graph whose attention reads shared keys and values directly; operations left over are still there."""
+    """Return a graph whose attention reads shared keys and values directly; unused operations are not removed."""
     made = {op.name: op for op in graph.ops}
     return replace(graph, ops=tuple(_shared(op, made, graph) for op in graph.ops))
 
@@ -39,7 +39,7 @@ def _shared(op: Op, made: Mapping[str, Op], graph: Graph) -> Op:
 
 
 def _without_copies(argument: Ref, made: Mapping[str, Op], graph: Graph) -> Ref | None:
-    """Return what an argument repeats for each head of a group, or None if it is nothing of the kind."""
+    """Return the tensor that an argument repeats for each head of a group, or None if it is no such repetition."""
     name = argument.name
     for target in _COPIES:
         op = made.get(name)
@@ -57,7 +57,7 @@ def _without_copies(argument: Ref, made: Mapping[str, Op], graph: Graph) -> Ref 
 
 
 def inside_norms(ops: Sequence[Op]) -> dict[int, str]:
-    """Return the positions inside root mean square norms, with the effect of a cut there.
+    """Return the positions inside RMS norms, with the effect of a cut there.
 
     Such a norm is `x * rsqrt(mean(x * x) + eps) * weight`, with changes of the dtype in between.
     """
@@ -70,7 +70,7 @@ def inside_norms(ops: Sequence[Op]) -> dict[int, str]:
     for index in (index for index, op in enumerate(ops) if op.target == "aten.rsqrt.default"):
         first = _follow(index, _BEFORE, ops, lambda at: [place[name] for name in ops[at].uses() if name in place])
         last = _follow(index, _AFTER, ops, lambda at: readers[ops[at].name])
-        found |= dict.fromkeys(range(first + 1, last + 1), "part a norm, which engines compute as one operation")
+        found |= dict.fromkeys(range(first + 1, last + 1), "split a norm, which engines compute as one operation")
     return found
 
 
@@ -79,7 +79,7 @@ _AFTER = ({"mul"}, {"mul"})
 
 
 def _follow(start: int, kinds: Sequence[set[str]], ops: Sequence[Op], near: Callable[[int], list[int]]) -> int:
-    """Return the last operation in a row of operations of these kinds, from one to a neighbor; casts may be between."""
+    """Return the last operation of a chain of operations of these kinds; casts may be in between."""
     reached = at = start
     for kind in kinds:
         while (found := near(at)) and _kind(ops[found[0]]) in {"to", "type_as"}:

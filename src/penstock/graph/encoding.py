@@ -1,4 +1,4 @@
-"""Encoding of operations' arguments as JSON and back, limited to a list of types."""
+"""JSON encoding of operations' arguments, limited to a list of types."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -27,14 +27,14 @@ _FLOATS: Mapping[str, float] = {"inf": math.inf, "-inf": -math.inf, "nan": math.
 
 
 class StageDevice:
-    """Placeholder of the device that a stage runs on, independent of the device of the capture."""
+    """Placeholder for the device on which a stage runs, independent of the device of the capture."""
 
 
 STAGE_DEVICE = StageDevice()
 
 
 def settled(argument: Argument, sizes: Mapping[str, int], device: torch.device, value_of: Callable[[str], Any]) -> Any:
-    """Return an operation's argument with sizes as numbers, the stage's device, and values by name from `value_of`.
+    """Return an operation's argument with sizes as numbers, the stage's device, and values looked up by `value_of`.
 
     >>> settled([Ref("x"), Size(("*", 2, "batch"))], {"batch": 3}, torch.device("cpu"), str.upper)
     ['X', 6]
@@ -74,7 +74,7 @@ def encode(argument: Argument) -> Any:
 
 
 def decode(item: Any, symbols: frozenset[str], depth: int = 0) -> Argument:
-    """Read an argument's JSON form; raises `ProgramError` unless all of it is known."""
+    """Decode an argument from JSON; raises `ProgramError` for anything unknown."""
     if item is None or isinstance(item, (bool, str, int, float)):
         return item
     if isinstance(item, list):

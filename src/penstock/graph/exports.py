@@ -1,6 +1,6 @@
-"""Lock of exports: torch.export changes settings of the whole process while it runs, and is not thread-safe."""
+"""Lock for exports: torch.export changes process-wide settings while it runs, and is not thread-safe."""
 
 import threading
 
-# held during a capture, which turns mkldnn, cudnn and nnpack off, and while settings of torch are read
+# held during captures, which turn mkldnn, cudnn and nnpack off, and while torch settings are read
 EXPORTING = threading.RLock()

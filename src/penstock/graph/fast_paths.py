@@ -1,4 +1,4 @@
-"""PyTorch's fast paths of attention, which a model uses in evaluation and a capture does not."""
+"""PyTorch's fast paths for attention, which models use in evaluation but captures do not."""
 
 import torch
 from torch import nn
@@ -7,7 +7,8 @@ from torch import nn
 def fast_layers(model: nn.Module) -> list[str]:
     """Return the class names of modules that use PyTorch's fast path when no gradients are computed.
 
-    The conditions are those of `torch.nn.modules.transformer` and `activation` that depend on the modules alone.
+    The conditions are taken from `torch.nn.modules.transformer` and `activation`, as far as they depend only on
+    modules.
 
     >>> fast_layers(nn.TransformerEncoderLayer(8, 2, batch_first=True).eval())
     ['TransformerEncoderLayer']

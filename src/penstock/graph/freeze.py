@@ -1,4 +1,4 @@
-"""A graph with frozen leading layers, which compute as in evaluation and write nothing; the rest still trains.
+"""A graph with frozen leading layers, which compute as in evaluation and write no state; the rest still trains.
 
 training     |  layers 0 .. k-1        | layers k ..  |
 evaluation   |  layers 0 .. k-1  |  layers k ..    |
@@ -16,21 +16,23 @@ from penstock.graph.ops import Op, Ref, State, substitute
 from penstock.graph.work import count_work
 from penstock.values import Value
 
-_FROZEN = "frozen_"  # prefix of names that only evaluation has, so that names stay unique
+_FROZEN = "frozen_"  # prefix for names that only the evaluation graph has, so that names stay unique
 
 
 def find_layers(graph: Graph) -> list[Cut]:
-    """Return the cut after each of a model's layers: its repeated blocks, or without these its pieces with parameters.
+    """Return the cut after each of a model's layers: its repeated blocks, or without them its pieces with parameters.
 
-    Operations before the first block, such as an embedding, belong to the first layer. Raises `CutError` for a model
-    that allows no cut.
+    Operations before the first block, such as an embedding, belong to the first layer. Raises `CutError` if the model
+    allows no cut.
     """
     cuts = Cuts(graph)
     if not len(cuts):
         raise CutError(f"{graph.model} allows no cut, so no part of it can be frozen; train it as a whole")
     try:
         ends = [span.stop for span in find_blocks(graph, count_work(graph, graph.sizes(graph.fixed_batch or 1)))]
-    except CutError:  # without blocks every piece with parameters is a layer except the last, which has no end
+    except (
+        CutError
+    ):  # without blocks, every piece with parameters is a layer, except the last, after which there is no cut
         ends = parameter_pieces(graph, [])[0][1:]
     nearest = {min(cuts, key=lambda cut: abs(cut.position - end)).position for end in ends}
     return [cuts.at(position) for position in sorted(nearest)]
@@ -48,7 +50,7 @@ def sources_before(graph: Graph, position: int) -> set[str]:
 
 
 def check_apart(graph: Graph, position: int, trainable: set[str], layers: int) -> None:
-    """Check that frozen layers share no trained weight with the rest; raises `UsageError` naming one."""
+    """Raise `UsageError` if frozen layers share a trained weight with the rest, naming the weight."""
     after = sources_in(graph, position, len(graph.ops))
     if shared := sorted(after & sources_before(graph, position) & trainable):
         raise UsageError(
@@ -58,9 +60,9 @@ def check_apart(graph: Graph, position: int, trainable: set[str], layers: int) -
 
 
 def freeze_prefix(training: Graph, evaluation: Graph, cut: Cut, evaluated: Cut) -> Graph:
-    """Return the training graph with everything before a cut replaced by evaluation's, whose cut is `evaluated`.
+    """Return the training graph with the operations before a cut replaced by the evaluation graph's before `evaluated`.
 
-    The cut is at `evaluated.position` of the result. Operations after it keep their names, and so draw the same
+    In the result, the cut is at `evaluated.position`. Operations after it keep their names, so they draw the same
     dropout. Raises `CutError` if the crossing values differ between evaluation and training.
     """
     renamed = _matched(training, cut, crossing_values(training)[cut.position], crossing_values(evaluation)[
@@ -114,7 +116,7 @@ def _matched(training: Graph, cut: Cut, crossing: Sequence[Value], evaluated: Se
 
 
 def _states(training: Graph, evaluation: Graph) -> tuple[list[State], dict[str, str]]:
-    """Return the state that only evaluation has, under new names, and the names of all of evaluation's state."""
+    """Return the state that only the evaluation graph has, under new names, and the new names of all its state."""
     known = {state.source: state.value.name for state in training.states if state.kind != "constant"}
     added, names = [], {}
     for state in evaluation.states:

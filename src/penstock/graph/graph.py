@@ -1,4 +1,4 @@
-"""The Graph: one forward pass as an ordered list of operations, with its possible cuts."""
+"""The graph of a forward pass: an ordered list of operations, with its possible cuts."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,13 +10,13 @@ from penstock.graph.callbacks import Callback
 from penstock.graph.ops import Op, State
 from penstock.values import Value
 
-# Flat output of a model: a Ref to a tensor, a Size, or a plain constant
+# an entry of a model's flat output: a Ref to a tensor, a Size, or a constant
 Output: TypeAlias = Any
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of a module: its path (with `@k` from the second call on) and its class's name."""
+    """One call of a module: its path (with `@k` from the second call on) and class name."""
 
     path: str
     kind: str
@@ -26,8 +26,8 @@ class Call:
 class Visit:
     """The module calls that contain an operation, outermost first.
 
-    `op` is None for an operation that was left out, such as dropout in evaluation; `position` is its former place, so
-    that its module can still be named as a cut.
+    `op` is None for an operation that was dropped, such as dropout in evaluation; `position` is its former position, so
+    that cuts can still be named after its module.
     """
 
     calls: tuple[Call, ...]
@@ -45,12 +45,12 @@ class Plain:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Graph:
-    """One captured forward pass: state, inputs, operations in order, and outputs.
+    """A captured forward pass: state, inputs, operations in order, and outputs.
 
-    `prelude` holds the operations that depend on sizes and constants alone (masks, position tables): every stage that
-    needs such a value computes it itself, once per microbatch size. `ops` are the others; a cut may be between any two
-    of them except at positions in `forbidden`, which has the reasons. `plain_inputs` are the inputs that are not
-    tensors, by their position in the call; their values are part of the graph.
+    `prelude` has the operations that depend only on sizes and constants (masks, position tables): every stage that
+    needs such a value computes it itself, once per microbatch size. `ops` are the other operations; a cut may be
+    between any two of them, except at positions in `forbidden`, which has the reasons. `plain_inputs` are the
+    non-tensor inputs, by position in the call; their values are part of the graph.
 
         position   0     1     2           N
                    | op0 | op1 | op2 … opN-1 |
@@ -73,7 +73,8 @@ class Graph:
     forbidden: Mapping[int, str] = field(repr=False)
     callbacks: Sequence[Callback] = field(default=(), repr=False)
     left: Mapping[str, Any] = field(default_factory=dict, repr=False)  # attributes assigned by the forward
-    verdicts: dict[Any, Any] = field(init=False, repr=False, compare=False, default_factory=dict)  # of `graph/rows.py`
+    # cached results of `graph/rows.py`
+    verdicts: dict[Any, Any] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     @property
     def allowed(self) -> tuple[int, ...]:
@@ -82,15 +83,15 @@ class Graph:
 
     @property
     def keeps_caches(self) -> bool:
-        """True if stages keep caches between microbatches, which then all take the same way."""
+        """True if stages keep caches between microbatches; all microbatches must then take the same route."""
         return any(state.kind == "cache" for state in self.states)
 
     def tensor_inputs(self) -> tuple[Value, ...]:
-        """Return the inputs that are tensors, in the order of the call."""
+        """The tensor inputs, in the order of the call."""
         return tuple(value for value in self.inputs if value is not None)
 
     def sizes(self, batch: int, **further: int) -> dict[str, int]:
-        """Assign every symbol a value: the batch size, and 1 for others that are not named.
+        """Return a value for every symbol: the batch size, values in `further`, and 1 for all others.
 
         Example:
             graph.sizes(3, sequence=128)

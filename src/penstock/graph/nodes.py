@@ -1,6 +1,6 @@
-"""Properties of torch.export's nodes: the modules that called them, no-op detection, and sizes.
+"""Properties of torch.export's nodes: calling modules, no-op detection, and sizes.
 
-Sizes are sympy's, which only a capture imports; workers do not need it.
+Sizes are sympy expressions; only a capture imports sympy, workers do not.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from torch import fx
 from penstock.graph.graph import Call
 from penstock.values import Expression
 
-# torch's own sympy functions, by class name, since their module is private
+# torch's sympy functions, by class name, since their module is private
 _FUNCTIONS = {
     "Add": "+", "Mul": "*", "Pow": "**", "PowByNatural": "**", "FloorDiv": "//", "CleanDiv": "//", "IntTrueDiv": "/",
     "FloatTrueDiv": "/", "Mod": "%", "PythonMod": "%", "Max": "max", "Min": "min",
@@ -20,7 +20,7 @@ _FUNCTIONS = {
 
 
 def is_idle(target: str, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> bool:
-    """Return True if a call returns its input: dropout in evaluation."""
+    """Return True if a call returns its input unchanged, like dropout in evaluation."""
     if target.split(".")[1] not in {"dropout", "feature_dropout", "alpha_dropout"}:
         return False
     given = [*arguments, *keywords.values()]
@@ -28,7 +28,7 @@ def is_idle(target: str, arguments: tuple[Any, ...], keywords: Mapping[str, Any]
 
 
 def module_calls(node: fx.Node) -> tuple[Call, ...]:
-    """Read the chain of modules that a node was called in, outermost first."""
+    """Return the chain of modules in which a node was called, outermost first."""
     stack: Mapping[str, tuple[str, Any]] = node.meta.get("nn_module_stack") or {}
     calls = []
     for key, (path, kind) in stack.items():
@@ -43,7 +43,7 @@ def module_calls(node: fx.Node) -> tuple[Call, ...]:
 def from_sympy(expression: sympy.Basic, symbols: Mapping[str, str]) -> Expression | None:
     """Convert a symbolic size to an expression over named symbols, or None if it depends on data.
 
-    `symbols` maps torch's names, such as `s77`, to ours, such as `batch`.
+    `symbols` maps torch's names, such as `s77`, to this graph's, such as `batch`.
     """
     if isinstance(expression, sympy.Integer):
         return int(expression)

@@ -1,12 +1,12 @@
-"""The operators that a stage program may call: a list of overloads, since a program may be untrusted.
+"""The operators that a stage program may call: an allowlist of overloads, since a program may be untrusted.
 
-`operators.txt` has PyTorch's core ATen operators, what capture emits over the covered architectures, and their
-neighbours; `scripts/list_operators.py` makes it and has the reasons. Other operators are refused by name. A missing
-operator that can be trusted is allowed only in the environment of a process:
+`operators.txt` has PyTorch's core ATen operators, those that captures of the covered architectures emit, and related
+ones; `scripts/list_operators.py` generates it and has the reasons. Other operators are rejected by name. To allow
+another operator that you trust, set the environment of a process:
 
     PENSTOCK_ALLOW_OPERATORS=aten.nonzero.default,aten.bincount.default penstock infer ...
 
-Neither a file nor a message can do so. The results of such an operator are not bounded (see `runtime/results.py`).
+A file or message cannot allow operators. The results of such an operator are not bounded (see `runtime/results.py`).
 """
 
 import os
@@ -33,9 +33,9 @@ def listed_operators() -> frozenset[str]:
 
 
 def check_operator(target: object) -> None:
-    """Refuse an operator that is neither on the list nor allowed to this process.
+    """Reject an operator that is neither on the list nor allowed in this process.
 
-    Raises `ProgramError`, and `UsageError` if the environment allows a name that is not an operator's.
+    Raises `ProgramError`, or `UsageError` if the environment allows a name that is not an operator.
     """
     if isinstance(target, str) and (target in listed_operators() or is_allowed_here(target)):
         return
@@ -51,7 +51,7 @@ def check_operator(target: object) -> None:
 
 
 def is_allowed_here(target: str) -> bool:
-    """Return True if this process's environment allows an operator beyond the list; its results are not bounded."""
+    """Return True if this process's environment allows an operator that is not on the list."""
     names = [name.strip() for name in os.environ.get(ALLOW, "").split(",")]
     for name in filter(None, names):
         if not _TARGET.fullmatch(name):

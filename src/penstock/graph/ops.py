@@ -1,4 +1,4 @@
-"""States and operations, the parts of a captured graph and a stage program."""
+"""States and operations, the elements of captured graphs and stage programs."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ import torch
 from penstock.values import Value
 
 GETITEM = "operator.getitem"
-CALLBACK = "penstock.callback.default"  # of `callbacks.py`; only in training
+CALLBACK = "penstock.callback.default"  # see `callbacks.py`; only in training
 BATCH_NORM = "aten.batch_norm.default"
 # None, bool, int, float, str, Ref, Size, torch.dtype/device/layout/memory_format, or lists of these
 Argument: TypeAlias = Any
@@ -17,14 +17,14 @@ Argument: TypeAlias = Any
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """The use of a value by its name."""
+    """A reference to a value by name."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """A tensor that a stage holds between microbatches, by its name in the model.
+    """A tensor that a stage holds between microbatches.
 
     A cache is initially zero, belongs to a single stage, and is never sent.
     """
@@ -32,14 +32,14 @@ class State:
     value: Value
     source: str
     kind: Literal["parameter", "buffer", "constant", "cache"]
-    requires_grad: bool = False  # of a parameter; torch.matmul then uses another kernel, with other last bits
+    requires_grad: bool = False  # for parameters; torch.matmul then uses another kernel, with other last bits
 
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One call of an operator; its result has the operation's name.
+    """A call of an operator; its result has the operation's name.
 
-    With `no_grad` it runs without gradients in training.
+    With `no_grad` the operation runs without gradients in training.
     """
 
     name: str
@@ -74,24 +74,24 @@ def substitute(argument: Argument, renamed: Mapping[str, Argument]) -> Argument:
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """Effect of an operator on storage: the arguments that its result may share, and those it writes."""
+    """Effect of an operator on storage: the arguments with which its result may share memory, and those it writes."""
 
     shares: tuple[str, ...]
     writes: tuple[str, ...]
 
 
 def resolve_operator(target: str) -> Any:
-    """Return the operator of a name such as `aten.linear.default`; raises `AttributeError` if not found."""
+    """Return the operator with a name such as `aten.linear.default`; raises `AttributeError` if not found."""
     namespace, packet, overload = target.split(".")
     return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
 
 
-# Their schema has a write, but they change only autograd's record of a tensor.
+# their schema declares a write, but they change only autograd's record of a tensor
 _WRITES_NOTHING = {"aten.detach_.default"}
 
 
 def effect(op: Op) -> Effect:
-    """Read from the operator's schema which values a call shares storage with, and which it writes."""
+    """Determine from the operator's schema which values a call shares storage with, and which it writes."""
     if op.target == GETITEM:
         return Effect(shares=tuple(references(op.arguments[0])), writes=())
     operator = resolve_operator(op.target)
@@ -111,14 +111,14 @@ def effect(op: Op) -> Effect:
         names = list(references(given))
         if alias.is_write:
             writes += names
-        # `Tensor(a -> *)`, as in split, means that the results are views of it
+        # `Tensor(a -> *)`, as in split, means that the results are views of the argument
         if alias.is_write or "*" in alias.after_set or returned & set(alias.before_set):
             shares += names
     return Effect(shares=tuple(shares), writes=tuple(writes))
 
 
 def returned_argument(op: Op) -> Argument | None:
-    """Return the argument that an operator writes to and returns, as with `add_` and `out=`, or None."""
+    """Return the argument that an operator writes to and returns, as for `add_` and `out=`; None if there is none."""
     if op.target == GETITEM:
         return None
     schema = resolve_operator(op.target)._schema
@@ -132,15 +132,15 @@ def returned_argument(op: Op) -> Argument | None:
 
 
 def _undeclared_effect(op: Op) -> Effect:
-    """Return the effect of an operator whose schema lacks it: a possible view counts as one."""
-    if op.target == BATCH_NORM:  # a new tensor; training also updates the running statistics
+    """Return the effect of an operator whose schema does not declare it: a possible view counts as a view."""
+    if op.target == BATCH_NORM:  # returns a new tensor; in training it also updates the running statistics
         *_, mean, variance, training = op.arguments[:6]
         return Effect(shares=(), writes=tuple(references([mean, variance])) if training else ())
     return Effect(shares=tuple(op.uses()), writes=())
 
 
 def is_factory(op: Op) -> bool:
-    """Return True if an operation makes a tensor from no other and has a `device` argument."""
+    """Return True if an operation creates a tensor without tensor inputs and has a `device` argument."""
     if op.target == GETITEM:
         return False
     arguments = resolve_operator(op.target)._schema.arguments

@@ -1,4 +1,4 @@
-"""Preparation of a translated graph: unused operations are dropped, constants separated, possible cuts found."""
+"""Preparation of a translated graph: drop unused operations, separate constants, find possible cuts."""
 
 import dataclasses
 from collections import Counter, defaultdict
@@ -13,7 +13,7 @@ from penstock.values import Value
 
 
 def prepare(graph: Graph) -> Graph:
-    """Return a graph as it was translated, all operations in `ops`, put in order."""
+    """Return a prepared graph from a translated graph, which has all operations in `ops`."""
     storage = Storage(graph.ops, [state.value.name for state in graph.states])
     live = _live(graph.ops, graph.outputs, storage)
     prelude = _prelude(
@@ -34,10 +34,10 @@ def prepare(graph: Graph) -> Graph:
 
 
 class Storage:
-    """Sets of values that may share memory, and the operations that write to it.
+    """Sets of values that may share memory, and the operations that write to this memory.
 
-    Two values share if one is a view of the other, or of a common third; a possible view counts as one, so that a cut
-    is refused too often rather than too rarely.
+    Two values share memory if one is a view of the other, or both are views of a third. A possible view counts as a
+    view, so that a cut is forbidden too often rather than too rarely.
     """
 
     def __init__(self, ops: Sequence[Op], states: Iterable[str]) -> None:
@@ -50,7 +50,7 @@ class Storage:
         self.written = {self.root(name) for result in self.effects.values() for name in result.writes}
 
     def root(self, name: str) -> str:
-        """Return the representative of all values sharing this one's memory."""
+        """Return the representative of all values that share memory with this value."""
         while (parent := self._parent.get(name, name)) != name:
             name = parent
         return name
@@ -61,7 +61,7 @@ class Storage:
 
 
 def _live(ops: Sequence[Op], outputs: tuple[Output, ...], storage: Storage) -> list[Op]:
-    """Keep the operations that an output depends on, and every write to memory that is read."""
+    """Return the operations that an output depends on, and all writes to memory that is read."""
     needed = set(references(outputs))
     roots = {storage.root(name) for name in needed} | {storage.root(name) for name in storage.states}
     kept: list[Op] = []
@@ -75,7 +75,7 @@ def _live(ops: Sequence[Op], outputs: tuple[Output, ...], storage: Storage) -> l
 
 
 def _prelude(ops: Sequence[Op], constants: set[str], storage: Storage) -> set[str]:
-    """Find the operations that need neither inputs nor parameters, draw nothing and are never written to."""
+    """Find operations that need neither inputs nor parameters, draw no random numbers and are never written to."""
     known = {name for name in constants if not storage.is_written(name)}
     found: set[str] = set()
     for op in ops:
@@ -87,7 +87,7 @@ def _prelude(ops: Sequence[Op], constants: set[str], storage: Storage) -> set[st
 
 
 def _move_visits(visits: Sequence[Visit], ops: Sequence[Op], kept: set[str]) -> tuple[Visit, ...]:
-    """Count positions by the operations that were kept."""
+    """Renumber positions by the operations that were kept."""
     position_after = [0, *accumulate(op.name in kept for op in ops)]
     return tuple(
         dataclasses.replace(visit, op=visit.op if visit.op in kept else None, position=position_after[visit.position])
@@ -96,7 +96,7 @@ def _move_visits(visits: Sequence[Visit], ops: Sequence[Op], kept: set[str]) -> 
 
 
 def last_uses(ops: Sequence[Op], outputs: Iterable[str]) -> dict[str, int]:
-    """Return for every value the index of the last operation that reads it; outputs are read at the end."""
+    """Return for every value the index of the last operation that reads it; outputs count as read at the end."""
     last = {name: index for index, op in enumerate(ops) for name in op.uses()}
     return last | dict.fromkeys(outputs, len(ops))
 
@@ -104,27 +104,27 @@ def last_uses(ops: Sequence[Op], outputs: Iterable[str]) -> dict[str, int]:
 def _forbidden(
     ops: Sequence[Op], outputs: tuple[Output, ...], prelude: set[str], storage: Storage, values: Mapping[str, Value]
 ) -> dict[int, str]:
-    """Return the positions where the graph must not be cut, with the effect of a cut there.
+    """Return the positions at which the graph must not be cut, with the effect of a cut there.
 
-    Forbidden is a cut
+    A cut is forbidden
     - across a list of tensors (the result of `split`): its items are read by getitem first;
     - between a write to a buffer and the other uses of that buffer;
-    - across two values that share memory which is written later: as messages they would become separate.
+    - across two values that share memory that is written later: messages would separate them.
     """
     forbidden: dict[int, str] = {}
     last = last_uses(ops, references(outputs))
     made = {op.name: index for index, op in enumerate(ops)}
     final_writes = {storage.root(name): i for i, op in enumerate(ops) for name in storage.effects[op.name].writes}
     for root, final_write in final_writes.items():
-        # a value of this memory crosses every position after its making up to its last use
+        # values of this memory cross every position from the first definition to the last use
         crossing: Counter[int] = Counter()
         for name in {name for op in ops for name in (op.name, *op.uses())}:
             if storage.root(name) == root and name not in prelude and name not in storage.states:
                 crossing.update(range(made.get(name, -1) + 1, last.get(name, -1) + 1))
         shared = [position for position, count in crossing.items() if count > 1 and position <= final_write]
-        forbidden |= dict.fromkeys(shared, "part a view from a later write to what it views")
+        forbidden |= dict.fromkeys(shared, "separate a view from a later write to its base")
     for first, final in _written_state(ops, storage):
-        forbidden |= dict.fromkeys(range(first + 1, final + 1), "part a write to a buffer from its other uses")
+        forbidden |= dict.fromkeys(range(first + 1, final + 1), "separate a write to a buffer from its other uses")
     for op in ops:
         if op.name not in values and op.target != GETITEM:
             torn = range(made[op.name] + 1, last.get(op.name, made[op.name]) + 1)
@@ -133,7 +133,7 @@ def _forbidden(
 
 
 def _forbidden_by_callbacks(ops: Sequence[Op], callbacks: Sequence[Callback]) -> dict[int, str]:
-    """Forbid cuts between a tensor and its hook, and between begin and end of a module with a backward hook."""
+    """Forbid cuts between a tensor and its hook, and inside a module with a backward hook."""
     forbidden: dict[int, str] = {}
     made = {op.name: index for index, op in enumerate(ops)}
     place = {op.arguments[2]: index for index, op in enumerate(ops) if op.target == CALLBACK}
@@ -141,15 +141,15 @@ def _forbidden_by_callbacks(ops: Sequence[Op], callbacks: Sequence[Callback]) ->
         callback = callbacks[number]
         if callback.with_producer:
             first = max(made.get(name, -1) for name in ops[index].uses())
-            forbidden |= dict.fromkeys(range(first + 1, index + 1), "part a tensor from its hook")
+            forbidden |= dict.fromkeys(range(first + 1, index + 1), "separate a tensor from its hook")
         if callback.since is not None:
             inside = range(place[callback.since] + 1, index + 1)
-            forbidden |= dict.fromkeys(inside, "part a module from its backward hook")
+            forbidden |= dict.fromkeys(inside, "separate a module from its backward hook")
     return forbidden
 
 
 def _written_state(ops: Sequence[Op], storage: Storage) -> list[tuple[int, int]]:
-    """Return the first and last use of each piece of state that is written to."""
+    """Return the first and last use of each state that is written to."""
     uses: dict[str, list[int]] = defaultdict(list)
     state_roots = {storage.root(name) for name in storage.states if storage.is_written(name)}
     for index, op in enumerate(ops):

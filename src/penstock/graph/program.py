@@ -1,4 +1,4 @@
-"""A stage's program: its state, inputs, operations and outputs, as JSON that holds no code.
+"""The program of a stage: its state, inputs, operations and outputs, as JSON without code.
 
     {"format": "penstock-program", "version": 1, "symbols": ["batch"],
      "states":  [{"name": "head.weight", "source": "head.weight", "kind": "parameter",
@@ -8,8 +8,8 @@
      "ops":     [["linear_48", "aten.linear.default", [{"value": "select"}, ...], {}]],
      "outputs": [{"name": "linear_48", ...}]}
 
-Reading one back checks everything: operators by a list and against their schemas, that each
-value is made before it is used, names, dtypes and sizes. Nothing in it is ever evaluated as code.
+Reading a program validates all of it: operators against the allowlist and their schemas, definition of each value
+before its use, names, dtypes and sizes. No part of a program is ever evaluated as code.
 """
 
 import json
@@ -31,7 +31,7 @@ FORMAT, VERSION = "penstock-program", 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageProgram:
-    """The computation of one stage, which runs without the model's source."""
+    """The computation of a stage, which runs without the model's source."""
 
     symbols: tuple[str, ...]
     states: tuple[State, ...]
@@ -39,16 +39,16 @@ class StageProgram:
     prelude: tuple[Op, ...]
     ops: tuple[Op, ...]
     outputs: tuple[Value, ...]
-    callbacks: Sequence[Callback] = field(default=(), repr=False, compare=False)  # of this process, never written
+    callbacks: Sequence[Callback] = field(default=(), repr=False, compare=False)  # only in this process, never written
 
     @property
     def parameters(self) -> tuple[State, ...]:
-        """States that are parameters of the model."""
+        """The states that are parameters of the model."""
         return tuple(state for state in self.states if state.kind == "parameter")
 
     @property
     def caches(self) -> tuple[State, ...]:
-        """The states that the stage makes for itself."""
+        """The states that the stage allocates itself."""
         return tuple(state for state in self.states if state.kind == "cache")
 
     def state_bytes(self) -> int:
@@ -57,13 +57,13 @@ class StageProgram:
 
 
 def states_of(programs: Iterable[StageProgram]) -> list[State]:
-    """Return the state of alternating programs, without caches and without repeats."""
+    """Return the states of alternating programs, without caches and without duplicates."""
     states = {state.value.name: state for program in programs for state in program.states}
     return [state for state in states.values() if state.kind != "cache"]
 
 
 def write_program(program: StageProgram) -> str:
-    """Write a program as JSON; `read_program` returns an equal one."""
+    """Write a program as JSON; `read_program` returns an equal program."""
     document = {
         "format": FORMAT,
         "version": VERSION,
@@ -78,7 +78,7 @@ def write_program(program: StageProgram) -> str:
 
 
 def read_program(text: str | bytes) -> StageProgram:
-    """Read a program and check all of it; raises `ProgramError` in one line for anything unknown."""
+    """Read and validate a program; raises `ProgramError`, with a one-line message, for anything unknown."""
     program = _read(text)
     _check(program)
     return program
@@ -163,7 +163,7 @@ def _read_value(item: Mapping[str, Any], symbols: frozenset[str]) -> Value:
 
 def _write_op(op: Op) -> list[Any]:
     written = [op.name, op.target, [encode(a) for a in op.arguments], {k: encode(a) for k, a in op.keywords.items()}]
-    return [*written, "no_grad"] if op.no_grad else written  # for training, which no other process reads
+    return [*written, "no_grad"] if op.no_grad else written  # only in training, never read by other processes
 
 
 def _read_op(item: Any, symbols: frozenset[str]) -> Op:
@@ -197,12 +197,12 @@ def _refuse_constant(name: str) -> None:
 
 
 def _quoted(item: Any) -> str:
-    """Show a piece of a file in a message of one line."""
+    """Quote a part of a file for a one-line message."""
     return repr(item)[:80]
 
 
 def _check(program: StageProgram) -> None:
-    """Check that each name is made once, before it is used."""
+    """Check that each name is defined once, before its use."""
     known: set[str] = set()
     states = [state.value for state in program.states]
     for given, ops in ((states, program.prelude), (program.inputs, program.ops)):
@@ -212,17 +212,17 @@ def _check(program: StageProgram) -> None:
             _define(known, [op.name])
     missing = {value.name for value in program.outputs} - known
     if missing:
-        raise ProgramError(f"the output {min(missing)!r} is never made; {_FORGED}")
+        raise ProgramError(f"the output {min(missing)!r} is never defined; {_FORGED}")
 
 
 def _define(known: set[str], names: Iterable[str]) -> None:
     for name in names:
         if name in known:
-            raise ProgramError(f"the value {name!r} is made twice; {_FORGED}")
+            raise ProgramError(f"the value {name!r} is defined twice; {_FORGED}")
         known.add(name)
 
 
 def _check_uses(known: set[str], op: Op) -> None:
     missing = set(op.uses()) - known
     if missing:
-        raise ProgramError(f"{op.name} uses {min(missing)!r} before it is made; {_FORGED}")
+        raise ProgramError(f"{op.name} uses {min(missing)!r} before it is defined; {_FORGED}")

@@ -1,4 +1,4 @@
-"""Labels of rows for results of the caller's own Python, determined by calling it with other rows."""
+"""Row labels for results of the caller's own Python code, determined by calling it with other rows."""
 
 import contextlib
 from collections.abc import Sequence
@@ -17,8 +17,8 @@ def label_callback(
 ) -> list[Tensor]:  # fmt: skip
     """Return the labels of a callback's results for tensors with these labels.
 
-    `sizes` are its other arguments, and `twice` those of a batch of twice as many rows. Results that change with a
-    row's elements depend on that row; those that change only with the numbers depend on the number of rows.
+    `sizes` are its other arguments, `twice` the same for a batch with twice as many rows. A result that changes with a
+    row's elements depends on that row; a result that changes only with the sizes depends on the number of rows.
     """
     if callback.keeps:
         return list(labels)
@@ -27,7 +27,7 @@ def label_callback(
 
     def call(tensors: list[Tensor], numbers: Sequence[int]) -> list[Tensor]:
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)  # random numbers are the same each time
+            torch.manual_seed(0)  # the same random numbers each time
             return callback.run(tensors, list(numbers))
 
     made = call([x.clone() for x in given], sizes)
@@ -39,7 +39,7 @@ def label_callback(
         ]
         _mark(found, made, call(changed, sizes), bit)
     if list(sizes) != list(twice):
-        with contextlib.suppress(RuntimeError):  # from a shape that does not fit these tensors
+        with contextlib.suppress(RuntimeError):  # a shape may not fit these tensors
             _mark(found, made, call([x.clone() for x in given], twice), PLACE)
     return found
 

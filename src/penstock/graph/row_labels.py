@@ -1,7 +1,7 @@
-"""Labels of rows: for each element of a tensor, the rows of the batch that it depends on, as bits of one byte.
+"""Row labels: for each element of a tensor, the rows of the batch that it depends on, as bits of one byte.
 
-A label of 0 depends on no row, one with a single bit on that row alone, one with several bits mixes rows. Labels
-that are alike along a dimension are kept once, as an expanded tensor, so labels of large tensors take little memory.
+An element with label 0 depends on no row, with a single bit on that row only, with several bits on several rows. Labels
+that are equal along a dimension are stored once, as an expanded tensor, so labels of large tensors take little memory.
 """
 
 from collections.abc import Iterable
@@ -9,23 +9,23 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-ROWS = 3  # rows of the batch that labels follow
-PLACE = 128  # the bit of what depends on the place of a row in its batch, or on the number of rows
+ROWS = 3  # number of rows in the labelled batch
+PLACE = 128  # bit for a dependence on the position of a row in its batch, or on the number of rows
 
 
 def no_label() -> Tensor:
-    """Return the label of what depends on no row, such as a parameter."""
+    """Return the label of a tensor that depends on no row, such as a parameter."""
     return torch.zeros((), dtype=torch.uint8)
 
 
 def row_labels(rank: int, dim: int = 0) -> Tensor:
-    """Label the entries of one dimension with a bit each; the others have a length of 1."""
+    """Label the entries of one dimension with one bit each; the other dimensions have length 1."""
     bits = torch.tensor([1 << row for row in range(ROWS)], dtype=torch.uint8)
     return bits.view([ROWS if place == dim else 1 for place in range(rank)])
 
 
 def join(*labels: Tensor) -> Tensor:
-    """Combine labels element by element, as an operator that computes each element from its operands' elements."""
+    """Combine labels element by element, as for an elementwise operator."""
     shape = torch.broadcast_shapes(*(each.shape for each in labels))
     joined = no_label()
     for each in labels:
@@ -34,7 +34,7 @@ def join(*labels: Tensor) -> Tensor:
 
 
 def fold(labels: Tensor, dims: Iterable[int]) -> Tensor:
-    """Combine labels along dimensions, which stay with a length of 1."""
+    """Combine labels along dimensions, which are kept with length 1."""
     folded = labels
     for dim in sorted({dim % max(labels.dim(), 1) for dim in dims}) if labels.dim() else []:
         if folded.shape[dim] == 0:
@@ -56,12 +56,12 @@ def total(*labels: Tensor) -> Tensor:
 
 
 def per_row(labels: Tensor, rank: int) -> Tensor:
-    """Combine the labels of each entry of dimension 0, for a result of some rank with the same dimension 0."""
+    """Combine the labels of each entry of dimension 0, for a result of rank `rank` with the same dimension 0."""
     return fold(labels, range(1, labels.dim())).reshape(labels.shape[0], *[1] * (rank - 1))
 
 
 def are_rows(labels: Tensor, dim: int) -> bool:
-    """Return True if the entries of a dimension are the rows of the batch, in order and each by itself."""
+    """Return True if the entries of a dimension are the rows of the batch, in order and independent."""
     if labels.dim() == 0 or labels.shape[dim] != ROWS:
         return False
     folded = fold(labels, [other for other in range(labels.dim()) if other != dim % labels.dim()]).flatten()
@@ -69,7 +69,7 @@ def are_rows(labels: Tensor, dim: int) -> bool:
 
 
 def is_mixed(labels: Tensor) -> bool:
-    """Return True if any element depends on several rows, or on the place of its row."""
+    """Return True if any element depends on several rows, or on the position of its row."""
     values = set(_once(labels).unique().tolist())
     return any(value & PLACE or value.bit_count() > 1 for value in values)
 
@@ -83,7 +83,7 @@ def varies(labels: Tensor, dim: int) -> bool:
 
 
 def keep_once(labels: Tensor) -> Tensor:
-    """Return the same labels, with those that are equal along a dimension stored once."""
+    """Return the same labels, stored once along dimensions in which they are equal."""
     once = _once(labels)
     for dim in reversed(range(labels.dim())):
         if once.shape[dim] > 1 and not varies(once, dim):
@@ -92,10 +92,10 @@ def keep_once(labels: Tensor) -> Tensor:
 
 
 def label_constant(value: Tensor, twice: Tensor) -> Tensor:
-    """Label a constant by its values for `ROWS` rows and for twice as many.
+    """Label a constant by its values for `ROWS` rows and for twice as many rows.
 
-    A constant that is, or repeats, the same for each row of the batch has the rows' labels along the dimension that
-    grows with it; one of a fixed size has no label; any other depends on the place.
+    A constant that is the same for each row, or repeats for each row, has the rows' labels along the dimension that
+    grows with the batch; a constant of fixed size has no label; any other depends on the position.
     """
     grown = [dim for dim, (size, other) in enumerate(zip(value.shape, twice.shape, strict=True)) if size != other]
     if not grown:

@@ -1,4 +1,4 @@
-"""Labels of what reads or writes at places of a dimension: see `row_rules`."""
+"""Labels of operators that read or write at positions of a dimension: see `row_rules`."""
 
 import torch
 from torch import Tensor
@@ -8,16 +8,16 @@ from penstock.graph.row_reading import Labelled, Reading, flat, place_label, rea
 
 
 def into_place(reading: Reading) -> Tensor:
-    """Return the labels of select_scatter and slice_scatter, which write to a place of a dimension."""
+    """Return the labels of select_scatter and slice_scatter, which write to a part of a dimension."""
     written = join(no_label(), *reading.tensors())
     return join(written, place_label()) if varies(reading.first(), reading.named["dim"]) else written
 
 
 def _pick(labels: Tensor, dim: int, index: Labelled) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the reads of an index along a dimension: the labels, a known index into them, and the index's own labels.
+    """Return the reads of an index along a dimension: labels, a known index into them, and the index's own labels.
 
-    An index that depends on data may read any entry of the dimension. A constant one that differs by row selects rows,
-    if the dimension has them.
+    An index that depends on data may read any entry of the dimension. A constant index that differs by row selects
+    rows, if the entries are rows.
     """
     if index.value is not None and (are_rows(labels, dim) or not index.labels.any()):
         return labels, index.value, no_label().expand(index.labels.shape)
@@ -25,7 +25,7 @@ def _pick(labels: Tensor, dim: int, index: Labelled) -> tuple[Tensor, Tensor, Te
 
 
 def read_index(reading: Reading) -> Tensor:
-    """Return the labels of an index by tensors, which may be constants or depend on data."""
+    """Return the labels of indexing by tensors, which may be constants or depend on data."""
     labels, own = reading.first(), []
     indices: list[Tensor | None] = []
     places = [dim for dim, index in enumerate(reading.named["indices"]) if index is not None]
@@ -72,7 +72,7 @@ def gather(reading: Reading) -> Tensor:
 
 
 def embedding(reading: Reading) -> Tensor:
-    """Return the labels of rows of a table."""
+    """Return the labels of rows of an embedding table."""
     weight, indices = reading.named["weight"].labels, reading.named["indices"].labels
     return join(indices.unsqueeze(-1), total(weight))
 
@@ -104,7 +104,7 @@ def into_dim(reading: Reading) -> Tensor:
 
 
 def put_index(reading: Reading) -> Tensor:
-    """Return the labels of index_put, by constants or row by row."""
+    """Return the labels of index_put, with constant indices or indices row by row."""
     labels, indices, values = reading.first(), reading.named["indices"], reading.named["values"].labels
     known = [None if index is None else index.value for index in indices]
     if all(index is None or (index.value is not None and not index.labels.any()) for index in indices):
@@ -114,7 +114,7 @@ def put_index(reading: Reading) -> Tensor:
         return join(labels, put) if reading.named.get("accumulate") else put
     first = indices[0]
     if first is not None and first.value is not None and first.value.tolist() == list(range(labels.shape[0])):
-        # row by row: each index after the first has an entry, or the same entries, for each row
+        # row by row: each index after the first has one entry per row, or the same entries for each row
         parts = [values, *(index.labels for index in indices[1:] if index is not None)]
         rows = [per_row(x, labels.dim()) if x.dim() and x.shape[0] == len(first.value) else total(x) for x in parts]
         return join(labels, *rows)

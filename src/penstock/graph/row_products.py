@@ -1,4 +1,4 @@
-"""Labels of products of matrices, attention, convolutions and recurrent layers: see `row_rules`."""
+"""Labels of matrix products, attention, convolutions and recurrent layers: see `row_rules`."""
 
 from torch import Tensor
 
@@ -9,9 +9,9 @@ _FURTHER = "0123456789"  # letters for the dimensions of an ellipsis
 
 
 def convolution(reading: Reading) -> Tensor:
-    """Return the labels of a convolution: each entry of the batch by itself."""
+    """Return the labels of a convolution, which computes each entry of the batch independently."""
     labels, weight = reading.tensors()[:2]
-    if labels.dim() != weight.dim():  # without a batch
+    if labels.dim() != weight.dim():  # no batch dimension
         return read_all(reading)
     return join(per_row(labels, len(reading.shape)), reading.others())
 
@@ -41,12 +41,12 @@ def linear(reading: Reading) -> Tensor:
 
 
 def product(reading: Reading) -> Tensor:
-    """Return the labels of a product of matrices or vectors."""
+    """Return the labels of a matrix or vector product."""
     return _matmul(*reading.tensors()[:2])
 
 
 def added_product(reading: Reading) -> Tensor:
-    """Return the labels of a product that is added to something."""
+    """Return the labels of a product that is added to a tensor."""
     added, *factors = reading.tensors()[:3]
     return join(added, _matmul(*factors))
 
@@ -77,7 +77,7 @@ def einsum(reading: Reading) -> Tensor:
     """Return the labels of an einsum."""
     given, arrow, made = reading.named["equation"].replace(" ", "").partition("->")
     terms = list(zip(given.split(","), reading.tensors(), strict=True))
-    # an ellipsis represents as many additional letters as the operand has dimensions, counted from the right
+    # an ellipsis stands for as many letters as the operand has further dimensions, counted from the right
     spread = [
         (term.replace("...", _FURTHER[len(_FURTHER) + len(term) - 3 - x.dim() :]), x)
         for term, x in terms
@@ -98,13 +98,13 @@ def einsum(reading: Reading) -> Tensor:
 
 
 def distances(reading: Reading) -> Tensor:
-    """Return the labels of the distances of each pair."""
+    """Return the labels of pairwise distances."""
     first, second = (fold(each, [-1]) for each in reading.tensors()[:2])
     return join(first, second.mT)
 
 
 def recurrent(reading: Reading) -> list[Tensor]:
-    """Return the labels of RNN, GRU and LSTM: of the output, and of the states of each layer."""
+    """Return the labels of the output of RNN, GRU and LSTM, and of the states of each layer."""
     hidden = [each.labels for each in flat(reading.named["hx"])]
     labels = reading.named["input"].labels
     if labels.dim() != 3:

@@ -1,4 +1,4 @@
-"""A call of an operator as rules for labels read it: see `row_rules`."""
+"""A call of an operator, as the label rules see it: see `row_rules`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from penstock.graph.row_labels import PLACE, fold, total
 
 @dataclass(frozen=True, slots=True)
 class Labelled:
-    """An operand: its labels, and its value if that is a constant."""
+    """An operand: its labels, and its value if it is a constant."""
 
     labels: Tensor
     value: Tensor | None = None
@@ -20,13 +20,13 @@ class Labelled:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One call of an operator: its arguments by name, and the shape of its result, or of the first one."""
+    """A call of an operator: its arguments by name, and the shape of its (first) result."""
 
     name: str
     operator: Any
     named: Mapping[str, Any]
     shape: tuple[int, ...]
-    apart: bool  # True if batch statistics are those of each microbatch, as in training
+    apart: bool  # True if batch statistics are computed per microbatch, as in training
 
     def tensors(self) -> list[Tensor]:
         """Return the labels of all operands."""
@@ -37,7 +37,7 @@ class Reading:
         return self.tensors()[0]
 
     def others(self) -> Tensor:
-        """Return the common labels of the operands after the first, such as weights: usually no label."""
+        """Return the combined labels of the operands after the first, such as weights: usually no label."""
         return total(*self.tensors()[1:])
 
 
@@ -49,7 +49,7 @@ def over(labels: Tensor, dims: Sequence[int], rank: int) -> Tensor:
 
 
 def read_all(reading: Reading) -> Tensor:
-    """Combine all that is read: right for any operator, and for most of them too much."""
+    """Combine the labels of all operands: safe for every operator, too pessimistic for most."""
     return total(*reading.tensors())
 
 
@@ -61,5 +61,5 @@ def flat(items: Any) -> list[Labelled]:
 
 
 def place_label() -> Tensor:
-    """Return the label of what depends on the place of a row."""
+    """Return the label of a dependence on the position of a row."""
     return torch.tensor(PLACE, dtype=torch.uint8)

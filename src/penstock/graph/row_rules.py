@@ -1,6 +1,6 @@
-"""Rules for the labels of an operator's result from those of its arguments; see `row_labels`.
+"""Rules that derive the labels of an operator's result from the labels of its arguments; see `row_labels`.
 
-Operators that are not listed here, and have no tag of PyTorch's, are assumed to combine everything that they read.
+An operator without a rule here and without a PyTorch tag is assumed to combine all its operands.
 """
 
 import math
@@ -20,7 +20,7 @@ Rule = Callable[[Reading], Any]
 
 
 def apply_rule(reading: Reading) -> Any:
-    """Return the labels of a result, which broadcast to its shape, or a list of them."""
+    """Return the labels of a result, broadcastable to its shape, or a list of labels for several results."""
     rule = _RULES.get(reading.name)
     if reading.operator is torch.ops.aten.view.dtype:
         rule = _over_last(1)
@@ -52,7 +52,7 @@ def _self(reading: Reading) -> Tensor:
 
 
 def _moves(reading: Reading) -> bool:
-    """Return True if an operator only moves elements; it is then run on the labels themselves."""
+    """Return True if an operator only moves elements; then it is run on the labels themselves."""
     if torch.Tag.pointwise in reading.operator.tags:
         return False
     views = any(each.alias_info and not each.alias_info.is_write for each in reading.operator._schema.returns)
@@ -67,24 +67,25 @@ def _move(reading: Reading) -> Any:
 
     def run(cast: torch.dtype) -> Any:
         named = {key: settled(item, cast) for key, item in reading.named.items()}
-        if "value" in named:  # of a constant padding
+        if "value" in named:  # the value of constant padding
             named["value"] = None if reading.name == "pad" else 0
         return reading.operator(**named)
 
     if any(isinstance(item, Labelled) and key not in _MOVED for key, item in reading.named.items()):
-        return read_all(reading)  # such as places that are computed
+        return read_all(reading)  # for example, positions that are computed
     try:
         return run(torch.uint8)
     except RuntimeError:
-        return run(torch.float32).to(torch.uint8)  # some operators move no integers
+        return run(torch.float32).to(torch.uint8)  # some operators do not support integers
 
 
 def _reshape(reading: Reading) -> Any:
-    """Reshape labels that are kept once along the last dimensions without writing them out."""
+    """Reshape labels that are stored once along the last dimensions, without expanding them."""
     labels, shape = reading.first(), reading.shape
     if 0 not in labels.stride():
-        return _move(reading)  # a view, as for the values, because it is written to
-    first = max(dim + 1 for dim, stride in enumerate((1, *labels.stride())) if stride) - 1  # kept once from here on
+        return _move(reading)  # must be a view like the value itself, because it is written to
+    # labels are stored once from this dimension on
+    first = max(dim + 1 for dim, stride in enumerate((1, *labels.stride())) if stride) - 1
     made = {math.prod(shape[dim:]): dim for dim in reversed(range(len(shape) + 1))}
     while math.prod(labels.shape[first:]) not in made:
         first += 1
@@ -96,7 +97,7 @@ def _reshape(reading: Reading) -> Any:
 
 
 def _triangle(reading: Reading) -> Any:
-    """Return the labels of operators whose elements depend on their place in two dimensions other than the batch."""
+    """Return the labels of operators whose elements depend on their position in two dimensions except the batch."""
     dims = [reading.named.get(key, default) for key, default in (("dim1", -2), ("dim2", -1))]
     labels = reading.first()
     if any(varies(labels, dim) for dim in dims):
@@ -105,7 +106,7 @@ def _triangle(reading: Reading) -> Any:
 
 
 def _over_named(reading: Reading) -> Tensor:
-    """Return the labels of operators that combine along `dim`, or everything without it."""
+    """Return the labels of operators that combine along `dim`, or over all dimensions without `dim`."""
     labels = join(no_label(), *reading.tensors())
     dims = reading.named.get("dim")
     dims = list(range(labels.dim())) if dims is None or dims == [] else dims if isinstance(dims, list) else [dims]
@@ -134,7 +135,7 @@ def _normalized(reading: Reading) -> Tensor:
 
 
 def _over_rest(start: int) -> Rule:
-    """Operators that combine all dimensions from some one on."""
+    """Return the rule of operators that combine all dimensions from `start` on."""
     return lambda reading: join(fold(reading.first(), range(start, reading.first().dim())), reading.others())
 
 
@@ -147,7 +148,7 @@ def _batch_norm(reading: Reading) -> Tensor:
 
 
 def _per_row(*names: str) -> Rule:
-    """Return the rule of operators that compute each entry of dimension 0 from those of the named operands."""
+    """Return the rule of operators that compute each entry of dimension 0 from the same entry of these operands."""
 
     def rule(reading: Reading) -> Tensor:
         rows = [each.labels for name in names for each in flat(reading.named.get(name))]
@@ -186,7 +187,7 @@ def _words(text: str) -> list[str]:
     return text.split()
 
 
-_MOVED = {"self", "input", "tensors", "other", "src"}  # the arguments that a movement moves, or takes a shape from
+_MOVED = {"self", "input", "tensors", "other", "src"}  # arguments whose elements are moved, or whose shape is used
 _MOVES = set(_words(
         "cat concat concatenate stack hstack vstack dstack column_stack block_diag repeat tile repeat_interleave "
         "roll flip fliplr flipud rot90 constant_pad_nd pad reflection_pad1d reflection_pad2d reflection_pad3d "

@@ -1,8 +1,8 @@
-"""Row independence: a check that each row of a graph's outputs depends only on the same row of the inputs.
+"""Row independence: check that each row of a graph's outputs depends only on the same row of the inputs.
 
-Only then may a batch be cut into microbatches. The graph is run on labels (`row_labels`) instead of values: each
-input's row has its own, and each operator combines those of its operands. Values that follow from sizes and constants
-alone are computed, since they may permute rows (`x[torch.arange(len(x))]`) or depend on their number.
+Only then may a batch be cut into microbatches. The graph is run on labels (`row_labels`) instead of values: each row of
+the inputs has its own label, and each operator combines the labels of its operands. Values that depend only on sizes
+and constants are computed, since they may permute rows (`x[torch.arange(len(x))]`) or depend on the number of rows.
 """
 
 import math
@@ -39,7 +39,7 @@ from penstock.tensors import HOST
 from penstock.values import Size, Value, write_expression
 
 BATCH = Size("batch")
-# integer arguments of operators that define a shape, not a place in a dimension
+# integer arguments of operators that define a shape, not a position in a dimension
 _SHAPES = {"size", "shape", "sizes", "repeats", "split_size", "split_sizes", "normalized_shape", "output_size", "end"}
 
 
@@ -64,16 +64,16 @@ def has_batch(value: Value) -> bool:
     if not value.shape or not isinstance(value.shape[0], Size):
         return False
     first = value.shape[0]
-    with suppress(ProgramError):  # for another symbol
+    with suppress(ProgramError):  # raised if it contains another symbol
         return first == BATCH or all(first.evaluate({"batch": rows}) == rows for rows in (ROWS, ROWS + 1, 2 * ROWS))
     return False
 
 
 def find_mixing(graph: Graph, sizes: Mapping[str, int], *, statistics_apart: bool = False) -> Mixing | None:
-    """Find the interaction of a batch's rows; None if each row of the outputs depends only on its own row.
+    """Find the first interaction between rows of a batch; None if each row of the outputs depends only on its own row.
 
-    `sizes` has the symbols other than the batch. With `statistics_apart` BatchNorm's statistics in training are those
-    of each microbatch, and not an interaction. Outputs without dimensions are ignored.
+    `sizes` has the values of symbols other than the batch. With `statistics_apart`, BatchNorm statistics in training
+    are computed per microbatch and do not count as an interaction. Outputs without dimensions are ignored.
 
     Example:
         find_mixing(graph, {"batch": 8, "length": 32})
@@ -87,11 +87,11 @@ def find_mixing(graph: Graph, sizes: Mapping[str, int], *, statistics_apart: boo
 
 
 def check_rows(graph: Graph, sizes: Mapping[str, int], advice: str, *, trains: bool = False) -> None:
-    """Check that a batch may be cut into microbatches.
+    """Raise `UsageError` unless a batch may be cut into microbatches.
 
-    In training the outputs go to a loss function, which need not find the batch in their dimension 0, and BatchNorm's
-    statistics are those of each microbatch. Raises `UsageError` naming the operation through which rows interact, or
-    the output that has no row for each row of the batch.
+    In training, outputs are passed to a loss function and need not have the batch as dimension 0, and BatchNorm
+    statistics are computed per microbatch. The error names the operation through which rows interact, or the output
+    that does not have a row for each row of the batch.
     """
     for output in () if trains else graph.outputs:
         value = graph.values.get(output.name) if isinstance(output, Ref) else None
@@ -125,7 +125,7 @@ def _search(graph: Graph, sizes: Mapping[str, int], *, apart: bool) -> Mixing | 
 
 
 class _Labelling:
-    """One run of a graph on labels."""
+    """A run of a graph on labels."""
 
     def __init__(self, graph: Graph, sizes: Mapping[str, int], *, apart: bool) -> None:
         self._graph, self._apart = graph, apart
@@ -134,18 +134,18 @@ class _Labelling:
         self.ops = (*graph.prelude, *graph.ops)
         self._storage = Storage(self.ops, [state.value.name for state in graph.states])
         self._constants = self._find_constants()
-        self._values: dict[str, tuple[Any, Any]] = {}  # of constants, for both numbers of rows
+        self._values: dict[str, tuple[Any, Any]] = {}  # values of constants, for both numbers of rows
         self._labels: dict[str, Any] = {}
         self._items = {op.arguments[0].name: op.name for op in reversed(self.ops) if op.target == GETITEM}
 
     def _find_constants(self) -> set[str]:
-        """Return the names of what follows from constants and sizes alone, writes to it included."""
+        """Return the names of values that depend only on constants and sizes, taking writes into account."""
         known = {
             state.value.name for state in self._graph.states
             if state.kind != "parameter" and self._graph.constants[state.source].device.type == "cpu"
             and not self._storage.is_written(state.value.name)
         }  # fmt: skip
-        torn: set[str] = set()  # memory that something else is written to as well
+        torn: set[str] = set()  # memory to which non-constants are also written
         while True:
             found, before = set(known), len(torn)
             for op in self.ops:
@@ -157,7 +157,7 @@ class _Labelling:
                 return found
 
     def run(self) -> Iterator[Op]:
-        """Label every value; yields each operation after its own."""
+        """Label all values; yields each operation after labelling its result."""
         for state in self._graph.states:
             self._begin(state.value, no_label())
             if state.value.name in self._constants:
@@ -172,12 +172,12 @@ class _Labelling:
             yield op
 
     def wrong(self) -> set[str]:
-        """Return the outputs with a row that depends on other rows."""
+        """The outputs with a row that depends on other rows."""
         outputs = (self._graph.values[output.name] for output in self._graph.outputs if isinstance(output, Ref))
         return {value.name for value in outputs if value.shape and self.is_wrong(value.name)}
 
     def is_constant(self, name: str) -> bool:
-        """Return True if a value follows from constants and sizes alone."""
+        """Return True if a value depends only on constants and sizes."""
         return name in self._constants
 
     def is_wrong(self, name: str) -> bool:
@@ -189,7 +189,7 @@ class _Labelling:
         self._labels[value.name] = self._settled(value.name, labels.expand(value.evaluate(self._sizes)))
 
     def _settled(self, name: str, labels: Tensor) -> Tensor:
-        """Copy labels into separate memory if their value is written to later."""
+        """Copy labels to separate memory if the value is written to later."""
         return labels.contiguous() if self._storage.is_written(name) and 0 in labels.stride() else labels
 
     def _compute(self, op: Op) -> tuple[Any, Any]:
@@ -205,13 +205,13 @@ class _Labelling:
         return compute(self._sizes, 0), compute(self._twice, 1)
 
     def _of(self, name: str) -> Any:
-        """Return a value's labels; those of a constant are computed at its first use with other values."""
+        """Return a value's labels; labels of a constant are computed at its first use with other values."""
         if name in self._constants and (name not in self._labels or self._storage.is_written(name)):
             self._labels[name] = _label_constants(*self._values[name])
         return self._labels[name]
 
     def _run(self, op: Op) -> Any:
-        """Return the labels of an operation's result, a list for several results; writes reach every alias."""
+        """Return the labels of an operation's result, or a list for several results; writes update all aliases."""
         value, writes = self._graph.values.get(op.name), self._storage.effects[op.name].writes
         if op.target == GETITEM:
             labels = self._of(op.arguments[0].name)
@@ -219,13 +219,15 @@ class _Labelling:
         elif op.target == CALLBACK:
             labels = self._call_back(op)
         elif not writes and not is_random(op) and all(name in self._values for name in op.uses()):
-            labels = _label_constants(*self._compute(op))  # a constant until something else is written to its memory
+            labels = _label_constants(*self._compute(op))  # a constant, until a non-constant is written to its memory
         else:
             reading, depends = self._read(op)
             labels = self._apply(reading)
             if depends:
                 labels = join(total(*(labels if isinstance(labels, list) else [labels])), _place())
-            if writes and reading.name != "batch_norm" and isinstance(labels, Tensor):  # statistics are not followed
+            if (
+                writes and reading.name != "batch_norm" and isinstance(labels, Tensor)
+            ):  # running statistics are not labelled
                 written: Tensor = self._of(writes[0])
                 is_row = bool(written.any()) and self._is_fixed(writes[0])  # such as x[0] = 1
                 written.copy_(_fitted(join(labels, _place()) if is_row else labels, written.shape))
@@ -247,9 +249,9 @@ class _Labelling:
         )  # fmt: skip
 
     def _completed(self, name: str, labels: Tensor) -> Tensor:
-        """Add labels from a value's shape: each row has its own along the batch, and fixed sizes have none.
+        """Add labels that follow from a value's shape: one per row along the batch, none along fixed sizes.
 
-        A value that grows in another way, such as `x[:, :len(x)]`, has more elements per row in a larger batch.
+        Other values that grow with the batch, such as `x[:, :len(x)]`, have more elements per row in a larger batch.
         """
         value = self._graph.values[name]
         shape, twice = value.evaluate(self._sizes), value.evaluate(self._twice)
@@ -274,11 +276,11 @@ class _Labelling:
     def _apply(self, reading: Reading) -> Any:
         try:
             return apply_rule(reading)
-        except (RuntimeError, IndexError, KeyError, ValueError):  # no rule for such arguments: all that is read
+        except (RuntimeError, IndexError, KeyError, ValueError):  # no rule for such arguments: combine all operands
             return total(*reading.tensors())
 
     def _read(self, op: Op) -> tuple[Reading, bool]:
-        """Bind an operation's arguments; also return True if one of its numbers depends on the number of rows."""
+        """Bind an operation's arguments; also return whether a number among them depends on the number of rows."""
         operator = resolve_operator(op.target)
         parameters = {parameter.name: parameter for parameter in operator._schema.arguments}
         given = dict(zip(parameters, op.arguments, strict=False)) | dict(op.keywords)
@@ -296,7 +298,7 @@ class _Labelling:
         return Reading(packet.rstrip("_"), operator, named, shape, self._apart), depends
 
     def _depends(self, key: str, kind: str, item: Any, named: Mapping[str, Any]) -> bool:
-        """Return True if an argument is a number, or a place in a dimension, that depends on the number of rows."""
+        """Return True if an argument is a number, or a position in a dimension, that depends on the number of rows."""
         if not any(size.evaluate(self._sizes) != size.evaluate(self._twice) for size in _sizes_in(item)):
             return False
         if "int" not in kind.lower():
@@ -306,7 +308,7 @@ class _Labelling:
         return key not in _SHAPES and not rows
 
     def first(self, suspects: set[str], wrong: set[str]) -> Op:
-        """Return the first suspect operation that a wrong output depends on, or the one that makes it."""
+        """Return the first suspect operation on which a wrong output depends, or the one that computes the output."""
         needed, found = {self._storage.root(name) for name in wrong}, None
         for op in reversed(self.ops):
             if {self._storage.root(name) for name in self.made_by(op)} & needed:
@@ -315,7 +317,7 @@ class _Labelling:
         return found or self.ops[-1]
 
     def made_by(self, op: Op) -> tuple[str, ...]:
-        """Return the names of an operation's result and of the values that it writes to."""
+        """Return the names of an operation's result and of the values it writes to."""
         return (op.name, *self._storage.effects[op.name].writes)
 
     def describe(self, op: Op) -> Mixing:

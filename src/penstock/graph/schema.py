@@ -1,4 +1,4 @@
-"""Check a call against its operator's schema: which arguments, and none that would exhaust the machine."""
+"""Validation of a call against its operator's schema, with limits on the memory that it can use."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -15,11 +15,11 @@ from penstock.values import Number
 FORGED = "the program file is damaged or forged; split the model again"
 _LARGEST_ELEMENTS = 2**36
 _OPEN_END = 2**63 - 1  # a slice's end for "to the end"
-# types of schemas for which a program has constants
+# schema types for which a program may have constants
 _CONSTANTS: Mapping[str, type] = {
     "ScalarType": torch.dtype, "Layout": torch.layout, "MemoryFormat": torch.memory_format, "Device": StageDevice,
 }  # fmt: skip
-# Integers that determine the size of a result, which is at most their product.
+# integer arguments that determine the size of a result, which is at most their product
 _AMOUNTS = {
     "size", "shape", "output_size", "repeats", "pad", "padding", "steps", "n", "m", "row", "col",
     "num_classes", "minlength", "bins", "window_length",
@@ -27,15 +27,15 @@ _AMOUNTS = {
 
 
 def marks_of_operators() -> list[str]:
-    """Return a mark of each listed operator's schema in this PyTorch, in the order of their names; none if it lacks it.
+    """Return a hash of each listed operator's schema in this PyTorch, ordered by name; empty if it lacks the operator.
 
-    Equal marks of two versions mean that both take the same arguments for it.
+    If two versions have equal hashes, the operator takes the same arguments in both.
     """
     return [_mark(name) for name in sorted(listed_operators())]
 
 
 def unlike_operators(marks: Sequence[str], others: Sequence[str]) -> frozenset[str]:
-    """Return the listed operators that two versions have otherwise, or that one of them lacks."""
+    """Return the listed operators that differ between two versions, or that one of them lacks."""
     return frozenset(
         name for name, mark, other in zip(sorted(listed_operators()), marks, others, strict=True) if mark != other
     )
@@ -49,7 +49,7 @@ def _mark(name: str) -> str:
 
 
 def check_call(op: Op) -> None:
-    """Reject arguments that are unknown to the operator, missing, given twice, or too large.
+    """Reject arguments that the operator does not have, and those that are missing, repeated or too large.
 
     Raises `ProgramError`.
     """
@@ -76,7 +76,7 @@ def check_call(op: Op) -> None:
 
 
 def _check_constants(op: Op, schema: torch.FunctionSchema) -> None:
-    """Refuse numbers and text for dtypes, layouts and devices: torch takes any integer for one, and then crashes."""
+    """Reject numbers and text for dtypes, layouts and devices: torch accepts any integer and then crashes."""
     given = dict(zip((parameter.name for parameter in schema.arguments), op.arguments, strict=False)) | dict(
         op.keywords
     )
@@ -91,7 +91,7 @@ def _check_constants(op: Op, schema: torch.FunctionSchema) -> None:
 
 
 def check_amounts(op: Op, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> None:
-    """Reject numbers that would make an excessively large tensor; unknown sizes are accepted.
+    """Reject numbers that would create an excessively large tensor; unknown sizes are accepted.
 
     Raises `ProgramError`.
     """
@@ -116,7 +116,7 @@ def check_amounts(op: Op, arguments: Sequence[Any], keywords: Mapping[str, Any])
 
 
 def check_product(name: str, numbers: Sequence[Number]) -> None:
-    """Reject a shape of too many elements; a dimension of 0 counts as 1."""
+    """Reject a shape with too many elements; a dimension of 0 counts as 1."""
     product: Number = 1
     for number in numbers:
         product *= max(1, abs(number))

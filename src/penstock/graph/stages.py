@@ -1,4 +1,4 @@
-"""Divide a graph at cuts into stage programs."""
+"""Division of a graph into stage programs at its cuts."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,11 +13,10 @@ from penstock.values import Value
 
 
 def divide(graph: Graph, cuts: Sequence[Cut]) -> list[StageProgram]:
-    """Make the stage programs between the given cuts, which must be in order.
+    """Return the stage programs between these cuts, which must be in order.
 
-    What crosses a cut is the outputs of one stage and the inputs of the next, in the same order. A
-    stage gets the part of the prelude that it needs, and only the state that it uses; a parameter
-    used in two stages is in both.
+    Values that cross a cut are outputs of one stage and inputs of the next, in the same order. A stage gets the part of
+    the prelude that it needs, and only the state that it uses; a parameter used in two stages is in both.
 
     Example:
         divide(graph, Cuts(graph).find_all(["blocks.5:after"]))
@@ -33,7 +32,7 @@ def divide(graph: Graph, cuts: Sequence[Cut]) -> list[StageProgram]:
 
 
 def output_values(graph: Graph) -> tuple[Value, ...]:
-    """Return the tensors that the model returns, each once, in order of appearance."""
+    """Return the tensors that the model returns, without duplicates, in order of appearance."""
     names = dict.fromkeys(output.name for output in graph.outputs if isinstance(output, Ref))
     return tuple(graph.values[name] for name in names)
 
@@ -41,7 +40,7 @@ def output_values(graph: Graph) -> tuple[Value, ...]:
 def make_program(
     graph: Graph, ops: tuple[Op, ...], inputs: tuple[Value, ...], outputs: tuple[Value, ...]
 ) -> StageProgram:
-    """Make the program of some neighbouring operations, with the state and the part of the prelude that it needs."""
+    """Return the program of a range of operations, with the state and the part of the prelude that it needs."""
     needed = {name for op in ops for name in op.uses()} | {value.name for value in outputs}
     prelude: list[Op] = []
     for op in reversed(graph.prelude):
@@ -56,7 +55,7 @@ def make_program(
 
 
 def graph_fingerprint(graph: Graph) -> str:
-    """Name a graph by its content, as plans refer to it: equal graphs have equal names.
+    """Return the fingerprint by which plans refer to a graph: equal graphs have equal fingerprints.
 
     The number of sequences that caches hold does not count.
 
@@ -64,7 +63,7 @@ def graph_fingerprint(graph: Graph) -> str:
         plan.graph == graph_fingerprint(capture(model, (image,)))
     """
     (program,) = divide(graph, [])
-    # a plan for a model is one for its frozen twin too
+    # ignore requires_grad: a plan for a model is also valid with frozen parameters
     states = tuple(replace(_of_one(state), requires_grad=False) for state in program.states)
     return fingerprint(write_program(replace(program, states=states)))
 

@@ -1,4 +1,4 @@
-"""A captured graph divided for training: activations, values loaded locally, and gradients."""
+"""Division of a captured graph for training: activations, locally loaded inputs, and gradients."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -17,11 +17,11 @@ _STOPS = {"aten.detach.default", "aten.detach_.default", "aten.zeros_like.defaul
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingPart:
-    """One stage of a model that is trained.
+    """A stage of a model in training.
 
-    The program's inputs are what crosses the cut before it, then `own`: inputs of the model that this
-    stage uses, which its process loads itself. `backward_inputs` and `backward_outputs` are the
-    positions of the inputs and outputs that a gradient crosses back for.
+    The program's inputs are the values that cross the cut before it, then `own`: inputs of the model that this stage
+    uses, which its process loads itself. `backward_inputs` and `backward_outputs` are the positions of the inputs and
+    outputs whose gradients are sent back.
 
         before ──crossing──▶ stage ──outputs──▶ after
                ◀──gradients──       ◀──gradients──
@@ -35,7 +35,7 @@ class TrainingPart:
 
 
 def divide_for_training(graph: Graph, cuts: Sequence[Cut], trainable: Collection[str]) -> list[TrainingPart]:
-    """Make the stages between the given cuts, which must be in order; `trainable` names the model's parameters.
+    """Return the stages between these cuts, which must be in order; `trainable` names the trained parameters.
 
     Example:
         divide_for_training(graph, cuts, {"head.weight", "head.bias"})
@@ -61,7 +61,7 @@ def divide_for_training(graph: Graph, cuts: Sequence[Cut], trainable: Collection
 
 
 def differentiable_values(graph: Graph, trainable: Collection[str]) -> set[str]:
-    """Name the values that a gradient may reach a trainable parameter through."""
+    """Return the names of values through which a gradient may reach a trainable parameter."""
     found = {s.value.name for s in graph.states if s.kind == "parameter" and s.source in trainable}
     for op in graph.ops:
         if op.no_grad or op.target in _STOPS or found.isdisjoint(op.uses()):
@@ -73,7 +73,7 @@ def differentiable_values(graph: Graph, trainable: Collection[str]) -> set[str]:
 
 
 def written_inputs(part: TrainingPart) -> set[str]:
-    """Return the inputs of a stage that its own operations write to; autograd needs a copy of these."""
+    """Return the inputs of a stage that its own operations write to; autograd needs copies of these."""
     written = {name for op in part.program.ops for name in effect(op).writes}
     shares: dict[str, set[str]] = {}
     for op in part.program.ops:

@@ -1,4 +1,4 @@
-"""From torch.export's program to our graph: same operations, same order, names that last."""
+"""Translation of torch.export's program to a graph: the same operations in the same order, with stable names."""
 
 import operator
 from collections.abc import Mapping, Sequence
@@ -23,13 +23,13 @@ from penstock.graph.prepare import prepare
 from penstock.values import Size, Value
 
 _KINDS = {InputKind.PARAMETER: "parameter", InputKind.BUFFER: "buffer", InputKind.CONSTANT_TENSOR: "constant"}
-# Checks inserted by torch.export; runs with other sizes are checked by Penstock instead.
+# checks inserted by torch.export; Penstock checks other sizes itself
 _CHECKS = {
     "aten._assert_tensor_metadata.default", "aten._assert_scalar.default", "aten._assert_async.msg",
     "aten.sym_constrain_range_for_size.default", "aten.sym_constrain_range.default",
 }  # fmt: skip
 _SHAPED = {"aten.view.default", "aten.reshape.default", "aten._unsafe_view.default"}
-# Regions that only switch a mode, by the number of their settings.
+# regions that only switch a mode, with their number of settings
 _REGIONS: dict[str, int] = {"wrap_with_set_grad_enabled": 1, "wrap_with_autocast": 4}
 
 
@@ -37,9 +37,9 @@ def translate(
     exported: ExportedProgram, model: nn.Module, labels: Sequence[Sequence[str | None]], *, fixed_batch: int | None,
     callbacks: Sequence[Callback] = (), left: Mapping[str, Any] | None = None,
 ) -> Graph:  # fmt: skip
-    """Convert an exported program to a graph; raises `CaptureError` for operations that a stage cannot run.
+    """Translate an exported program to a graph; raises `CaptureError` for operations that a stage cannot run.
 
-    `labels` names, for every input in the order of the call, the symbol of each of its dimensions.
+    `labels` has, for every input in the order of the call, the symbol of each dimension.
     """
     translator = _Translator(exported, model, labels)
     translator.placeholders()
@@ -71,8 +71,8 @@ class _Translator:
     constants: dict[str, Tensor] = field(default_factory=dict)
     symbols: dict[str, str] = field(default_factory=dict)
     used: set[str] = field(default_factory=set)
-    first_names: dict[str, str] = field(default_factory=dict)  # of tensors that have several, as tied weights
-    no_grad: bool = False  # inside a region without gradients, of a model that is trained
+    first_names: dict[str, str] = field(default_factory=dict)  # for tensors with several names, such as tied weights
+    no_grad: bool = False  # inside a region without gradients, in training
 
     def __post_init__(self) -> None:
         first: dict[Tensor, str] = {}
@@ -81,10 +81,10 @@ class _Translator:
                 self.first_names[name] = first.setdefault(tensor, name)
 
     def placeholders(self) -> None:
-        """Sort torch's placeholders into the model's state and the user's inputs."""
+        """Separate torch's placeholders into the model's state and the user's inputs."""
         nodes = [node for node in self.exported.graph.nodes if node.op == "placeholder"]
         specs = self.exported.graph_signature.input_specs
-        # inputs keep their names, and state with the same name is renamed
+        # inputs keep their names; state with the same name is renamed
         self.used |= {node.name for node, spec in zip(nodes, specs, strict=True) if spec.kind is InputKind.USER_INPUT}
         for node, spec in zip(nodes, specs, strict=True):
             if spec.kind is InputKind.USER_INPUT:
@@ -124,7 +124,7 @@ class _Translator:
         self.values[node.name] = self._add_state(source, node.meta["val"], kind)
 
     def _add_state(self, source: str, meta: Tensor, kind: Any) -> Ref:
-        """Add a tensor of the model once, however many places use it."""
+        """Add a tensor of the model, once for all its uses."""
         known = next((state.value.name for state in self.states if state.source == source), None)
         name = known or self._unique(source)
         if known is None:
@@ -155,7 +155,7 @@ class _Translator:
         if isinstance(target, Tensor):
             source = str(node.target)
             while source in self.constants and self.constants[source] is not target:
-                source += "_"  # regions name their constants each from the start
+                source += "_"  # every region numbers its constants from 0
             self.constants[source] = target
             return self._add_state(source, target, "constant")
         return target
@@ -179,7 +179,7 @@ class _Translator:
             values[node.name] = arguments[0]
             self.visits.append(Visit(calls=calls, op=None, position=len(self.ops)))
             return
-        if target in _SHAPED and -1 in arguments[1]:  # ambiguous for tensors without elements
+        if target in _SHAPED and -1 in arguments[1]:  # -1 is ambiguous for tensors without elements
             shape = [self._dimension(node.name, size) for size in node.meta["val"].shape]
             arguments = (arguments[0], [shape[at] if size == -1 else size for at, size in enumerate(arguments[1])])
         if target == GETITEM and not isinstance(arguments[0], Ref):
@@ -191,12 +191,12 @@ class _Translator:
         self.visits.append(Visit(calls=calls, op=op_name, position=len(self.ops)))
         op = Op(name=op_name, target=target, arguments=arguments, keywords=keywords, no_grad=self.no_grad)
         self.ops.append(op)
-        # without gradients a parameter is written to through an alias, which is not the parameter
+        # without gradients, export writes to a parameter through an alias
         written = returned_argument(op) if self.no_grad else None
         values[node.name] = written if isinstance(written, Ref) else Ref(op_name)
 
     def _region(self, node: fx.Node, values: dict[str, Any], calls: tuple[Call, ...], num_settings: int) -> None:
-        """Inline a region's operations; in training those without gradients are marked."""
+        """Inline a region's operations; in training, mark those without gradients."""
         settings = [self._argument(item, values) for item in node.args[:num_settings]]
         if len(settings) == 4 and settings[0] == "cpu" and settings[2]:
             raise CaptureError(
@@ -216,7 +216,7 @@ class _Translator:
         values[node.name] = [self._argument(item, inner) for item in result]
 
     def _scalar(self, node: fx.Node) -> Any:
-        """Return a size as an expression if it follows from the inputs' sizes."""
+        """Return a size as an expression of the inputs' sizes."""
         value = node.meta.get("val")
         if isinstance(value, (torch.SymInt, torch.SymFloat)):
             expression = from_sympy(value.node.expr, self.symbols)
@@ -286,5 +286,5 @@ class _Translator:
         return tuple(
             spec.arg.value if isinstance(spec.arg, ConstantArgument) else item
             for item, spec in zip(given, specs, strict=True)
-            if spec.kind.name == "USER_OUTPUT"  # not a buffer's new value: what writes it is in the graph
+            if spec.kind.name == "USER_OUTPUT"  # not a buffer's new value, since the write itself is in the graph
         )

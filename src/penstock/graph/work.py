@@ -1,8 +1,7 @@
-"""Count the work of operations from their shapes, as seconds on a nominal core.
+"""Work of operations, counted from their shapes, in seconds on a nominal core.
 
-Only the proportions of the figures matter: a matrix product on one core runs at about NOMINAL_FLOPS_PER_S, anything
-else at the speed of memory, and every call costs a little. They are accurate enough for dividing a model; otherwise
-`measure` times the operations instead.
+Only the proportions matter: matrix products run at about NOMINAL_FLOPS_PER_S, other operations at the speed of memory,
+and every call has a small overhead. This is accurate enough to divide a model; `measure` times the operations instead.
 """
 
 import math
@@ -14,15 +13,15 @@ from penstock.graph.ops import GETITEM, Op, resolve_operator
 NOMINAL_FLOPS_PER_S = 60e9
 NOMINAL_BYTES_PER_S = 12e9
 SECONDS_PER_CALL = 4e-6
-# copying, checking and the system's own work on each side of a cut
+# copy, checksum and system calls on each side of a cut
 SECONDS_PER_CROSSING_BYTE = 2e-9
-# Elements per second of functions that are computed, not copied: exp, erf, tanh and their kin
+# elements per second of transcendental functions: exp, erf, tanh and similar
 _TRANSCENDENTAL = {
     "gelu": 1.2e9, "silu": 1.2e9, "sigmoid": 1.2e9, "tanh": 1.0e9, "softmax": 0.8e9, "exp": 1.5e9, "erf": 1.0e9,
     "pow": 0.8e9,
 }  # fmt: skip
 
-# these read or write only the chosen rows of their first argument, such as an embedding's weight or a cache
+# operators that read or write only selected rows of their first argument, such as an embedding's weight or a cache
 _CHOSEN_ROWS = {"embedding", "index_select", "index", "gather", "index_put_", "index_copy_", "scatter_"}
 
 Shape = tuple[int, ...]
@@ -72,7 +71,7 @@ def _shapes(graph: Graph, op: Op, sizes: Mapping[str, int]) -> list[Shape]:
 
 
 def _flops(op: Op, shapes: list[Shape], result: Shape) -> float:
-    """Two operations for each multiply-and-add of a matrix product; nothing else counts."""
+    """Return the FLOPs of matrix products, two per multiply-add; other operations count 0."""
     kind = op.target.split(".")[1]
     if kind in {"linear", "mm", "bmm", "matmul"} and shapes:
         return 2.0 * math.prod(result) * (shapes[0][-1] if shapes[0] else 1)

@@ -1,1 +1,1 @@
-"""Measure: what parts of a model cost on this device."""
+"""Measurement of the costs of a model's parts on this device."""

@@ -1,4 +1,4 @@
-"""Training costs of a graph's units: seconds forward and backward, and the bytes kept in between."""
+"""Training costs of a graph's units: forward and backward seconds, and the bytes kept in between."""
 
 import statistics
 import time
@@ -15,14 +15,14 @@ from penstock.graph.training_parts import divide_for_training
 from penstock.measure.costs import MOST_ROUNDS, MOST_S, STEADY, Seconds, Timing, medians_scaled, random_input, spread
 from penstock.runtime.registry import EAGER
 
-_UPDATED = 2**20  # weights of a tensor
-# the model's outputs and their rows to the sum that is minimized
+_UPDATED = 2**20  # weights per tensor
+# maps the model's outputs and their number of rows to the sum to minimize
 Loss = Callable[[Sequence[Tensor], int], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingSeconds:
-    """Seconds of every unit for one batch size, forward and backward."""
+    """Forward and backward seconds of every unit, for one batch size."""
 
     forward: Seconds
     backward: Seconds
@@ -46,9 +46,9 @@ class Trainable:
         self._inputs = {value.name: value for value in graph.tensor_inputs()}
 
     def step(self, sizes: Mapping[str, int], clock: Callable[[], float]) -> tuple[list[float], list[float]]:
-        """Run one microbatch forward and backward; return the seconds of every part in both directions.
+        """Run one microbatch forward and backward; return the seconds of every part, forward and backward.
 
-        Instead of a clock any increasing counter may be read, at the beginning and the end of each part.
+        `clock` may be any increasing counter; it is read at the beginning and end of each part.
         """
         forward_s = []
         passed = []
@@ -67,9 +67,7 @@ class Trainable:
         return forward_s, backward_s[::-1]
 
     def kept_bytes(self, sizes: Mapping[str, int]) -> list[int]:
-        """Return the bytes that every part's forward keeps for its backward, without parameters; each tensor counts
-        once.
-        """
+        """Return the bytes that each part keeps from forward to backward, without parameters; tensors count once."""
         held = {tensor.untyped_storage().data_ptr() for tensor in self._tensors.values()}
         found: list[list[int]] = [[]]
 
@@ -80,7 +78,7 @@ class Trainable:
                 found[-1].append(storage.nbytes())
             return tensor
 
-        passed = []  # prevents reuse of a storage's address by another tensor
+        passed = []  # keeps storages alive, so that their addresses are not reused
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             for _, given, outputs in self._forward(sizes, lambda: 0.0):
                 passed.append((given, outputs))
@@ -117,10 +115,10 @@ def _leaf(tensor: Tensor, trained: bool) -> Tensor:
 def measure_training(
     graph: Graph, load: Callable[[State], Tensor], cuts: Sequence[Cut], timing: Timing
 ) -> list[TrainingSeconds]:
-    """Time every unit between possible cuts forward and backward, for each batch size.
+    """Time forward and backward of every unit between possible cuts, for each batch size.
 
-    Units are timed in passes unit by unit, which stop gradients at each cut like a stage's end; both directions are
-    then scaled to those of passes of the whole model.
+    Units are timed one by one, with gradients stopped at each cut as at the end of a stage; both directions are then
+    scaled to passes of the whole model.
     """
     torch.set_num_threads(timing.threads)
     units, whole = Trainable(graph, load, cuts), Trainable(graph, load, [])
@@ -132,14 +130,14 @@ def measure_training(
 def measure_loss(
     graph: Graph, load: Callable[[State], Tensor], loss: Loss, timing: Timing
 ) -> list[tuple[float, float]]:
-    """Time the loss after the model, forward and backward, for each batch size."""
+    """Time forward and backward of the loss, for each batch size."""
     whole = Trainable(graph, load, [])
     return [_loss_s(whole.outputs(graph.sizes(rows)), rows, loss, timing) for rows in timing.rows]
 
 
 def _loss_s(outputs: Sequence[Tensor], rows: int, loss: Loss, timing: Timing) -> tuple[float, float]:
     forward, backward = [], []
-    for _ in range(timing.repeats_for(rows) + 1):  # the first one finds no memory to use again
+    for _ in range(timing.repeats_for(rows) + 1):  # the first has no memory to reuse
         given = [x.detach().requires_grad_(x.is_floating_point()) for x in outputs]
         begin = timing.clock()
         total = loss(given, rows)
@@ -151,15 +149,15 @@ def _loss_s(outputs: Sequence[Tensor], rows: int, loss: Loss, timing: Timing) ->
 
 
 def measure_update_s_per_byte(timing: Timing) -> float:
-    """Time the end of a step: gradients divided by their count, AdamW's step, gradients released; per byte of weights.
+    """Time the end of a step, per byte of weights: dividing gradients, AdamW's step, releasing gradients.
 
-    Uses weights of the size of a transformer's, too large for the caches together.
+    The weights have the size of a transformer's; together they exceed the caches.
     """
     torch.set_num_threads(timing.threads)
     weights = [torch.zeros(_UPDATED, requires_grad=True) for _ in range(4)]
     optimizer = torch.optim.AdamW(weights)
     seconds = []
-    for _ in range(timing.repeats + 1):  # the first one makes the optimizer's state
+    for _ in range(timing.repeats + 1):  # the first creates the optimizer's state
         for weight in weights:
             weight.grad = torch.ones(_UPDATED)
         begin = timing.clock()
@@ -172,7 +170,7 @@ def measure_update_s_per_byte(timing: Timing) -> float:
 
 
 def measure_sum_s_per_byte(timing: Timing) -> float:
-    """Time a bucket of gradients without its messages, per byte: concatenation, and addition of another one."""
+    """Time the all-reduce of a gradient bucket without messages, per byte: concatenation, and one addition."""
     torch.set_num_threads(timing.threads)
     gradients = [torch.ones(_UPDATED // 4) for _ in range(4)]
     other = torch.ones(_UPDATED)
@@ -190,7 +188,7 @@ def _measure(
 ) -> TrainingSeconds:
     units.step(sizes, clock)
     whole.step(sizes, clock)
-    # for each direction: the units' seconds pass by pass, and the whole's
+    # for each direction: seconds of the units and of the whole, pass by pass
     passes: tuple[list[list[float]], list[list[float]]] = ([], [])
     wholes: tuple[list[float], list[float]] = ([], [])
     began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Costs of a graph's operations and units: seconds within the model at several batch sizes, and bytes."""
+"""Costs of a graph's operations and units: seconds within the whole model at several batch sizes, and bytes."""
 
 import math
 import statistics
@@ -21,9 +21,9 @@ from penstock.values import Value
 def measure_work(
     graph: Graph, load: Callable[[State], Tensor], *, rows: int = 1, repeats: int = 7, threads: int | None = None
 ) -> list[float]:
-    """Return the median seconds of every operation over some passes, after one that is not counted.
+    """Return the median seconds of every operation over several passes, after a warm-up pass.
 
-    The inputs are random, which costs the same as any other. Needs the whole model in memory.
+    The inputs are random; their values do not affect the costs. Needs the whole model in memory.
 
     Example:
         choose_cuts(graph, cuts, stages=4, work=measure_work(graph, load))
@@ -43,16 +43,16 @@ def measure_work(
 def random_input(
     value: Value, sizes: dict[str, int], generator: torch.Generator | None = None, *, integer: int = 1
 ) -> Tensor:
-    """Make a random tensor for an input: normal floats, or one value for integers and booleans."""
+    """Return a random tensor for an input: normal floats, or one constant value for integers and booleans."""
     shape = value.evaluate(sizes)
     if value.dtype.is_floating_point:
         return torch.randn(shape, generator=generator).to(value.dtype)
     return torch.full(shape, integer, dtype=value.dtype)
 
 
-# passes are repeated while their totals lie further apart than this part of the median
+# passes are repeated while the range of their totals exceeds this fraction of the median
 STEADY = 0.03
-# but only this often, and for this many seconds for each batch size
+# limits on the repetitions: how many times, and how many seconds per batch size
 MOST_ROUNDS = 4
 MOST_S = 2.5
 
@@ -67,8 +67,10 @@ class Seconds:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Settings of timing units: batch sizes, threads, passes at the smallest size, as larger ones vary less, other
-    sizes than rows, and what inputs of integers hold.
+    """Settings for timing units.
+
+    Batch sizes, threads, passes at the smallest size (larger sizes vary less), sizes other than rows, and the value of
+    integer inputs.
     """
 
     rows: Sequence[int]
@@ -79,21 +81,21 @@ class Timing:
 
     @property
     def clock(self) -> Callable[[], float]:
-        """CPU time with one thread, so that other work on the machine does not count; else wall time."""
+        """CPU time with one thread, so that other processes do not affect it; otherwise wall-clock time."""
         return time.thread_time if self.threads == 1 else time.perf_counter
 
     def repeats_for(self, rows: int) -> int:
-        """Return the passes of one round for a batch size."""
+        """Return the number of passes per round for a batch size."""
         return max(3, round(self.repeats / math.sqrt(rows / self.rows[0])))
 
 
 def measure_seconds(
     graph: Graph, load: Callable[[State], Tensor], positions: Sequence[int], timing: Timing
 ) -> list[Seconds]:
-    """Time the operations between neighbouring positions in place, for each batch size.
+    """Time the operations between neighbouring positions, within the whole model, for each batch size.
 
-    Operations are timed one by one within whole passes, which stops nothing that they leave in the caches; the sum
-    is then brought to that of passes without a clock in between.
+    Operations are timed one by one within whole passes, so that the caches are as in a normal pass; the sum is then
+    scaled to passes without timing in between.
     """
     torch.set_num_threads(timing.threads)
     program = divide(graph, [])[0]
@@ -122,7 +124,7 @@ def _measure(runtime: StageRuntime, graph: Graph, positions: Sequence[int], rows
 
 
 def medians_scaled(passes: Sequence[Sequence[float]], wholes: Sequence[float]) -> Seconds:
-    """Return every unit's median and spread over passes, scaled so that the medians add up to that of the wholes."""
+    """Return every unit's median and spread over passes, scaled so that the medians add up to the whole's median."""
     medians = [statistics.median(times) for times in zip(*passes, strict=True)]
     scale = statistics.median(wholes) / (sum(medians) or 1.0)
     return Seconds(
@@ -154,12 +156,12 @@ def cached_by_units(graph: Graph, positions: Sequence[int]) -> list[float]:
 
 
 def held_by_units(graph: Graph, positions: Sequence[int]) -> list[tuple[tuple[str, int], ...]]:
-    """Return names and bytes of the state that the units between neighbouring positions use, with tables and without
+    """Return names and bytes of the state used by the units between neighbouring positions, including tables but not
     caches.
     """
     sizes = {state.value.name: state.value.num_bytes({}) for state in graph.states if state.kind != "cache"}
     sources: dict[str, set[str]] = {}
-    for op in graph.prelude:  # every stage computes the tables that it needs, from the state that they are made of
+    for op in graph.prelude:  # every stage computes the tables that it needs, from their state
         sources[op.name] = {name for used in op.uses() for name in sources.get(used, {used} & sizes.keys())}
     held = []
     for start, stop in pairwise(positions):
@@ -172,7 +174,7 @@ def held_by_units(graph: Graph, positions: Sequence[int]) -> list[tuple[tuple[st
 def working_bytes(
     graph: Graph, positions: Sequence[int], rows: int, further: Mapping[str, int] | None = None
 ) -> list[float]:
-    """Return the most bytes that values take at any moment between neighbouring positions, for `rows` rows."""
+    """Return the peak bytes of values between neighbouring positions, for `rows` rows."""
     lives: dict[str, list[int]] = {value.name: [0, 0] for value in graph.tensor_inputs()}
     owner = {name: name for name in lives}
     for index, op in enumerate(graph.ops):

@@ -1,4 +1,4 @@
-"""A profile without measurements: costs of a model's parts counted from shapes."""
+"""A profile without measurements: costs are counted from shapes."""
 
 from itertools import accumulate, pairwise
 
@@ -14,7 +14,8 @@ from penstock.spec.profile import Profile, Unit
 def counted_profile(graph: Graph, rows: int) -> Profile:
     """Return a profile of a graph for microbatches of n rows, in seconds of a nominal core.
 
-    They are proportional to the true times, which suffices for devices whose speeds are observed with the same counts.
+    They are roughly proportional to real times, which suffices because device speeds are observed relative to the same
+    counts.
 
     Example:
         plan = make_plan(counted_profile(graph, rows=1), cluster)

@@ -1,4 +1,4 @@
-"""Measurements of a cluster: speeds of hosts, links, and CPU time of messages."""
+"""Measurements of a cluster: speeds of hosts, links, and the CPU time of messages."""
 
 import itertools
 import statistics
@@ -28,15 +28,15 @@ from penstock.transport.collectives import all_gather
 from penstock.wire import FEEDER
 from penstock.zoo.weights.weights import ModuleWeights
 
-_FEW, _MANY = 16, 150_000  # numbers in a message: almost none, and as many as a small ViT sends
+_FEW, _MANY = 16, 150_000  # elements of a message: almost none, and as many as a small ViT sends
 _BYTES_PER_NUMBER = 4
 
-# far from the numbers of a run's own jobs, to avoid sharing their channels
+# far from the job numbers of a run, so that no channels are shared
 _JOBS = 1_000_000
 
 
 class _Stage(nn.Module):
-    """Computes for some milliseconds, as stages do: messages find the caches full of something else."""
+    """Computes for some milliseconds, as stages do, so that messages find the caches full of other data."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,18 +58,18 @@ class _Give(_Stage):
 
 @dataclass(frozen=True, slots=True)
 class _Taken:
-    """CPU seconds per microbatch without computing: of the last stage's process, and of the driver."""
+    """CPU seconds per microbatch, without computing, of the last stage's process and of the driver."""
 
     stage_s: float
     feeder_s: float
 
 
 def measure_messages(world: World | None = None, *, num_microbatches: int = 100) -> MessageCosts:
-    """Measure the CPU seconds of a stage per microbatch and per byte, and of the driver.
+    """Measure the CPU seconds that messages take, per microbatch and per byte, of a stage and of the driver.
 
-    CPU time of the stage's process outside computing is attributed to messages: the threads that move bytes, the
-    executor, the heartbeat. A driver that holds the first stage, or all, takes less than two separate processes.
-    Without a world, or with no other device in it, a worker is started on this machine.
+    All CPU time of the stage's process except computing is attributed to messages: threads that move bytes, executor,
+    heartbeats. A driver that holds a stage takes less than two separate processes. If there is no world, or no other
+    device in it, a worker is started on this machine.
 
     Example:
         profile_graph(graph, load, messages=measure_messages())
@@ -123,13 +123,13 @@ def _run(
 
 _LINK_BYTES = 2 * 1024 * 1024
 _PINGS = 15
-# every pair is measured up to this many hosts; beyond that neighbours only
+# up to this many hosts, every pair is measured; beyond, only neighbours
 _MOST_HOSTS_IN_PAIRS = 6
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredLink:
-    """One direction between two ranks."""
+    """A measured link from one rank to another."""
 
     source: int
     target: int
@@ -139,7 +139,7 @@ class MeasuredLink:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredHosts:
-    """Measurements: seconds of a calibration round per rank, in parallel; links; costs of messages."""
+    """Measurements: seconds per calibration round of each rank, in parallel; links; costs of messages."""
 
     calibration_s: list[float]
     links: list[MeasuredLink]
@@ -147,7 +147,7 @@ class MeasuredHosts:
 
 
 def measure_hosts(world: World, *, seconds: float = 2.0, threads: int = 1) -> MeasuredHosts | None:
-    """Measure a world whose processes all call this; return the figures on the driver, None elsewhere.
+    """Measure a world (a collective call); returns the results on the driver, None on other ranks.
 
     Example:
         with join_torchrun(followed=True) as world:
@@ -157,7 +157,7 @@ def measure_hosts(world: World, *, seconds: float = 2.0, threads: int = 1) -> Me
     directions.
     """
     transport = world.transport
-    all_gather(transport, {})  # once every rank is here
+    all_gather(transport, {})  # a barrier
     own_s = calibrate(seconds, threads=threads)
     calibration_s = [told["round_s"] for told in all_gather(transport, {"round_s": own_s})]
     links = []
@@ -178,7 +178,7 @@ def _pairs(size: int) -> list[tuple[int, int]]:
 
 
 def _measure_link(transport: Transport, source: int, target: int) -> tuple[float, float] | None:
-    """Return bytes per second and seconds of latency, on the sending side."""
+    """Return bandwidth in bytes per second and latency in seconds, on the sending side."""
     if transport.rank == target:
         for _ in range(_PINGS):
             receive_bytes(transport, source, limit=WORD_BYTES)
@@ -199,5 +199,5 @@ def _measure_link(transport: Transport, source: int, target: int) -> tuple[float
         send_tensor(transport, torch.zeros(num_bytes, dtype=torch.uint8), target)
         receive_bytes(transport, target, limit=WORD_BYTES)
         taken.append(time.perf_counter() - begin)
-    # the difference excludes the fixed cost of a message, and a link's burst
+    # the difference excludes the fixed cost of a message and the link's burst
     return (_LINK_BYTES - _LINK_BYTES // 8) / max(1e-9, taken[1] - taken[0]), statistics.median(trips) / 2

@@ -1,4 +1,4 @@
-"""Measurement of a profile: costs of a model and its data on this kind of device."""
+"""Measurement of profiles: costs of a model and its data on this kind of device."""
 
 import os
 import platform
@@ -66,12 +66,12 @@ def profile_graph(
     Example:
         profile = profile_graph(graph, load, rows=(1, 4), messages=measure_messages())
 
-    Sizes other than rows are those of `sizes`, or 1; values take the memory that they do at `largest`, or in a
-    microbatch of a single row at `single`. Inputs of integers hold `integer`. Caches count as kept, for each row.
+    Sizes other than rows are taken from `sizes`, or 1; the memory of values is counted at `largest`, and for a
+    microbatch of a single row at `single`. Integer inputs have the value `integer`. Caches count as bytes kept per row.
 
-    Needs the whole model in memory. Seconds are this device's with `threads` threads. With `training` the graph must be
-    of a model in training mode, and units get their backward seconds and kept bytes, the last one including `loss`.
-    Values of the machine or the data rather than the graph are left at 0: base_bytes, script_bytes, calibration_s,
+    Needs the whole model in memory. Seconds are measured on this device with `threads` threads. With `training`, the
+    graph must be of a model in training mode; units then have backward seconds and kept bytes, the last unit including
+    `loss`. Values that depend on the machine or the data are left at 0: base_bytes, script_bytes, calibration_s,
     loader_s_per_row.
     """
     cuts = list(Cuts(graph) if cuts is None else cuts)
@@ -135,9 +135,9 @@ def _with_loss(unit: Unit, seconds: Sequence[tuple[float, float]]) -> Unit:
 
 
 def _with_bytes(unit: Unit, needs: TrainingBytes, rows: int, after: Boundary | None = None) -> Unit:
-    """Add the bytes kept until a backward, and use its working memory if that is larger, for `rows` rows.
+    """Add the bytes kept until a backward, and use the backward's working memory if larger, for `rows` rows.
 
-    The backward of a unit begins with the gradient of the values that cross after it.
+    The backward of a unit begins with the gradients of the values that cross after it.
     """
     per_row, constant = needs.working_per_row, needs.working
     if after is not None:
@@ -148,7 +148,7 @@ def _with_bytes(unit: Unit, needs: TrainingBytes, rows: int, after: Boundary | N
 
 
 def boundaries_of(graph: Graph, cuts: Sequence[Cut]) -> tuple[Boundary, ...]:
-    """Return a graph's ends and cuts, with the bytes that cross there."""
+    """Return the boundaries of a graph, its ends and cuts, with the bytes that cross there."""
     results = [graph.values[output.name] for output in graph.outputs if hasattr(output, "name")]
     groups = [("input", graph.tensor_inputs()), *((cut.name, cut.crossing) for cut in cuts), ("output", results)]
     boundaries = []
@@ -159,7 +159,7 @@ def boundaries_of(graph: Graph, cuts: Sequence[Cut]) -> tuple[Boundary, ...]:
 
 
 def device_kind() -> str:
-    """Describe this machine's processor in a few words."""
+    """Return a short description of this machine's processor."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as lines:
             names = [line.partition(":")[2].strip() for line in lines if line.startswith(("model name", "Model"))]
@@ -168,7 +168,7 @@ def device_kind() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-# under torchrun and on hosts a worker is the verb's own process, which is larger than a locally started worker
+# under torchrun and on hosts, a worker is the command's own process, which is larger than a locally started worker
 _MEASURE_BASE = """
 import torch
 import penstock.cli.main
@@ -182,9 +182,9 @@ print(penstock.memory.anonymous_bytes())
 
 
 def script_bytes(base_bytes: float) -> float:
-    """Return this process's memory beyond a worker's base: call it with the model captured and no weights loaded.
+    """Return this process's memory beyond a worker's base; call it after capture, before weights are loaded.
 
-    The driver also has the model's library and graph, and so does every process that trains.
+    The driver also holds the model's library and graph, as does every process that trains.
     """
     return max(0.0, (anonymous_bytes() or 0.0) - base_bytes)
 
@@ -207,12 +207,12 @@ _NUM_ROWS = 32
 
 
 def measure_rows(rows: Sequence[object]) -> float:
-    """Return the median CPU seconds that a row of a data set takes to be made, of up to 32 spread over the set."""
+    """Return the median CPU seconds to load a row of a data set, over up to 32 rows spread over the set."""
     return statistics.median(_seconds(len(rows), rows.__getitem__))
 
 
 def measure_loader(model: ZooModel, images: ImageSet) -> float:
-    """Return the median CPU seconds of reading and preprocessing one image for a model.
+    """Return the median CPU seconds to read and preprocess an image for a model.
 
     Uses up to 32 images, spread over the set; images that cannot be read do not count.
 
@@ -231,7 +231,7 @@ def measure_loader(model: ZooModel, images: ImageSet) -> float:
 
 
 def _seconds(count: int, read: Callable[[int], object], *, skipped: type[Exception] | tuple[()] = ()) -> list[float]:
-    """Time the reading of some rows, spread over all of them, without those that are skipped."""
+    """Time the reading of some rows, spread over all rows, without skipped rows."""
     seconds = []
     for index in range(0, count, max(1, count // _NUM_ROWS)):
         begin = time.thread_time()

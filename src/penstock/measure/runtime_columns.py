@@ -1,4 +1,4 @@
-"""Times of a whole model on other runtimes than eager, and the errors of their outputs relative to eager."""
+"""Times of a whole model on runtimes other than eager, and the errors of their outputs relative to eager."""
 
 import statistics
 import time
@@ -35,7 +35,7 @@ def measure_runtimes(
     Example:
         measure_runtimes(graph, load, [RuntimeChoice("openvino", "bfloat16")], Timing((1, 4)))
 
-    Needs the whole model in memory. Runtimes that cannot run the model, or are not installed, are left out with a note.
+    Needs the whole model in memory. Runtimes that cannot run the model or are not installed are left out, with a note.
     """
     if not choices:
         return ()
@@ -83,7 +83,7 @@ def _compare(
         inputs = make_inputs(rows, number, generator)
         wanted, outputs = _run(eager, sizes, inputs), _run(other, sizes, inputs)
         errors += [relative_error(x, y) for x, y in zip(wanted, outputs, strict=True) if x.is_floating_point()]
-    # a runtime's own threads work for this one
+    # wall-clock time, because a runtime's own threads compute for this thread
     clock = time.process_time if timing.threads == 1 else time.perf_counter
     seconds: list[tuple[float, float]] = []
     for _ in range(timing.repeats_for(rows)):

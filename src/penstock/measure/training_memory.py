@@ -1,4 +1,4 @@
-"""Memory of training beyond weights, gradients and optimizer state: the bytes of tensors, unit by unit."""
+"""Memory of training beyond weights, gradients and optimizer state: bytes of tensors by unit."""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -16,10 +16,10 @@ from penstock.measure.backward import Loss, Trainable
 
 
 class LiveBytes(TorchDispatchMode):
-    """A counter of the live bytes of tensors made by operations, forward and backward.
+    """A counter of the live bytes of tensors that operations create, forward and backward.
 
-    Called like a clock at the beginning and at the end of a block, its difference is the peak of bytes held in between,
-    beyond those held at the beginning.
+    Call it like a clock at the beginning and end of a block: the difference is the peak of live bytes in between,
+    beyond those live at the beginning.
 
     Example:
         with LiveBytes() as meter:
@@ -38,7 +38,7 @@ class LiveBytes(TorchDispatchMode):
         self._known: set[int] = set()
 
     def __call__(self) -> float:
-        """Begin, and return 0; or end, and return the peak since then."""
+        """Begin a block and return 0, or end it and return the peak."""
         self._running = not self._running
         if self._running:
             self._began = self._most = self.held
@@ -46,7 +46,7 @@ class LiveBytes(TorchDispatchMode):
         return float(self._most - self._began)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation and count its results."""
+        """Run an operation and count its results."""
         result = func(*args, **(kwargs or {}))
         given = {tensor.untyped_storage().data_ptr() for tensor in _tensors((args, kwargs))}
         for tensor in _tensors(result):
@@ -73,9 +73,9 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class TrainingBytes:
-    """Bytes that a unit, or the loss, keeps until its backward, and the peak of its backward beyond that.
+    """Bytes that a unit or the loss keeps until its backward, and the further peak of the backward.
 
-    Both per row, with a constant for the peak.
+    Both are per row, the peak also has a constant part.
     """
 
     kept_per_row: float
@@ -84,7 +84,7 @@ class TrainingBytes:
 
 
 def unit_bytes(graph: Graph, load: Callable[[State], Tensor], cuts: Sequence[Cut]) -> list[TrainingBytes]:
-    """Measure the memory of every unit, in a step that accumulates into existing gradients, like all but the first."""
+    """Measure the memory of every unit in a step that accumulates into existing gradients, as after the first step."""
     units = Trainable(graph, load, cuts)
     kept = _lines(graph, lambda rows: units.kept_bytes(graph.sizes(rows)))
 
@@ -98,7 +98,7 @@ def unit_bytes(graph: Graph, load: Callable[[State], Tensor], cuts: Sequence[Cut
 
 
 def loss_bytes(graph: Graph, load: Callable[[State], Tensor], loss: Loss) -> TrainingBytes:
-    """Measure the memory of the loss, and of the outputs that it is computed from: both are kept until the backward."""
+    """Measure the memory of the loss and of the model's outputs: both are kept until the backward."""
     whole = Trainable(graph, load, [])
 
     def measured(rows: int) -> list[float]:
@@ -116,11 +116,11 @@ def loss_bytes(graph: Graph, load: Callable[[State], Tensor], loss: Loss) -> Tra
 
 
 def _few_rows(graph: Graph) -> int:
-    return graph.fixed_batch or 2  # one row makes some operations choose another way
+    return graph.fixed_batch or 2  # with one row, some operations choose another algorithm
 
 
 def _lines(graph: Graph, measured: Callable[[int], Sequence[float]]) -> list[tuple[float, float]]:
-    """Split bytes measured at several numbers of rows into bytes per row and constant bytes."""
+    """Fit bytes measured at several numbers of rows by bytes per row and constant bytes."""
     rows = _few_rows(graph)
     some = measured(rows)
     if graph.fixed_batch:

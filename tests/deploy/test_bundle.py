@@ -137,7 +137,7 @@ def test_no_device_s_folder_lies_outside_of_the_bundle(tmp_path: Path, name: str
     """A plan from elsewhere names the devices, and each of them gets a folder."""
     model, graph = captured()
     folder = tmp_path / "inside" / "bundle"
-    with pytest.raises(PlanError, match=r"is 1 to 128 letters|rename the device"):
+    with pytest.raises(PlanError, match=r"must be 1 to 128 letters|rename the device"):
         write_bundle(
             folder, graph, plan_for(graph, (name, "b")), partial(load_state, graph, weights=ModuleWeights(model))
         )

@@ -26,7 +26,7 @@ def test_documents_come_back_as_they_were() -> None:
 
 @pytest.mark.parametrize("device", ["../../x", "..", "/", "", 7, None])
 def test_a_job_reads_no_folder_outside_of_the_bundle(device: object) -> None:
-    with pytest.raises(ProgramError, match=r"the device of a job is 1 to 128 letters|`\$\.part`"):
+    with pytest.raises(ProgramError, match=r"the device of a job must be 1 to 128 letters|`\$\.part`"):
         read_document(json.dumps({**STAGES, "part": device}).encode(), 2)
 
 

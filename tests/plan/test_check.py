@@ -25,71 +25,79 @@ def _first(document: Any) -> Any:
 
 
 NONSENSE: list[tuple[str, Callable[[Any], object], str]] = [
-    ("rows", lambda d: d.update(microbatch_rows=0), "microbatch_rows of a plan is at least 1; got 0"),
-    ("depth", lambda d: d.update(depth=-1), "depth of a plan is at least 1; got -1"),
-    ("version", lambda d: d.update(version=7), "version of a plan is 1 in this penstock; got 7"),
+    ("rows", lambda d: d.update(microbatch_rows=0), "microbatch_rows of a plan must be at least 1; got 0"),
+    ("depth", lambda d: d.update(depth=-1), "depth of a plan must be at least 1; got -1"),
+    ("version", lambda d: d.update(version=7), "version of a plan must be 1 in this penstock; got 7"),
     (
         "schedule",
         lambda d: d.update(schedule="zigzag"),
-        "schedule of a plan is one of forward-only, gpipe, .*; got 'zigzag'",
+        "schedule of a plan must be one of forward-only, gpipe, .*; got 'zigzag'",
     ),
     ("type", lambda d: d.update(depth="two"), "at depth: Expected `int`, got `str`"),
     ("unknown field", lambda d: d.update(colour="red"), "unknown field `colour`"),
     ("missing field", lambda d: d.pop("loader"), "missing required field `loader`"),
-    ("loader", lambda d: d.update(loader=""), "loader of a plan is 1 to 128 letters, digits or .*; got ''"),
+    ("loader", lambda d: d.update(loader=""), "loader of a plan must be 1 to 128 letters, digits or .*; got ''"),
     (
         "a device outside of its folder",
         lambda d: _first(d)["stages"][0].update(devices=["../../x"]),
-        r"stages\[0\].devices of a plan is 1 to 128 letters, digits or .*; got '../../x'; correct it",
+        r"stages\[0\].devices of a plan must be 1 to 128 letters, digits or .*; got '../../x'; correct it",
     ),
     (
         "a writer that is a path",
         lambda d: d.update(writer="/etc"),
-        "writer of a plan is 1 to 128 letters.*; got '/etc'",
+        "writer of a plan must be 1 to 128 letters.*; got '/etc'",
     ),
-    ("no pipelines", lambda d: d.update(pipelines=[]), r"pipelines of a plan has at least one pipeline; got \[\]"),
-    ("no stages", lambda d: _first(d).update(stages=[]), r"pipelines\[0\].stages of a plan has at least one stage"),
+    (
+        "no pipelines",
+        lambda d: d.update(pipelines=[]),
+        r"pipelines of a plan must have at least one pipeline; got \[\]",
+    ),
+    (
+        "no stages",
+        lambda d: _first(d).update(stages=[]),
+        r"pipelines\[0\].stages of a plan must have at least one stage",
+    ),
     (
         "steps",
         lambda d: d.update(num_microbatches=4),
-        "num_microbatches of a plan is null for the schedule forward-only; got 4",
+        "num_microbatches of a plan must be null for the schedule forward-only; got 4",
     ),
     (
         "training without steps",
         lambda d: d.update(schedule="1f1b"),
-        "num_microbatches of a plan is at least 1 for the schedule 1f1b; got None",
+        "num_microbatches of a plan must be at least 1 for the schedule 1f1b; got None",
     ),
     (
         "weights",
         lambda d: _first(d)["cut_sets"][0].update(weight=0.9),
-        r"pipelines\[0\].cut_sets\[\*\].weight of a plan adds up to 1; got 1.4",
+        r"pipelines\[0\].cut_sets\[\*\].weight of a plan must add up to 1; got 1.4",
     ),
     (
         "negative weight",
         lambda d: _first(d)["cut_sets"][0].update(weight=-0.5),
-        r"cut_sets\[\*\].weight of a plan is above 0 and at most 1; got -0.5",
+        r"cut_sets\[\*\].weight of a plan must be above 0 and at most 1; got -0.5",
     ),
     (
         "cuts",
         lambda d: _first(d)["cut_sets"][1].update(cuts=["unit0:after", "unit1:after"]),
-        r"pipelines\[0\].cut_sets\[1\].cuts of a plan has 1 cuts for 2 stages; got 2 cuts",
+        r"pipelines\[0\].cut_sets\[1\].cuts of a plan must have 1 cuts for 2 stages; got 2 cuts",
     ),
     (
         "the same cut set twice",
         lambda d: _first(d)["cut_sets"][1].update(cuts=["unit0:after"]),
-        r"pipelines\[0\].cut_sets of a plan has each cut set once",
+        r"pipelines\[0\].cut_sets of a plan must have each cut set once",
     ),
     (
         "a device twice",
         lambda d: _first(d)["stages"][1].update(devices=["a"]),
-        r"pipelines\[0\].stages\[0\].devices of a plan is a device that holds no other stage; got 'a'",
+        r"pipelines\[0\].stages\[0\].devices of a plan must be a device that holds no other stage; got 'a'",
     ),
     (
         "shares",
         lambda d: _first(d)["stages"][0].update(shares=[0.5, 0.5]),
-        r"pipelines\[0\].stages\[0\].shares of a plan has a share for each of 1 devices; got 2",
+        r"pipelines\[0\].stages\[0\].shares of a plan must have a share for each of 1 devices; got 2",
     ),
-    ("share", lambda d: _first(d).update(share=0.8), r"pipelines\[\*\].share of a plan adds up to 1; got 1.05"),
+    ("share", lambda d: _first(d).update(share=0.8), r"pipelines\[\*\].share of a plan must add up to 1; got 1.05"),
     (
         "precision",
         lambda d: _first(d)["stages"][0].update(precision="int3"),
@@ -98,17 +106,17 @@ NONSENSE: list[tuple[str, Callable[[Any], object], str]] = [
     (
         "rate",
         lambda d: d["prediction"].update(rows_per_s=0),
-        "prediction.rows_per_s of a plan is above 0; got 0",
+        "prediction.rows_per_s of a plan must be above 0; got 0",
     ),
     (
         "memory",
         lambda d: d["prediction"]["devices"][2].update(memory_bytes=-1),
-        r"prediction.devices\[2\].memory_bytes of a plan is at least 0; got -1",
+        r"prediction.devices\[2\].memory_bytes of a plan must be at least 0; got -1",
     ),
     (
         "device not predicted",
         lambda d: d["prediction"]["devices"].pop(),
-        "prediction.devices of a plan has each device of the plan once; got c 0 times",
+        "prediction.devices of a plan must have each device of the plan once; got c 0 times",
     ),
 ]
 

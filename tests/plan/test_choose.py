@@ -136,7 +136,7 @@ def test_nothing_fits_says_what_would() -> None:
         make_plan(profile, cluster, PLAIN)
     message = str(caught.value)
     assert "the model does not fit: it needs 8 kB" in message
-    assert "a has 3 kB, 1 kB less than an equal part" in message
+    assert "a has 3 kB, 1 kB less than an equal share" in message
     assert "4 kB on each of 2 devices" in message
     fitting = make_cluster(1, 1, memory_bytes=4000)
     assert make_plan(profile, fitting, PLAIN).devices == ("a", "b")

@@ -137,5 +137,5 @@ def test_the_size_of_a_step_is_that_of_all_replicas() -> None:
         make_plan(profile, make_cluster(1, 1), Request(schedule="1f1b", batch_rows=7, rows=(2, 3)))
     with pytest.raises(PlanError, match=r"gpipe .*give one of"):
         Request(schedule="gpipe")
-    with pytest.raises(PlanError, match="microbatches of a step are for training"):
+    with pytest.raises(PlanError, match="the size of a step is for training"):
         Request(num_microbatches=4)

@@ -39,8 +39,8 @@ def test_an_empty_schedule() -> None:
         ("F0 B0 F0.1 B0.1 \n F0.1", "stage 1 is on device 0 and on device 1"),
         ("F0 B0 \n F0.2 B0.2", "stage 1 is assigned to no device; .* from 0 to 2"),
         ("F0 F1 B0 B1 \n F0 B0", "F1.1 is missing"),
-        ("F0 F1 B0 B1 \n F1 F0 B0 B1", "sends the activations of microbatch 0 when stage 1 expects those of 1"),
-        ("F0 F1 B0 B1 \n F0 F1 B1 B0", "stage 1 sends the gradients of microbatch 1 when stage 0 expects those of 0"),
+        ("F0 F1 B0 B1 \n F1 F0 B0 B1", "sends the activations of microbatch 0, but stage 1 expects those of 1"),
+        ("F0 F1 B0 B1 \n F0 F1 B1 B0", "stage 1 sends the gradients of microbatch 1, but stage 0 expects those of 0"),
         ("F0 B0 F1 B1 \n F0 F1 B0 B1", "device 0 is at B0.0, device 1 is at F1.1"),
     ],
 )

@@ -114,12 +114,15 @@ def test_without_a_device() -> None:
         ),
         (
             "[[devices]]\nname = '../../x'\nspeed = 1\nmemory = '1 B'",
-            "a device's name is 1 to 128 letters, digits or .*; got '../../x'; rename it",
+            "a device's name must be 1 to 128 letters, digits or .*; got '../../x'; rename it",
         ),
-        ('[[devices]]\nname = "a\\nb"\nspede = 1', r"a device's name is 1 to 128 letters.*; got 'a\\nb'; rename it"),
+        (
+            '[[devices]]\nname = "a\\nb"\nspede = 1',
+            r"a device's name must be 1 to 128 letters.*; got 'a\\nb'; rename it",
+        ),
         (
             "[[hosts]]\nname = '/'\ncpu = 1\nmemory = '1 B'",
-            "a device's name is 1 to 128 letters, digits or .*; got '/'",
+            "a device's name must be 1 to 128 letters, digits or .*; got '/'",
         ),
         (2 * "[[devices]]\nname = 'a'\nspeed = 1\nmemory = '1 B'\n", "names of devices must be unique; 'a'"),
     ],

@@ -32,6 +32,6 @@ def test_the_message() -> None:
     with pytest.raises(PlanError) as caught:
         check_name("a device's name", "../../x", PlanError)
     assert str(caught.value) == (
-        "a device's name is 1 to 128 letters, digits or . _ : + @ - and starts with a letter, a digit or _; "
+        "a device's name must be 1 to 128 letters, digits or . _ : + @ - and start with a letter, a digit or _; "
         "got '../../x'; rename it"
     )

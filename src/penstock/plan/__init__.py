@@ -1,1 +1,1 @@
-"""Decide: which units form a stage, on which device, and in which order a stage works. No torch in this room."""
+"""Planning: which units form a stage, on which device, and the order of a stage's work. Does not import torch."""

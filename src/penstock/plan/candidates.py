@@ -28,12 +28,11 @@ class Request:
     """Requirements of a plan.
 
     `aim` is throughput, latency or the fewest devices for `target_rows_per_s`. `rows` are the microbatch sizes to
-    choose from, by default those of the profile. `num_rows` is the length of the predicted stream. `replicas` allows
-    parallel pipelines, `shared` stages that devices share round-robin. A training step has `num_microbatches`, or as
-    many as make up `batch_rows`, over all replicas. `recording_bytes` stay free on every device for a trace. With
-    `max_error` a stage computes on the fastest runtime of the profile that its device has and whose outputs differ from
-    eager's by at most this part of their length. A model that generates has `lanes`, by default as many as its stages
-    need.
+    choose from, by default the profile's sizes. `num_rows` is the length of the predicted stream. `replicas` allows
+    parallel pipelines, `shared` allows stages that devices share round-robin. A training step has `num_microbatches`
+    microbatches, or as many as make up `batch_rows`, over all replicas. `recording_bytes` are kept free on every device
+    for a trace. With `max_error`, a stage uses the fastest runtime of its device whose outputs have at most this
+    relative error compared with eager. A model that generates has `lanes`, by default as many as its stages need.
 
     >>> Request(aim="latency").depth
     2
@@ -63,7 +62,7 @@ class Request:
         if self.schedule == "forward-only":
             if self.num_microbatches is not None or self.batch_rows is not None:
                 raise PlanError(
-                    f"microbatches of a step are for training; add --schedule {DEFAULT_SCHEDULE} or another"
+                    f"the size of a step is for training; add --schedule {DEFAULT_SCHEDULE} or another schedule"
                 )
         elif (self.num_microbatches is None) == (self.batch_rows is None):
             raise PlanError(
@@ -71,7 +70,7 @@ class Request:
             )
 
     def settings(self, profile: Profile) -> list[Setting]:
-        """Return a setting for each microbatch size, by default for the measured ones.
+        """Return a setting for each microbatch size, by default for the measured sizes.
 
         Raises `PlanError` if no size divides the batch.
         """
@@ -95,7 +94,7 @@ class Request:
 
 
 Kind = Literal["stages", "shared stages", "replicas", "rotating cuts"]
-# plans this near to each other count as equal: then the one with fewer devices is better
+# plans within this relative difference count as equal: then fewer devices are better
 EQUAL = 1e-3
 _SHARE_EFFORT = 300_000_000
 _BOUNDED_EFFORT = 5_000_000_000
@@ -103,9 +102,9 @@ _BOUNDED_EFFORT = 5_000_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A candidate plan: its kind, its pipelines with names, and their prediction.
+    """A candidate plan: its kind, its pipelines with names of devices and cuts, and their prediction.
 
-    With `exact` no plan of its kind is better for its microbatch size.
+    `exact` is set if no plan of this kind is better for this microbatch size.
     """
 
     kind: Kind
@@ -121,13 +120,15 @@ class Candidate:
 
     @property
     def rows(self) -> int:
-        """The rows of a microbatch."""
+        """Rows per microbatch."""
         return self.problem.setting.rows
 
 
 def candidates_of(problem: Problem, request: Request) -> list[Candidate]:
-    """Return the plans worth comparing for one microbatch size: the best pipeline for each number of devices,
-    stages that devices share, and whole pipelines side by side."""
+    """Return the plans worth comparing for one microbatch size.
+
+    These are the best pipeline for each number of devices, stages that devices share, and parallel pipelines.
+    """
     if interleaves(problem.setting.schedule):
         return _interleaved(problem, request)
     found = _single(problem, request)
@@ -149,10 +150,10 @@ def candidates_of(problem: Problem, request: Request) -> list[Candidate]:
 def as_candidate(
     problem: Problem, kind: Kind, divisions: Sequence[tuple[float, Division]], request: Request, *, exact: bool
 ) -> Candidate:
-    """Name devices and cuts of pipelines, with their shares of the microbatches, and predict them."""
+    """Return pipelines as a candidate: with names, shares of the microbatches, and a prediction."""
     pipelines = tuple(_pipeline(problem, division, share) for share, division in divisions)
     pace = bottleneck_s(problem, divisions[0][1])
-    exact = exact and not problem.setting.trains  # searched for its pace, and a step also fills and drains
+    exact = exact and not problem.setting.trains  # the search minimizes pace; a step also fills and drains
     known = exact and kind == "stages"
     bound = problem.setting.rows / pace if known else bound_rows_per_s(problem, share=kind != "stages")
     prediction = predict_pipelines(problem, pipelines, request.num_rows, bound)
@@ -160,7 +161,7 @@ def as_candidate(
 
 
 def with_rotation(best: Candidate, request: Request) -> Candidate | None:
-    """Return a pipeline with several cut sets in rotation, if that is faster with queues as short as they are."""
+    """Return a pipeline with several cut sets in rotation; None if that is not faster with these short queues."""
     problem, (pipeline, *more) = best.problem, best.pipelines
     found = None if more else rotated(problem, pipeline)
     if found is None:
@@ -172,13 +173,13 @@ def with_rotation(best: Candidate, request: Request) -> Candidate | None:
 
 
 def bound_rows_per_s(problem: Problem, *, share: bool) -> float:
-    """Return the throughput that no plan exceeds; see `bottleneck_bound_s`."""
+    """Return an upper bound on the throughput of any plan; see `bottleneck_bound_s`."""
     bound = bottleneck_bound_s(problem, share=share)
     return problem.setting.rows / bound if bound else math.inf
 
 
 def _single(problem: Problem, request: Request) -> list[Candidate]:
-    """Return the best pipelines with a device for each stage."""
+    """Return the best pipelines with one device per stage."""
     aim: Literal["pace", "latency"] = "latency" if request.aim == "latency" else "pace"
     counts = problem.setting.counts_stages
     found = _for_each_size(problem, aim) if counts else best_divisions(problem, aim=aim)
@@ -186,7 +187,7 @@ def _single(problem: Problem, request: Request) -> list[Candidate]:
         return _many(problem, request)
     if found is None:
         raise PlanError(
-            f"the smallest latency on {len(problem.devices)} unequal devices is too much to search; "
+            f"searching for the smallest latency on {len(problem.devices)} unequal devices takes too long; "
             "name fewer devices in the cluster file, the fastest ones"
         )
     divisions = [division for _, division in found.values()]
@@ -196,12 +197,12 @@ def _single(problem: Problem, request: Request) -> list[Candidate]:
 
 
 def fits(prediction: Prediction, cluster: Cluster) -> bool:
-    """Return True if devices have the predicted memory."""
+    """Return True if all devices have the memory that is predicted."""
     return all(load.memory_bytes <= cluster.device(load.device).memory_bytes for load in prediction.devices)
 
 
 def _interleaved(problem: Problem, request: Request) -> list[Candidate]:
-    """Return pipelines with several stages for each device."""
+    """Return pipelines with several stages per device."""
     if len(problem.devices) == 1:
         name = problem.setting.schedule
         raise PlanError(f"the schedule {name} needs several devices; got 1; use --schedule {DEFAULT_SCHEDULE}")
@@ -220,7 +221,7 @@ def _for_each_size(problem: Problem, aim: Literal["pace", "latency"]) -> dict[in
 
 
 def _many(problem: Problem, request: Request) -> list[Candidate]:
-    """Return pipelines for too many devices to search every order."""
+    """Return pipelines for numbers of devices that are too large to search every order."""
     division = good_division(problem)
     if division is None:
         return []
@@ -253,7 +254,7 @@ def _fewer(problem: Problem, request: Request) -> list[Candidate]:
 
 
 def _shared(problem: Problem, request: Request) -> list[Candidate]:
-    """Return pipelines in which devices share a stage, without those with one device each."""
+    """Return pipelines in which devices share a stage."""
     found = best_divisions(problem, share=True, effort=_SHARE_EFFORT)
     if not found:
         return []
@@ -288,7 +289,7 @@ def _pipeline(problem: Problem, division: Division, share: float) -> Pipeline:
 
 
 def _shares(problem: Problem, stage: Placed) -> tuple[float, ...]:
-    """Assign devices that share a stage parts proportional to speed; the driver computes in its remaining time."""
+    """Return shares proportional to speed for devices that share a stage; the driver computes in its remaining time."""
     if len(stage.devices) == 1:
         return (1.0,)
     pace = shared_load_s(problem, stage)

@@ -1,4 +1,4 @@
-"""Checks of a plan against itself and its inputs, with one-line errors that have the field and the reason."""
+"""Validation of a plan, alone and against its inputs, with one-line errors that name the field and the reason."""
 
 import math
 import os
@@ -12,17 +12,17 @@ from penstock.spec.fields import NAME_RULE, fingerprint, is_name, read_bytes
 from penstock.spec.plan import Pipeline, Plan, Stage, decode_plan
 from penstock.spec.profile import Profile
 
-# weights and shares are sums of floats
+# tolerance for sums of weights and shares, which are floats
 _ROUNDING = 1e-6
 
 
 def read_plan(path: str | os.PathLike[str]) -> Plan:
-    """Read a plan file and see that it is a plan.
+    """Read a plan file and validate it.
 
     Example:
         plan = read_plan("plan.json")
 
-    Raises `PlanError` that has the path, the field that is wrong, and why.
+    Raises `PlanError` with the path, the invalid field and the reason.
     """
     data = read_bytes(path, "a plan", PlanError)
     try:
@@ -34,21 +34,21 @@ def read_plan(path: str | os.PathLike[str]) -> Plan:
 
 
 def check_plan(plan: Plan) -> None:
-    """Raise `PlanError` unless the plan agrees with itself.
+    """Raise `PlanError` unless the plan is consistent.
 
-    It sees that devices are used once, weights and shares add up to 1, all cut sets of a pipeline have one
-    cut fewer than stages, and numbers are possible.
+    Devices must be used once, weights and shares must add up to 1, cut sets must have one cut fewer than there are
+    stages, and numbers must be in range.
     """
     if plan.version != 1:
-        _refuse("version", "is 1 in this penstock", plan.version)
+        _refuse("version", "be 1 in this penstock", plan.version)
     for field in ("microbatch_rows", "depth"):
         if getattr(plan, field) < 1:
-            _refuse(field, "is at least 1", getattr(plan, field))
+            _refuse(field, "be at least 1", getattr(plan, field))
     _check_schedule(plan)
     for field in ("loader", "writer"):
         _check_name(field, getattr(plan, field))
     if not plan.pipelines:
-        _refuse("pipelines", "has at least one pipeline", [])
+        _refuse("pipelines", "have at least one pipeline", [])
     _check_parts("pipelines[*].share", [pipeline.share for pipeline in plan.pipelines])
     for index, pipeline in enumerate(plan.pipelines):
         _check_pipeline(f"pipelines[{index}]", pipeline, plan)
@@ -82,18 +82,18 @@ def check_cuts(plan: Plan, cuts: Sequence[str]) -> None:
             where = f"pipelines[{index}].cut_sets[{number}].cuts"
             for name in cut_set.cuts:
                 if name not in positions:
-                    _refuse(where, f"is made of cuts of {plan.model}", repr(name))
+                    _refuse(where, f"be made of cuts of {plan.model}", repr(name))
             for first, second in pairwise(cut_set.cuts):
                 if positions[first] >= positions[second]:
-                    _refuse(where, "is in the order of the model, each cut once", f"{first}, {second}")
+                    _refuse(where, "be in the order of the model, each cut once", f"{first}, {second}")
 
 
 def check_devices(plan: Plan, cluster: Cluster) -> None:
-    """Raise `PlanError` unless every device of the plan is one of the cluster's."""
+    """Raise `PlanError` unless every device of the plan is in the cluster."""
     known = {device.name for device in cluster.devices}
     for where, name in (("loader", plan.loader), ("writer", plan.writer), *_device_places(plan)):
         if name not in known:
-            _refuse(where, f"is a device of {cluster.name}", repr(name))
+            _refuse(where, f"be a device of {cluster.name}", repr(name))
 
 
 def check_made_from(plan: Plan, profile: Profile, cluster: Cluster) -> None:
@@ -109,74 +109,74 @@ def check_made_from(plan: Plan, profile: Profile, cluster: Cluster) -> None:
 def _check_schedule(plan: Plan) -> None:
     if not plan.trains:
         if plan.num_microbatches is not None:
-            _refuse("num_microbatches", "is null for the schedule forward-only", plan.num_microbatches)
+            _refuse("num_microbatches", "be null for the schedule forward-only", plan.num_microbatches)
     elif plan.schedule not in SCHEDULES:
-        _refuse("schedule", f"is one of forward-only, {', '.join(SCHEDULES)}", repr(plan.schedule)[:80])
+        _refuse("schedule", f"be one of forward-only, {', '.join(SCHEDULES)}", repr(plan.schedule)[:80])
     elif plan.num_microbatches is None or plan.num_microbatches < 1:
-        _refuse("num_microbatches", f"is at least 1 for the schedule {plan.schedule}", plan.num_microbatches)
+        _refuse("num_microbatches", f"be at least 1 for the schedule {plan.schedule}", plan.num_microbatches)
     for index, (pipeline, count) in enumerate(zip(plan.pipelines, plan.microbatches, strict=True)):
         if not plan.trains:
             break
         if count < 1 or not math.isclose(count, pipeline.share * (plan.num_microbatches or 0), abs_tol=_ROUNDING):
-            whole = f"is a whole number of the {plan.num_microbatches} microbatches"
+            whole = f"be a whole number of the {plan.num_microbatches} microbatches"
             _refuse(f"pipelines[{index}].share", whole, f"{pipeline.share:g}")
         if len(pipeline.cut_sets) > 1:
-            _refuse(f"pipelines[{index}].cut_sets", f"has one cut set with the schedule {plan.schedule}",
+            _refuse(f"pipelines[{index}].cut_sets", f"have one cut set with the schedule {plan.schedule}",
                     len(pipeline.cut_sets))  # fmt: skip
     if not 0 <= plan.optimizer_state_factor < math.inf:
-        _refuse("optimizer_state_factor", "is at least 0", plan.optimizer_state_factor)
+        _refuse("optimizer_state_factor", "be at least 0", plan.optimizer_state_factor)
 
 
 def _check_devices_once(plan: Plan) -> None:
     """Check that each device holds one stage, or the interleaved stages of one pipeline."""
     interleaved = interleaves(plan.schedule)
     if interleaved and len(plan.pipelines) > 1:
-        _refuse("pipelines", f"has one pipeline with the schedule {plan.schedule}", f"{len(plan.pipelines)}")
+        _refuse("pipelines", f"have one pipeline with the schedule {plan.schedule}", f"{len(plan.pipelines)}")
     names = [name for _, name in _device_places(plan)]
     for place, (where, name) in enumerate(_device_places(plan)):
         if interleaved and name != names[place % len(plan.devices)]:
             wanted = (
-                f"is that of stage {place % len(plan.devices)}, since stages are assigned round-robin to the devices"
+                f"be that of stage {place % len(plan.devices)}, since stages are assigned round-robin to the devices"
             )
             _refuse(where, wanted, repr(name))
         if not interleaved and names.count(name) > 1:
-            _refuse(where, "is a device that holds no other stage", repr(name))
+            _refuse(where, "be a device that holds no other stage", repr(name))
 
 
 def _check_pipeline(where: str, pipeline: Pipeline, plan: Plan) -> None:
     if not pipeline.stages:
-        _refuse(f"{where}.stages", "has at least one stage", [])
+        _refuse(f"{where}.stages", "have at least one stage", [])
     for index, stage in enumerate(pipeline.stages):
         _check_stage(f"{where}.stages[{index}]", stage, plan)
     if not pipeline.cut_sets:
-        _refuse(f"{where}.cut_sets", "has at least one cut set", [])
+        _refuse(f"{where}.cut_sets", "have at least one cut set", [])
     _check_parts(f"{where}.cut_sets[*].weight", [cut_set.weight for cut_set in pipeline.cut_sets])
     for index, cut_set in enumerate(pipeline.cut_sets):
         place = f"{where}.cut_sets[{index}].cuts"
         if len(cut_set.cuts) != len(pipeline.stages) - 1:
-            wanted = f"has {len(pipeline.stages) - 1} cuts for {len(pipeline.stages)} stages"
+            wanted = f"have {len(pipeline.stages) - 1} cuts for {len(pipeline.stages)} stages"
             _refuse(place, wanted, f"{len(cut_set.cuts)} cuts")
         if len(set(cut_set.cuts)) < len(cut_set.cuts):
-            _refuse(place, "has each cut once", ", ".join(cut_set.cuts))
+            _refuse(place, "have each cut once", ", ".join(cut_set.cuts))
     sets = [cut_set.cuts for cut_set in pipeline.cut_sets]
     if len(set(sets)) < len(sets):
-        _refuse(f"{where}.cut_sets", "has each cut set once", f"{len(sets)} of which {len(set(sets))} differ")
+        _refuse(f"{where}.cut_sets", "have each cut set once", f"{len(sets)} of which {len(set(sets))} differ")
     if len(sets) > 1 and any(len(stage.devices) > 1 for stage in pipeline.stages):
-        _refuse(f"{where}.cut_sets", "has one cut set if devices share a stage", f"{len(sets)}")
+        _refuse(f"{where}.cut_sets", "have one cut set if devices share a stage", f"{len(sets)}")
 
 
 def _check_stage(where: str, stage: Stage, plan: Plan) -> None:
     if not stage.devices:
-        _refuse(f"{where}.devices", "has at least one device", [])
+        _refuse(f"{where}.devices", "have at least one device", [])
     for name in stage.devices:
         _check_name(f"{where}.devices", name)
     if len(stage.shares) != len(stage.devices):
-        _refuse(f"{where}.shares", f"has a share for each of {len(stage.devices)} devices", len(stage.shares))
+        _refuse(f"{where}.shares", f"have a share for each of {len(stage.devices)} devices", len(stage.shares))
     _check_parts(f"{where}.shares", stage.shares)
     if len(stage.devices) > 1 and plan.trains:
-        _refuse(f"{where}.devices", f"is one device with the schedule {plan.schedule}", ", ".join(stage.devices))
+        _refuse(f"{where}.devices", f"be one device with the schedule {plan.schedule}", ", ".join(stage.devices))
     if not stage.runtime:
-        _refuse(f"{where}.runtime", "is the name of a runtime, such as eager", repr(stage.runtime))
+        _refuse(f"{where}.runtime", "be the name of a runtime, such as eager", repr(stage.runtime))
 
 
 def _check_prediction(plan: Plan) -> None:
@@ -184,25 +184,25 @@ def _check_prediction(plan: Plan) -> None:
     for field in ("rows_per_s", "bound_rows_per_s", "total_s", "latency_s"):
         value = getattr(prediction, field)
         if not 0 < value < math.inf:
-            _refuse(f"prediction.{field}", "is above 0", value)
+            _refuse(f"prediction.{field}", "be above 0", value)
     if prediction.num_rows < 1:
-        _refuse("prediction.num_rows", "is at least 1", prediction.num_rows)
+        _refuse("prediction.num_rows", "be at least 1", prediction.num_rows)
     predicted = [load.device for load in prediction.devices]
     for name in plan.devices:
         if predicted.count(name) != 1:
-            _refuse("prediction.devices", "has each device of the plan once", f"{name} {predicted.count(name)} times")
+            _refuse("prediction.devices", "have each device of the plan once", f"{name} {predicted.count(name)} times")
     for index, load in enumerate(prediction.devices):
         for field in ("load_s", "memory_bytes"):
             if not 0 <= getattr(load, field) < math.inf:
-                _refuse(f"prediction.devices[{index}].{field}", "is at least 0", getattr(load, field))
+                _refuse(f"prediction.devices[{index}].{field}", "be at least 0", getattr(load, field))
 
 
 def _check_parts(where: str, parts: Sequence[float]) -> None:
     for part in parts:
         if not 0 < part <= 1 + _ROUNDING:
-            _refuse(where, "is above 0 and at most 1", part)
+            _refuse(where, "be above 0 and at most 1", part)
     if not math.isclose(sum(parts), 1.0, abs_tol=_ROUNDING):
-        _refuse(where, "adds up to 1", f"{sum(parts):g}")
+        _refuse(where, "add up to 1", f"{sum(parts):g}")
 
 
 def _device_places(plan: Plan) -> Iterator[tuple[str, str]]:
@@ -218,4 +218,4 @@ def _check_name(field: str, name: str) -> None:
 
 
 def _refuse(field: str, rule: str, value: object) -> None:
-    raise PlanError(f"{field} of a plan {rule}; got {value}; correct it or replan")
+    raise PlanError(f"{field} of a plan must {rule}; got {value}; correct it or replan")

@@ -1,4 +1,4 @@
-"""Choice of a plan: candidates are ranked, the best is recorded, and misfits are explained; with replanning."""
+"""Choice of a plan: ranking of candidates, explanation if none fits, and replanning."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,15 +21,15 @@ from penstock.spec.plan import Generation, Plan, num_lanes
 from penstock.spec.profile import Profile
 from penstock.units import format_bytes
 
-# number of pipelines besides the best that are tried with rotating cuts
+# number of pipelines, in addition to the best, that are tried with rotating cuts
 _ROTATED = 3
-# memory of an unknown device: the planner may assign it anything
+# memory of an unknown device: unlimited
 _ENOUGH_BYTES = 2**50
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """The plan that was chosen, as plan and as candidate, and the others, best first."""
+    """The chosen plan, as plan and as candidate, and the other candidates, best first."""
 
     plan: Plan
     best: Candidate
@@ -42,21 +42,23 @@ def make_plan(profile: Profile, cluster: Cluster, request: Request | None = None
     Example:
         plan = make_plan(read_profile("profile.json"), read_cluster("cluster.toml"))
 
-    Raises `PlanError` if nothing fits, with the missing memory and a sufficient one, or no plan reaches the target.
+    Raises `PlanError` if no plan fits, naming the missing and a sufficient memory, or if none reaches the target.
     """
     return choose(profile, cluster, request or Request()).plan
 
 
 def choose(profile: Profile, cluster: Cluster, request: Request) -> Choice:
-    """Choose a plan and keep what else was considered; see `make_plan`."""
+    """Choose a plan, and keep the other candidates; see `make_plan`."""
     if profile.generation is not None:
-        # stages keep caches, so all microbatches take the same way
+        # stages keep caches, so all microbatches must take the same route
         if request.schedule != "forward-only":
-            raise PlanError(f"a profile of generation is not for training with {request.schedule}; profile --training")
+            raise PlanError(
+                f"training with {request.schedule} needs another profile than of generation; use profile --training"
+            )
         request = replace(request, replicas=False, alternate=False, shared=False)
     candidates: list[Candidate] = []
     columns: Columns = {}
-    if request.max_error is not None:  # devices that share a stage compute it alike
+    if request.max_error is not None:  # devices that share a stage must use the same runtime
         columns = columns_within(profile, cluster, request.max_error, alike=request.shared)
     problems = [Problem(profile, cluster, setting, columns) for setting in request.settings(profile)]
     for problem in problems:
@@ -93,7 +95,7 @@ def rank(candidates: Sequence[Candidate], request: Request) -> list[Candidate]:
 
 
 def write_down(candidate: Candidate, profile: Profile, cluster: Cluster, request: Request) -> Plan:
-    """Make a plan of a candidate."""
+    """Convert a candidate to a plan."""
     feeder = cluster.feeding.name
     plan = Plan(
         model=profile.model, graph=profile.graph, profile=fingerprint(profile), cluster=fingerprint(cluster),
@@ -115,9 +117,7 @@ def _caches(candidate: Candidate, profile: Profile) -> Generation | None:
 
 
 def _worth_rotating(ranked: Sequence[Candidate]) -> list[Candidate]:
-    """Return the pipelines that may gain most from rotation: the best, and of its microbatch size those with the most
-    devices.
-    """
+    """Return the pipelines that may gain most from rotation: the best, and those of its size with the most devices."""
     plain = [c for c in ranked if c.kind == "stages"]
     if not plain:
         return []
@@ -133,7 +133,7 @@ def _by_throughput(candidate: Candidate, top: float) -> tuple[float, float, floa
 
 
 def explain_misfit(problem: Problem) -> str:
-    """Return one line with the missing memory and a sufficient memory per device.
+    """Return a one-line explanation with the missing memory and a sufficient memory per device.
 
     Example:
         raise PlanError(explain_misfit(problem))
@@ -164,13 +164,13 @@ def explain_misfit(problem: Problem) -> str:
     return (
         f"the model does not fit: it needs {format_bytes(total)}{holds} and the base memory of every process; the "
         f"devices have {format_bytes(have_all)} in total; {devices[tightest].name} has "
-        f"{format_bytes(devices[tightest].memory_bytes)}, {format_bytes(max(missing, 0.0))} less than an equal part; "
+        f"{format_bytes(devices[tightest].memory_bytes)}, {format_bytes(max(missing, 0.0))} less than an equal share; "
         f"{would}, or use more devices or fewer rows per microbatch{fewer}"
     )
 
 
 def memory_that_would_do(problem: Problem) -> float:
-    """Return the smallest memory with which the same number of equal devices could hold the model."""
+    """Return the smallest memory per device with which as many equal devices could hold the model."""
     if problem.setting.generates:
         problem = problem.for_stages(len(problem.devices))
     low, high = 0.0, max(problem.memory_bytes(problem.feeder, 0, problem.num_units, problem.setting.in_flight(1)), 1.0)
@@ -186,14 +186,14 @@ def memory_that_would_do(problem: Problem) -> float:
 
 
 def _needs(problem: Problem, from_end: int) -> Vector:
-    """Return the memory of every stage on the driver, which needs the most, infinite for empty stages."""
+    """Return the memory of every possible stage on the driver, which needs the most; infinite for empty stages."""
     need = problem.memory_block(problem.feeder, problem.setting.in_flight(from_end), slice(None), slice(None))
     need[np.tril_indices(problem.num_units + 1)] = np.inf
     return need
 
 
 def _possible(needs: list[Vector], memory_bytes: float) -> bool:
-    """Return True if stages with these needs, each within a memory, reach from the model's end to its start."""
+    """Return True if stages with these needs, each within `memory_bytes`, can cover the whole model."""
     reached = np.zeros(len(needs[0]), dtype=np.bool_)
     reached[-1] = True
     for need in needs:
@@ -210,7 +210,7 @@ def _neediest_unit(problem: Problem, number: int) -> tuple[float, int]:
 
 
 def _round_up(num_bytes: float) -> float:
-    """Return three digits that are enough when written down."""
+    """Round up to three digits, so that the printed number is sufficient."""
     step = 10.0 ** max(0, len(str(int(num_bytes))) - 3)
     return float(np.ceil(num_bytes / step) * step)
 
@@ -227,7 +227,7 @@ class Moving:
     remaining_rows: float
 
     def pays(self, rows_per_s: float, fresh_rows_per_s: float) -> bool:
-        """Return True if the remaining rows take less time with the migration than without."""
+        """Return True if the remaining rows take less time with the migration than without it."""
         return self.cost_s + self.remaining_rows / fresh_rows_per_s < self.remaining_rows / rows_per_s
 
 
@@ -236,19 +236,19 @@ def plan_again(
     missing: Collection[str] = (), worth: float = 0.02, moving: Moving | None = None, replicas: bool = True,
     alternate: bool | None = None,
 ) -> Plan:  # fmt: skip
-    """Return the plan for a cluster's current state, or the old one with new predictions if a new one gains too little.
+    """Return a plan for the cluster's current state; if it gains too little, the old plan with new predictions.
 
-    `speeds` are observed speeds of devices, in multiples of the profiled device's; `missing` are lost devices; a new
-    device is already in the cluster. A new plan must be faster by more than `worth` (0.02 is 2%), since a change
-    migrates weights, and with `moving` must save more time than that takes. Microbatch size, depth and schedule stay;
-    without `replicas` the search is for one pipeline, and with `alternate` False for one cut set. For a training with
-    frozen leading layers, pass a frozen profile (`plan/cost/frozen.py`).
+    `speeds` are observed speeds of devices, as multiples of the profiled device's speed; `missing` are lost devices; a
+    new device must already be in the cluster. A new plan must be faster by more than `worth` (0.02 is 2%), since a
+    change migrates weights, and with `moving` it must save more time than the migration takes. Microbatch size, depth
+    and schedule do not change; without `replicas` the search is limited to one pipeline, and with `alternate=False` to
+    one cut set. For training with frozen leading layers, pass a frozen profile (`plan/cost/frozen.py`).
 
     Example:
         plan = plan_again(plan, profile, cluster, speeds={"board2": 0.2}, missing={"board3"})
 
-    A pure function without side effects. Raises `PlanError` if nothing fits or the driver is lost, `ClusterError` for
-    names that the cluster does not have.
+    A pure function. Raises `PlanError` if no plan fits or the driver is lost, `ClusterError` for names that are not in
+    the cluster.
     """
     now = observed(cluster, speeds or {}, missing)
     errors = [column.error for column in (columns_of(plan, profile) or {}).values()]
@@ -271,11 +271,12 @@ def plan_again(
 
 
 def observed(cluster: Cluster, speeds: Mapping[str, float], missing: Collection[str]) -> Cluster:
-    """Return the cluster in its observed state; raises `ClusterError` for unknown names, `PlanError` if the driver is
-    lost.
+    """Return the cluster in its observed state.
 
     Example:
         observed(cluster, {"board2": 0.2}, {"board3"})
+
+    Raises `ClusterError` for unknown names, `PlanError` if the driver is lost.
     """
     for name in (*speeds, *missing):
         cluster.device(name)
@@ -286,7 +287,7 @@ def observed(cluster: Cluster, speeds: Mapping[str, float], missing: Collection[
 
 
 def cluster_among(known: Cluster | None, names: Sequence[str], *, feeder: str, speed: float = 1.0) -> Cluster:
-    """Return the cluster of these devices; an unknown one is assumed to have `speed` and any memory.
+    """Return the cluster of these devices; an unknown device is assumed to have `speed` and unlimited memory.
 
     >>> cluster_among(None, ["desk", "board"], feeder="desk").device("board").speed
     1.0
@@ -300,7 +301,7 @@ def cluster_among(known: Cluster | None, names: Sequence[str], *, feeder: str, s
 
 
 def request_of(plan: Plan) -> Request:
-    """Return the request for a plan like this one: same microbatches, depth and schedule."""
+    """Return a request for a plan with the same microbatches, depth and schedule."""
     return Request(
         rows=(plan.microbatch_rows,), num_rows=plan.prediction.num_rows, depth=plan.depth, schedule=plan.schedule,
         num_microbatches=plan.num_microbatches, optimizer_state_factor=plan.optimizer_state_factor,

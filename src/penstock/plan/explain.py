@@ -1,4 +1,4 @@
-"""Explain why a plan is as it is: loads, what limits it, the runner-up, and what would help most."""
+"""Explanation of a plan: loads, bottleneck, runner-up, and the most useful changes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -19,14 +19,14 @@ from penstock.units import format_bytes, format_rate, format_seconds
 
 _Linked = TypeVar("_Linked", Device, Link)
 _BAR = 30
-# with many devices, planning again for each possible change would take longer than planning did
+# with many devices, replanning for every possible change would take longer than the planning itself
 _MAX_TRIED_DEVICES = 16
 _STEADY = 0.01  # passes of a profile that differ by less get no line
 
 
 @dataclass(frozen=True, slots=True)
 class Help:
-    """A change to the cluster and the throughput that a plan would then have."""
+    """A change to the cluster, and the throughput of a plan after the change."""
 
     change: str
     rows_per_s: float
@@ -107,7 +107,7 @@ def noise_lines(choice: Choice, profile: Profile) -> list[str]:
 
 
 def load_lines(plan: Plan, cluster: Cluster) -> list[str]:
-    """Return each device's load as a bar, with its memory; the longest bars set the pace."""
+    """Return each device's load as a bar, with its memory; the longest bar sets the pace."""
     prediction = plan.prediction
     bottleneck_s = plan.microbatch_rows / prediction.rows_per_s
     longest = max(bottleneck_s, *(load.load_s for load in prediction.devices))
@@ -127,9 +127,9 @@ def load_lines(plan: Plan, cluster: Cluster) -> list[str]:
 
 
 def what_would_help(choice: Choice, profile: Profile, cluster: Cluster, request: Request) -> list[Help]:
-    """Replan with one change at a time: faster links, more memory on a device, one device more.
+    """Replan with one change at a time: faster links, more memory on a device, one more device.
 
-    Each is planned for the microbatch sizes of the request. Sorted by gain, the largest first.
+    Each change is planned for the microbatch sizes of the request. Sorted by gain, largest first.
     """
     rate = choice.plan.prediction.rows_per_s
     found = []
@@ -151,7 +151,7 @@ def _changes(choice: Choice, cluster: Cluster) -> list[tuple[str, Callable[[], C
     like = max(devices, key=lambda device: device.speed)
     changes.append((f"one device more like {like.name}", partial(_with_one_more, cluster, like)))
     used = {load.device: load.memory_bytes for load in choice.plan.prediction.devices}
-    # memory can only help if it is nearly full, or if a device is left out for lack of it
+    # more memory can help only if the memory is nearly full, or if a device is unused for lack of memory
     full = [d for d in devices if used.get(d.name, d.memory_bytes) >= 0.5 * d.memory_bytes][:_MAX_TRIED_DEVICES]
     for device in full:
         text = f"{format_bytes(2 * device.memory_bytes)} of memory on {device.name} instead of "
@@ -179,7 +179,7 @@ def _with_one_more(cluster: Cluster, like: Device) -> Cluster:
     names = {device.name for device in cluster.devices}
     name = next(f"{like.name}+{number}" for number in range(1, len(names) + 2) if f"{like.name}+{number}" not in names)
     more = msgspec.structs.replace(like, name=name, address="")
-    # the driver stays the same, even if it is the first device by default
+    # keep the driver, even if it is the first device only by default
     return msgspec.structs.replace(cluster, devices=(*cluster.devices, more), feeder=cluster.feeding.name)
 
 
@@ -189,7 +189,7 @@ def _with(cluster: Cluster, device: Device, **changes: float) -> Cluster:
 
 
 def _step_line(candidate: Candidate) -> str:
-    """Describe the parts of a training step."""
+    """Describe the phases of a training step."""
     problem, total = candidate.problem, candidate.problem.setting.num_microbatches or 1
     divisions = [divisions_of(problem, pipeline)[0] for pipeline in candidate.pipelines]
     step = play_step(problem, divisions, [round(pipeline.share * total) for pipeline in candidate.pipelines])

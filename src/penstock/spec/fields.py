@@ -69,7 +69,7 @@ def read_number(what: str, value: object, kind: type[_Number]) -> _Number:
 
 # no separators of paths, no space, no leading dot or dash: neither another folder nor an option of a command
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:+@-]{0,127}", re.ASCII)
-NAME_RULE = "is 1 to 128 letters, digits or . _ : + @ - and starts with a letter, a digit or _"
+NAME_RULE = "be 1 to 128 letters, digits or . _ : + @ - and start with a letter, a digit or _"
 
 
 def is_name(name: object) -> bool:
@@ -84,7 +84,7 @@ def is_name(name: object) -> bool:
 def check_name(what: str, name: object, error: type[PenstockError]) -> None:
     """Raise `error` unless this can be the name of a device, a host or a file."""
     if not is_name(name):
-        raise error(f"{what} {NAME_RULE}; got {repr(name)[:80]}; rename it")
+        raise error(f"{what} must {NAME_RULE}; got {repr(name)[:80]}; rename it")
 
 
 def as_name(text: str) -> str:

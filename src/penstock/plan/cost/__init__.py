@@ -1,1 +1,1 @@
-"""Costs of a plan, in seconds, bytes and link time, from a profile and a cluster."""
+"""Costs of a plan in seconds, bytes and link time, from a profile and a cluster."""

@@ -1,16 +1,16 @@
-"""Time and cost of all-reducing gradients over the devices that hold the same weights.
+"""Cost of all-reducing gradients over the devices that hold the same weights.
 
-The engine's algorithm on the cost model: weights that the same devices hold are sent in buckets around a ring of these
-devices, every device processes its buckets in the order of their weights' backwards, and a bucket starts when the last
-of its devices has its gradients. Small buckets are sent directly to all:
+The engine's algorithm, on the cost model: gradients of weights held by the same devices travel in buckets around a ring
+of these devices. Each device processes its buckets in the order in which backwards finish, and a bucket starts when the
+last of its devices has the gradients. Small buckets are sent directly to all:
 
     device 0   |F0|F1|B0|   B1   |            the last backward makes gradients final bit by bit
     device 2   |F0|F1|B0| B1 |                (units of the model's end first)
                          ──bucket 0──▶──bucket 1──▶
 
-Of a bucket of `B` bytes, each of `K` devices sends and receives 2 (K - 1) / K * B in 2 (K - 1) successive messages
-(Patarasuk and Yuan 2009); sent directly, (K - 1) B in one. The wire time overlaps the last backwards; the CPU time of
-messages and bytes does not, since the device is computing backwards.
+For a bucket of `B` bytes, each of `K` devices sends and receives 2 (K - 1) / K * B bytes in 2 (K - 1) successive
+messages (Patarasuk and Yuan 2009); if sent directly, (K - 1) B bytes in one step. Wire time overlaps the last
+backwards; the CPU time of messages and bytes does not, since the device is computing backwards.
 """
 
 from bisect import bisect_right
@@ -25,7 +25,7 @@ from penstock.wire import adds_up_at_once, bucket_limit
 
 @dataclass(slots=True)
 class Bucket:
-    """Gradients that travel as one: the devices that hold them, and for each the first unit that uses one of them."""
+    """Gradients that are reduced together, their devices, and for each device the first unit that uses one of them."""
 
     devices: tuple[int, ...]
     num_bytes: float = 0.0
@@ -33,11 +33,11 @@ class Bucket:
 
     @property
     def at_once(self) -> bool:
-        """True if each device sends the whole bucket to all others, rather than parts around a ring."""
+        """True if each device sends the whole bucket to all others instead of parts around a ring."""
         return adds_up_at_once(len(self.devices), self.num_bytes)
 
     def cpu_s(self, problem: Problem, device: int) -> float:
-        """Return the CPU seconds that the bucket takes on a device: as it travels, and before."""
+        """Return the CPU seconds that the bucket takes on a device, before and while it travels."""
         profile, count = problem.profile, len(self.devices)
         around = count - 1 if self.at_once else 2 * (count - 1) / count
         per_byte = around * (profile.send_s_per_byte + profile.receive_s_per_byte) + profile.sum_s_per_byte
@@ -62,13 +62,13 @@ class Bucket:
 
 
 def messages_s(problem: Problem, device: int, count: int) -> float:
-    """Return the CPU seconds of n sent and n received messages, without their bytes."""
+    """Return the CPU seconds of n sent and n received messages, excluding costs per byte."""
     return count * (problem.profile.feed_s + problem.profile.result_s) / problem.devices[device].speed
 
 
 @dataclass(frozen=True, slots=True)
 class LastBackward:
-    """The last backward of a stage: when it begins to make gradients final, and ends."""
+    """The last backward of a stage: when its first gradients become final, and when it ends."""
 
     stage: Placed
     begin_s: float
@@ -85,7 +85,7 @@ class LastBackward:
 def make_buckets(problem: Problem, divisions: Sequence[Division]) -> list[Bucket]:
     """Return the buckets of parallel pipelines, in each device's processing order.
 
-    Also for one pipeline: a weight that two of its stages use is summed over both.
+    This includes a single pipeline: a weight that two of its stages use is summed over both.
 
     Example:
         make_buckets(problem, [division])       # none if no stages share a weight
@@ -96,7 +96,8 @@ def make_buckets(problem: Problem, divisions: Sequence[Division]) -> list[Bucket
     for num_bytes, units in reversed(problem.costs.tensors.values()):
         first_units = _first_units(divisions, units)
         if len(first_units) > 1:
-            # pipelines with other cuts hold other parts of the model, so these weights never share a bucket
+            # pipelines with different cuts hold different parts of the model; weights on different devices never share
+            # a bucket
             alike = tuple(first_units), tuple(sorted({bisect_right(bounds, unit) for unit in units}))
             found.append((alike, num_bytes, first_units))
             totals[alike] += num_bytes
@@ -114,7 +115,7 @@ def make_buckets(problem: Problem, divisions: Sequence[Division]) -> list[Bucket
 
 
 def _first_units(divisions: Sequence[Division], units: Sequence[int]) -> dict[int, int]:
-    """Return the devices that hold a weight, in order, with the first of its units on each."""
+    """Return the devices that hold a weight, in order, with the first unit that uses it on each."""
     found: dict[int, int] = {}
     for division in divisions:
         starts = [stage.start for stage in division]

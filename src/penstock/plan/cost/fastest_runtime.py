@@ -1,4 +1,4 @@
-"""Runtimes of each device's stages: the fastest available one with outputs close enough to eager's."""
+"""Choice of each device's runtime: the fastest available runtime whose outputs are close enough to eager's."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from statistics import fmean
@@ -11,7 +11,7 @@ from penstock.spec.cluster import Cluster
 from penstock.spec.plan import Pipeline, Plan, Stage, runtime_name
 from penstock.spec.profile import Profile, RuntimeColumn
 
-# by device name; stages of other devices compute eagerly
+# by device name; other devices use eager
 Columns = Mapping[str, RuntimeColumn]
 _EAGER = "eager"
 
@@ -19,15 +19,15 @@ _EAGER = "eager"
 def columns_within(profile: Profile, cluster: Cluster, max_error: float, *, alike: bool = False) -> Columns:
     """Return each device's fastest runtime with a relative output error of at most `max_error`.
 
-    A device for which eager is fastest is left out. With `alike` only runtimes that all devices have are considered.
+    Devices for which eager is fastest are left out. With `alike`, only runtimes that all devices have are considered.
 
     Example:
         columns_within(profile, cluster, 0.02)["board2"].name
 
-    Raises `PlanError` for a profile without other runtimes, and a device with one that was not measured.
+    Raises `PlanError` if the profile has no other runtimes, or if a device has a runtime that was not measured.
     """
     if not profile.runtimes:
-        raise PlanError("the profile has no other runtime than eager; profile again with --runtime NAME")
+        raise PlanError("the profile has no runtime other than eager; profile again with --runtime NAME")
     known = {column.name for column in profile.runtimes}
     has = {device.name: known if device.runtimes is None else set(device.runtimes) for device in cluster.devices}
     for name, names in has.items():
@@ -43,7 +43,7 @@ def columns_within(profile: Profile, cluster: Cluster, max_error: float, *, alik
 
 
 def columns_of(plan: Plan, profile: Profile) -> Columns | None:
-    """Return a profile's columns for the runtimes of a plan's devices; None if one of them is missing."""
+    """Return a profile's columns for the runtimes of a plan's devices; None if a column is missing."""
     known = {column.name: column for column in profile.runtimes}
     found: dict[str, RuntimeColumn] = {}
     for stage in (stage for pipeline in plan.pipelines for stage in pipeline.stages):
@@ -57,19 +57,20 @@ def columns_of(plan: Plan, profile: Profile) -> Columns | None:
 
 
 def computed_on(pipelines: Sequence[Pipeline], columns: Columns) -> tuple[Pipeline, ...]:
-    """Return pipelines with each stage's runtime set to that of its devices."""
+    """Return pipelines with each stage's runtime set to the runtime of its devices."""
     return _with_runtimes(pipelines, lambda stage: columns.get(stage.devices[0], stage))
 
 
 def computed_like(pipelines: Sequence[Pipeline], like: Stage) -> tuple[Pipeline, ...]:
-    """Return pipelines with each stage's runtime set to that of another stage."""
+    """Return pipelines with each stage's runtime set to the runtime of `like`."""
     return _with_runtimes(pipelines, lambda _stage: like)
 
 
 def factor_at(profile: Profile, column: RuntimeColumn | None, rows: int) -> float:
-    """Return the ratio of a unit's time on a runtime to eager, for microbatches of n rows: that of the whole model.
+    """Return the ratio of a runtime's time to eager's, for microbatches of n rows.
 
-    The time of a single unit is not known: such runtimes fuse operations across the edges of units.
+    It is the ratio for the whole model, because times of single units are not known: these runtimes fuse operations
+    across the edges of units.
     """
     return 1.0 if column is None else float(np.interp(rows, profile.rows, _factors(column)))
 

@@ -1,4 +1,4 @@
-"""Costs of a model with frozen leading layers: no backward, no kept activations, and no computation if cached."""
+"""Costs of a model with frozen leading layers: no backward, no kept activations; if cached, no computation."""
 
 from collections.abc import Collection, Sequence
 from itertools import pairwise
@@ -11,12 +11,12 @@ from penstock.spec.profile import Boundary, Profile, Unit
 
 
 def freeze(profile: Profile, boundary: str) -> Profile:
-    """Return a profile whose units before a boundary only run forward, keep nothing and are not updated.
+    """Return a profile whose units before a boundary only run forward, keep no activations and are not updated.
 
     Example:
         freeze(profile, "blocks.3:after")
 
-    Raises `PlanError` for a boundary that the profile does not have.
+    Raises `PlanError` if the profile lacks the boundary.
     """
     end = place_of(profile, boundary)
     units = [_frozen(unit) if index < end else unit for index, unit in enumerate(profile.units)]
@@ -28,11 +28,10 @@ def freeze(profile: Profile, boundary: str) -> Profile:
 
 
 def cache(profile: Profile, boundary: str, read_s_per_row: float = 0.0) -> Profile:
-    """Return a profile of a model that starts at a boundary: the part before is read from a cache and only takes
-    memory.
+    """Return a profile of a model that starts at a boundary: the part before it is cached, and only takes memory.
 
-    The units before it, which must be frozen, are merged into the one after it, so no plan cuts there. Reading a row
-    takes `read_s_per_row`. Raises `PlanError` for a boundary that the profile does not have.
+    The units before the boundary, which must be frozen, are merged into the unit after it, so that no plan cuts there.
+    Reading a row takes `read_s_per_row`. Raises `PlanError` if the profile lacks the boundary.
     """
     end = place_of(profile, boundary)
     skipped, first = profile.units[:end], profile.units[end]
@@ -51,7 +50,7 @@ def cache(profile: Profile, boundary: str, read_s_per_row: float = 0.0) -> Profi
 
 
 def keep_cuts(profile: Profile, names: Collection[str]) -> Profile:
-    """Return a profile with these cuts alone; units between them are one.
+    """Return a profile with only these cuts; the units between them are merged.
 
     Example:
         keep_cuts(profile, {"blocks.3:after", "blocks.7:after"})
@@ -64,9 +63,9 @@ def keep_cuts(profile: Profile, names: Collection[str]) -> Profile:
 
 
 def without_cuts(plan: Plan, known: Collection[str]) -> Plan:
-    """Return a plan without its missing leading cuts, whose stages no longer run.
+    """Return a plan without the leading cuts that no longer exist, whose stages no longer run.
 
-    `known` are the remaining cuts, which are the plan's last ones.
+    `known` are the remaining cuts, which are the last cuts of the plan.
     """
     pipelines = []
     for pipeline in plan.pipelines:
@@ -77,7 +76,7 @@ def without_cuts(plan: Plan, known: Collection[str]) -> Plan:
 
 
 def place_of(profile: Profile, boundary: str) -> int:
-    """Return the number of a boundary; raises `PlanError` if there is none of that name."""
+    """Return the number of a boundary; raises `PlanError` if none has this name."""
     names = [each.name for each in profile.boundaries]
     if boundary not in names[1:-1]:
         raise PlanError(

@@ -1,4 +1,4 @@
-"""Costs of a pipeline: its bottleneck, its latency, its memory; and a lower bound on the pace of any plan."""
+"""Costs of a pipeline: bottleneck, latency and memory; and a lower bound on the pace of any plan."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -12,9 +12,9 @@ from penstock.plan.cost.stage_cost import Vector
 
 
 def shared_load_s(problem: Problem, stage: Placed) -> float:
-    """Return the pace of a stage: one device's load, or that of several that share it in proportion to speed.
+    """Return the pace of a stage: the load of its device, or of several devices that share it in proportion to speed.
 
-    If the driver is among several, driving has priority and it takes as many microbatches as it then can.
+    If the driver is one of several, driving has priority, and it takes as many microbatches as it can in addition.
     """
     if len(stage.devices) == 1:
         return problem.load_s(stage.devices[0], stage.start, stage.end)
@@ -23,16 +23,16 @@ def shared_load_s(problem: Problem, stage: Placed) -> float:
         own = problem.own_load_s(number, stage)
         rate += 1 / own
         if number == problem.feeder:
-            # others take a part of its input and output, for any position of this stage
+            # the other devices take a part of its input and output, for any position of this stage
             spent = problem.feeding_only_s() / own
     pace = (1 + spent) / rate
     if spent and pace <= problem.feeding_only_s() * (1 + 1e-9):
-        return math.inf  # driving leaves it no time: the stage is faster without it
+        return math.inf  # driving leaves the driver no time: the stage is faster without it
     return pace
 
 
 def shared_block(problem: Problem, members: list[tuple[int, int]], starts: slice, ends: slice) -> Vector:
-    """Return the pace of stages that devices share: for each device its number, and the count of equal ones."""
+    """Return the pace of stages that devices share; `members` has a number and a count for each kind of device."""
     rate: Vector | float = 0.0
     spent: Vector | float = 0.0
     possible: NDArray[np.bool_] = np.ones(1, dtype=np.bool_)
@@ -43,7 +43,7 @@ def shared_block(problem: Problem, members: list[tuple[int, int]], starts: slice
             np.maximum(own, first[starts, None] + last[None, ends], out=own)
         fits = problem.cost_block(number, 0, starts, ends) < np.inf
         possible = possible & fits
-        # empty stages have no cost; they are excluded by the possible stages
+        # empty stages have no cost; the caller excludes them
         own = np.where(fits, own, 1.0)
         rate = rate + times / np.maximum(own, LEAST_S)
         if number == problem.feeder:
@@ -57,7 +57,7 @@ def shared_block(problem: Problem, members: list[tuple[int, int]], starts: slice
 
 
 def bottleneck_s(problem: Problem, division: Division) -> float:
-    """Return the seconds between microbatches of a pipeline that runs full: its busiest device or link."""
+    """Return the seconds between microbatches of a full pipeline, set by its busiest device or link."""
     pace = max(shared_load_s(problem, stage) for stage in division)
     for one, other in pairwise(division):
         if len(one.devices) == len(other.devices) == 1:
@@ -69,7 +69,7 @@ def bottleneck_s(problem: Problem, division: Division) -> float:
 
 
 def latency_s(problem: Problem, division: Division) -> float:
-    """Return the seconds from sending a microbatch into the empty pipeline until its result arrives.
+    """Return the seconds from sending a microbatch into an empty pipeline until its result arrives.
 
     If devices share a stage, the slowest counts.
     """
@@ -105,9 +105,9 @@ _HEAVY = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97)
 def bottleneck_bound_s(problem: Problem, *, share: bool = False, numbers: Sequence[int] | None = None) -> float:
     """Return a lower bound on the seconds between microbatches of any plan on these devices.
 
-    Each device can at most run the stage with the most work that it can do in time, anywhere in the model; together
-    they must run the whole model. Memory and links are ignored. With `share`, devices may share stages or whole
-    pipelines; then a device can be filled completely, which leaves only the work itself. `numbers` are the usable
+    Each device can at most run the stage with the most work that it can do within that time, anywhere in the model;
+    together the devices must run the whole model. Memory and links are ignored. With `share`, devices may share stages
+    or whole pipelines; then devices can be filled completely, and only the total work counts. `numbers` are the usable
     devices, by default all.
 
     Example:
@@ -117,11 +117,11 @@ def bottleneck_bound_s(problem: Problem, *, share: bool = False, numbers: Sequen
     chosen = list(range(len(problem.devices))) if numbers is None else list(numbers)
     speeds = problem.speeds[chosen]
     feeding = costs.feeding_s * (np.array(chosen) == problem.feeder)
-    # a driver that holds both ends may save more than its stage's overhead
+    # a driver that holds both ends may save more than the overhead of its stage
     ends = costs.overhead_s - costs.own_input_s - costs.own_output_s
     feeder_s = (costs.feeding_s + min(0.0, ends)) / problem.devices[problem.feeder].speed
     work = costs.total_s + (ends if share else min(0.0, ends))
-    # completely filled devices only need to do the work itself
+    # if devices can be filled completely, only the total work counts
     enough: Callable[[Vector], bool] = (
         (lambda budgets: float(budgets.sum()) >= work * (1 - 1e-12)) if share else _Stages(problem).enough
     )
@@ -131,7 +131,7 @@ def bottleneck_bound_s(problem: Problem, *, share: bool = False, numbers: Sequen
     high = max(low, (2 * work + costs.overhead_s + costs.feeding_s) / float(speeds.min()))
     high += float(costs.before_s.max() + costs.after_s.max()) / float(speeds.min())
     while high > max(low * (1 + _PRECISION), 1e-300):
-        # the answer is mostly near the lower end, so halve the ratio
+        # the bound is usually near the lower end, so bisect the ratio
         middle = math.sqrt(low * high) if low else high / 2
         if enough(np.maximum(speeds * middle - feeding, 0.0)):
             high = middle
@@ -141,27 +141,28 @@ def bottleneck_bound_s(problem: Problem, *, share: bool = False, numbers: Sequen
 
 
 class _Stages:
-    """A test that devices could run the whole model if each ran the one stage of which it can do most.
+    """A test whether devices could run the whole model, if each ran the stage with the most work that it can do.
 
     It compares the work in seconds, and the numbers of units above several weights: few devices may be fast enough for
-    a heavy unit, and those have time for few.
+    a heavy unit, and these have time for only a few units.
     """
 
     def __init__(self, problem: Problem) -> None:
         costs = problem.costs
-        # messages of the model's ends may stay on the driver
+        # messages at the model's ends may not leave the driver
         before, after = costs.before_s.copy(), costs.after_s.copy()
         before[0], after[-1] = -costs.own_input_s, -costs.own_output_s
         self.starts = costs.seconds - before - costs.overhead_s
         ends = costs.seconds + after
-        # for the last boundary within a limit: ends are not monotonic, but their minimum from each boundary on is
+        # to find the last boundary within a limit: costs of ends are not monotonic, but their minimum from a boundary
+        # on is
         self.least = np.minimum.accumulate(ends[::-1])[::-1]
         units = np.diff(costs.seconds)
         heavy = [np.where(units >= limit, 1.0, 0.0) for limit in np.quantile(units, _HEAVY)]
         self.measures = np.array([np.concatenate([[0.0], np.cumsum(m)]) for m in (units, *heavy)])
 
     def enough(self, budgets: Vector) -> bool:
-        """Return True if devices with these seconds of work for each microbatch might do the whole model."""
+        """Return True if devices with these seconds of work per microbatch may be able to run the whole model."""
         total = np.zeros(len(self.measures))
         for budget, count in zip(*np.unique(budgets, return_counts=True), strict=True):
             last = np.searchsorted(self.least, (self.starts + budget) * (1 + 1e-12), side="right") - 1

@@ -1,7 +1,7 @@
-"""Predictions for a plan's pipelines: throughput, latency, a finite stream, and each device's load and memory.
+"""Prediction of a plan's pipelines: throughput, latency, time of a finite stream, and each device's load and memory.
 
-A finite stream is filled and drained, with bounded buffers. The simulator models the executor with microbatches `m`,
-stages `s` and `depth` buffers on both sides of a cut:
+A finite stream includes filling and draining, with bounded buffers. The simulator models the executor, with
+microbatches `m`, stages `s` and `depth` buffers on both sides of a cut:
 
     compute   begins when the stage is free and m has arrived
     done      when it has computed, and one of its buffers is free:   sent[s][m - depth]
@@ -32,8 +32,8 @@ from penstock.spec.profile import Profile
 class StageTimes:
     """Seconds of a stage: compute for each cut set, and its incoming link.
 
-    `compute_s[server][cut_set]`: several servers are devices that share the stage round-robin, in the order of `order`.
-    `wire_s[cut_set]` is the wire time of a message from the stage before, `latency_s` its additional latency.
+    `compute_s[server][cut_set]`: several servers are devices that share the stage round-robin, in the order `order`.
+    `wire_s[cut_set]` is the wire time of a message from the previous stage, `latency_s` its additional latency.
     """
 
     compute_s: tuple[tuple[float, ...], ...]
@@ -46,10 +46,10 @@ def result_times(
     stages: Sequence[StageTimes], rotation: Sequence[int], num_microbatches: int, *, depth: int = 2,
     feed_s: float = 0.0, back_s: Sequence[float] = (0.0,),
 ) -> list[float]:  # fmt: skip
-    """Return the second at which each microbatch's result arrives at the driver.
+    """Return the time at which each microbatch's result arrives at the driver, in seconds.
 
-    `rotation` has the cut set of each microbatch, `feed_s` the seconds of a driver without a stage for each,
-    `back_s[cut_set]` those of the way back to it.
+    `rotation` has the cut set of each microbatch, `feed_s` the seconds per microbatch of a driver without a stage,
+    `back_s[cut_set]` the seconds of the message back to the driver.
 
     >>> stage = StageTimes(compute_s=((1.0,),), wire_s=(0.0,))
     >>> result_times([stage, stage], (0,), 3)
@@ -81,9 +81,9 @@ def result_times(
 def steady_s(
     stages: Sequence[StageTimes], rotation: Sequence[int], *, depth: int = 2, feed_s: float = 0.0, rounds: int = 4
 ) -> float:
-    """Return the seconds between results once the pipeline runs full, with cut sets in rotation.
+    """Return the seconds between results of a full pipeline, with cut sets in rotation.
 
-    Short queues do not absorb every difference between cut sets; this counts the loss.
+    This includes the time lost because short queues do not absorb all differences between cut sets.
     """
     longest = max(len(stage.order) for stage in stages)
     length = max(len(rotation) * longest, 2 * len(stages) + 2)
@@ -92,13 +92,13 @@ def steady_s(
     return (times[-1] - times[half - 1]) / (len(times) - half)
 
 
-# longer streams only repeat what these have shown
+# longer streams only repeat the same pattern
 _MAX_MICROBATCHES = 2000
 
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """One pipeline with numbers for names: a division for each cut set."""
+    """A pipeline with numbers instead of names: a division for each cut set."""
 
     pipeline: Pipeline
     divisions: tuple[Division, ...]
@@ -122,7 +122,7 @@ def problem_of(plan: Plan, profile: Profile, cluster: Cluster) -> Problem:
 def predict(plan: Plan, profile: Profile, cluster: Cluster, *, num_rows: int | None = None) -> Plan:
     """Return the plan with its prediction on this cluster, for a stream of `num_rows` rows.
 
-    Accepts any plan, including ones made by hand or for another cluster with the same device names.
+    Accepts any plan, including plans written by hand or for another cluster with the same device names.
 
     Example:
         predict(plan, profile, cluster).prediction.rows_per_s
@@ -138,27 +138,27 @@ def predict(plan: Plan, profile: Profile, cluster: Cluster, *, num_rows: int | N
 def predict_pipelines(
     problem: Problem, pipelines: Sequence[Pipeline], num_rows: int, bound_rows_per_s: float
 ) -> Prediction:
-    """Predict pipelines that work side by side, each on its share of the microbatches."""
+    """Predict parallel pipelines, each with its share of the microbatches."""
     if problem.setting.trains:
         total = problem.setting.num_microbatches or 1
         counts = [round(pipeline.share * total) for pipeline in pipelines]
         places = [divisions_of(problem, pipeline)[0] for pipeline in pipelines]
         return predict_training(problem, places, counts, num_rows, bound_rows_per_s)
     lines = [_Line(pipeline, divisions_of(problem, pipeline)) for pipeline in pipelines]
-    # the driver's CPU, link out and link in, for an average microbatch of all pipelines
+    # seconds of the driver's CPU, link out and link in, for an average microbatch of all pipelines
     feeding = [
         sum(line.pipeline.share * seconds for line, seconds in zip(lines, each, strict=True))
         for each in zip(*(problem.feeding_s(line.divisions[0]) for line in lines), strict=True)
     ]
     rows = problem.setting.rows
-    # what holds the pace: seconds per microbatch of the plan, and what needs them
+    # possible bottlenecks: seconds per microbatch of the plan, and a description
     holds: list[tuple[float, str]] = []
     total_s = 0.0
     loads: list[DeviceLoad] = []
     for line in lines:
         times = _stage_times(problem, line, feeding[0])
         order = round_robin(line.weights)
-        # seconds of a driver without a stage in this pipeline for each of its microbatches
+        # seconds per microbatch of a driver without a stage in this pipeline
         elsewhere = not any(problem.feeder in stage.devices for stage in line.divisions[0])
         feed_s = max(feeding) / line.pipeline.share if elsewhere else 0.0
         holds.append((line.pipeline.share * _line_bottleneck_s(problem, line, len(lines), times, order, feed_s),
@@ -166,7 +166,7 @@ def predict_pipelines(
         count = max(1, round(num_rows / rows * line.pipeline.share))
         total_s = max(total_s, _stream_s(problem, line, times, order, feed_s, count))
         loads += _loads(problem, line, feeding[0])
-    # a stage on the driver has the seconds of its CPU, less those of saved messages
+    # a stage on the driver takes the driver's CPU seconds, minus those of saved messages
     computes = any(problem.feeder in stage.devices for line in lines for stage in line.divisions[0])
     feeding_s = max(feeding[1:] if computes else feeding)
     holds.append((feeding_s, f"feeding on {problem.devices[problem.feeder].name}"))
@@ -180,7 +180,7 @@ def predict_pipelines(
 
 
 def divisions_of(problem: Problem, pipeline: Pipeline) -> tuple[Division, ...]:
-    """Return a pipeline with numbers for names: a division for each of its cut sets."""
+    """Return a pipeline with numbers instead of names: a division for each cut set."""
     places = {name: index for index, name in enumerate(problem.profile.cuts, 1)}
     devices = [tuple(problem.numbers[name] for name in stage.devices) for stage in pipeline.stages]
     bounds = ([0, *(places[name] for name in cut_set.cuts), problem.num_units] for cut_set in pipeline.cut_sets)
@@ -198,13 +198,13 @@ def _stage_times(problem: Problem, line: _Line, feeding_s: float) -> list[StageT
         servers = []
         for number, part in zip(placed[0].devices, stage.shares, strict=True):
             feeds = number == problem.feeder
-            # driving the others is also spread over the microbatches that it computes itself
+            # the driver's work for other devices is spread over the microbatches that it computes itself
             extra = feeding_s / (part * share) if feeds else 0.0
             servers.append(tuple(problem.own_s(number, p) + extra for p in placed))
         senders = line.divisions[0][index - 1].devices if index else (problem.feeder,)
         pairs = [(one, other) for one in senders for other in placed[0].devices]
         wires = [sum(problem.transfer_s(*pair, p.start) for pair in pairs) / len(pairs) for p in placed]
-        # each of several devices has a separate link
+        # devices that share a stage have separate links
         wires = [wire / min(len(senders), len(placed[0].devices)) for wire in wires]
         latency = max(problem.latency_s(*pair) for pair in pairs)
         order = round_robin(stage.shares)
@@ -215,11 +215,11 @@ def _stage_times(problem: Problem, line: _Line, feeding_s: float) -> list[StageT
 def _line_bottleneck_s(
     problem: Problem, line: _Line, num_lines: int, times: Sequence[StageTimes], order: Sequence[int], feed_s: float
 ) -> float:
-    """Return the seconds between microbatches of one pipeline when it runs full."""
+    """Return the seconds between microbatches of a full pipeline."""
     if num_lines == 1 and len(line.divisions) == 1:
         return bottleneck_s(problem, line.divisions[0])
     steady = steady_s(times, order, depth=problem.setting.depth, feed_s=feed_s)
-    # links in the two directions and their share of the driver's are in the single sets' paces
+    # links in both directions, and their share of the driver's link, are included in the paces of single cut sets
     loads = [_link_bottleneck_s(problem, division) for division in line.divisions]
     return max(steady, sum(w * load for w, load in zip(line.weights, loads, strict=True)))
 
@@ -236,7 +236,7 @@ def _link_bottleneck_s(problem: Problem, division: Division) -> float:
 def _stream_s(
     problem: Problem, line: _Line, times: Sequence[StageTimes], order: Sequence[int], feed_s: float, count: int
 ) -> float:
-    """Return the seconds of one pipeline for `count` microbatches, filling and draining included."""
+    """Return the seconds of a pipeline for `count` microbatches, including filling and draining."""
     ends = line.divisions[0][-1].devices
     back = max(problem.transfer_s(n, problem.feeder, problem.num_units) + problem.latency_s(n, problem.feeder)
                for n in ends)  # fmt: skip
@@ -248,7 +248,7 @@ def _stream_s(
 
 
 def _slowest(problem: Problem, line: _Line) -> str:
-    """Name what of a pipeline sets its pace."""
+    """Name the bottleneck of a pipeline."""
     found: list[tuple[float, str]] = []
     for index in range(len(line.pipeline.stages)):
         for number in line.divisions[0][index].devices:

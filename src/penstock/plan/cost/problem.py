@@ -1,4 +1,4 @@
-"""A profile on a cluster at one setting: the costs of each stage on each device."""
+"""Costs of every stage on every device, from a profile, a cluster and a setting."""
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -13,14 +13,14 @@ from penstock.spec.profile import Profile
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A stage in place: the numbers of its devices, and its first and last boundary."""
+    """A placed stage: the numbers of its devices, and its first and last boundary."""
 
     devices: tuple[int, ...]
     start: int
     end: int
 
 
-# smallest load of a stage
+# minimum load of a stage
 LEAST_S = 1e-300
 # the stages of one pipeline, in order
 Division = tuple[Placed, ...]
@@ -28,8 +28,9 @@ Division = tuple[Placed, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """Costs of a device, as terms of the first and the last boundary: own work on CPU, link out and link in; additions
-    of driving to each; and bytes of memory in addition to the stage's own.
+    """Costs of a device, as terms of the first and the last boundary.
+
+    Its own work on CPU, link out and link in; the additions of driving to each; and memory in addition to the stage's.
     """
 
     own: tuple[Pair, ...]
@@ -37,15 +38,15 @@ class Terms:
     memory: Pair
 
     def pairs(self) -> tuple[Pair, ...]:
-        """Return own work and driving together."""
+        """Return the sums of own work and driving."""
         return tuple((a + c, b + d) for (a, b), (c, d) in zip(self.own, self.feeding, strict=True))
 
 
 class Problem:
     """A profile, a cluster and a setting, with costs by device number.
 
-    `columns` are the runtimes of devices with others than eager. `speeds` are those of units, on each device's runtime;
-    messages and other work of a stage are at the device's own speed.
+    `columns` are the runtimes of devices that do not use eager. `speeds` are the speeds of units on each device's
+    runtime; messages and other work of a stage run at the device's own speed.
 
     Example:
         problem = Problem(profile, cluster, Setting(rows=1))
@@ -73,23 +74,23 @@ class Problem:
         self.cost_matrix = lru_cache(maxsize=32 if self.num_units <= 500 else 2)(self._cost_matrix)
 
     def for_replica(self, num_microbatches: int) -> "Problem":
-        """Return the same problem for one of several pipelines that train, with its part of a step's microbatches."""
+        """Return the same problem for one of several training pipelines, with its part of a step's microbatches."""
         if num_microbatches not in self._replicas:
             setting = replace(self.setting, num_microbatches=num_microbatches, replicated=True)
             self._replicas[num_microbatches] = Problem(self.profile, self.cluster, setting, self.columns)
         return self._replicas[num_microbatches]
 
     def for_stages(self, num_stages: int) -> "Problem":
-        """Return the same problem for pipelines of `num_stages` stages, which may determine the memory of stages."""
+        """Return the same problem for pipelines of `num_stages` stages, on which the memory of stages may depend."""
         return Problem(self.profile, self.cluster, replace(self.setting, num_stages=num_stages), self.columns)
 
     def in_flight(self, division: Division) -> list[int]:
-        """Return the number of microbatches that each stage of a pipeline keeps for their backward."""
+        """Return the number of microbatches that each stage keeps for their backward."""
         setting = replace(self.setting, num_stages=len(division))
         return [setting.in_flight(len(division) - index) for index in range(len(division))]
 
     def byte_s(self, first: int, second: int) -> float:
-        """Return the seconds per byte between only these two devices, 0 without a separate link."""
+        """Return the seconds per byte of the link between only these two devices; 0 without a separate link."""
         link = self._pairs.get(frozenset((self.devices[first].name, self.devices[second].name)))
         return 1 / link.bandwidth_bytes_per_s if link and link.bandwidth_bytes_per_s else 0.0
 
@@ -102,28 +103,28 @@ class Problem:
         return link.latency_s if link else max(one.latency_s, other.latency_s)
 
     def transfer_s(self, first: int, second: int, boundary: int) -> float:
-        """Return the seconds that one message across a boundary is on the wire between two devices."""
+        """Return the wire time in seconds of a message across a boundary between two devices."""
         return float(self.costs.crossing[boundary]) * self.wire_s(first, second)
 
     def wire_s(self, first: int, second: int) -> float:
-        """Return the seconds per byte from one device to another, at the slowest place in between."""
+        """Return the seconds per byte from one device to another, limited by the slowest link in between."""
         if first == second:
             return 0.0
         rates = [self.devices[n].bandwidth_bytes_per_s for n in (first, second)]
         return max([self.byte_s(first, second), *(1 / rate for rate in rates if rate)])
 
     def load_s(self, device: int, start: int, end: int) -> float:
-        """Return the busy seconds of a device's busiest part per microbatch, including driving."""
+        """Return the seconds per microbatch of a device's busiest resource, including driving."""
         return max(float(a[start] + b[end]) for a, b in self.terms(device).pairs())
 
     def limit(self, device: int, start: int, end: int) -> str:
-        """Name the part of a device that is busiest with a stage."""
+        """Name the resource of a device that is busiest with a stage."""
         loads = [float(a[start] + b[end]) for a, b in self.terms(device).pairs()]
         names = ["compute", "link out", "link in", "link to the feeder", "link to the feeder"]
         return names[loads.index(max(loads))]
 
     def memory_bytes(self, device: int, start: int, end: int, in_flight: int) -> float:
-        """Return the memory that a device needs for a stage, with everything."""
+        """Return the total memory that a device needs for a stage."""
         costs, extra = self.costs, self.terms(device).memory
         kept = float(costs.kept_at_end_bytes[end] - costs.kept_bytes[start]) * in_flight
         return float(costs.held_bytes[start, end]) + kept + float(extra[0][start] + extra[1][end])
@@ -133,22 +134,22 @@ class Problem:
         return self.memory_bytes(device, start, end, in_flight) <= self.devices[device].memory_bytes
 
     def feeding_only_s(self) -> float:
-        """Return the seconds of the driver per microbatch when it holds no stage."""
+        """Return the driver's seconds per microbatch if it holds no stage."""
         pairs = self.terms(self.feeder).feeding
-        # neither the first nor the last boundary is its own: everything crosses its link
+        # neither end of the pipeline is on the driver: all messages cross its link
         return max(float(a[-1] + b[0]) for a, b in pairs)
 
     def feeding_s(self, division: Division) -> list[float]:
-        """Return the driver's seconds for a microbatch of a pipeline: CPU, link out and link in.
+        """Return the driver's seconds per microbatch of a pipeline: CPU, link out and link in.
 
-        Ends of the pipeline that are its own cross no link; if it shares a stage with others, some do.
+        Messages at ends of the pipeline that are on the driver cross no link; if it shares a stage, some do.
         """
         own = next((stage for stage in division if stage.devices == (self.feeder,)), None)
         start, end = (own.start, own.end) if own is not None else (-1, 0)
         return [float(a[start] + b[end]) for a, b in self.terms(self.feeder).feeding[:3]]
 
     def path_terms(self, device: int) -> Pair:
-        """Return the seconds that one microbatch spends in a stage, as parts for its two boundaries."""
+        """Return the seconds that a microbatch spends in a stage, as terms of its two boundaries."""
         return self.terms(device).own[0]
 
     def own_s(self, number: int, stage: Placed) -> float:
@@ -157,10 +158,10 @@ class Problem:
         return float(first[stage.start] + last[stage.end])
 
     def own_load_s(self, number: int, stage: Placed) -> float:
-        """Return the busy seconds of a device's busiest part for a stage, without driving.
+        """Return the seconds of a device's busiest resource for a stage, without driving.
 
-        Above 0, so that the rate is finite: a driver whose stage costs less than the messages that it saves has all of
-        its load in driving.
+        The result is above 0, so that the rate is finite: if a driver's stage costs less than the messages that it
+        saves, all of its load is driving.
         """
         return max(LEAST_S, *(float(first[stage.start] + last[stage.end]) for first, last in self.terms(number).own))
 
@@ -169,7 +170,7 @@ class Problem:
         feeds = number == self.feeder and not self.setting.trains
         before, after = costs.before_s.copy(), costs.after_s.copy()
         incoming, outgoing = costs.crossing.copy(), costs.crossing.copy()
-        if feeds:  # its own data does not cross
+        if feeds:  # the driver's own data does not cross a link
             before[0], after[-1] = -costs.own_input_s, -costs.own_output_s
             incoming[0] = outgoing[-1] = 0.0
         per_byte = 1 / device.bandwidth_bytes_per_s if device.bandwidth_bytes_per_s else 0.0
@@ -206,10 +207,10 @@ class Problem:
 
     def _memory_terms(self, feeds: bool) -> Pair:
         messages = self.costs.messages_bytes()
-        # in training every process runs the script, which loads the model's library and its graph
+        # in training every process runs the script, which loads the model's library and graph
         script_bytes = self.profile.script_bytes if feeds or self.setting.trains else 0.0
         first, last = messages + self.profile.base_bytes + self.setting.recording_bytes + script_bytes, messages.copy()
-        if feeds:  # if the first or the last stage is elsewhere, the driver has its own end of those messages
+        if feeds:  # if the first or last stage is on another device, the driver has an end of those messages
             first[1:] += messages[0]
             last[:-1] += messages[-1]
         return first, last
@@ -218,9 +219,7 @@ class Problem:
         return self.cost_block(device, in_flight, slice(0, None), slice(0, None))
 
     def cost_block(self, device: int, in_flight: int, starts: slice, ends: slice) -> Vector:
-        """Return the seconds of stages between all pairs of start and end boundaries, infinite if memory is
-        insufficient or a stage is empty.
-        """
+        """Return the seconds of stages for all start and end boundaries; infinite if empty or out of memory."""
         (first, last), *more = self.terms(device).pairs()
         block: Vector = first[starts, None] + last[None, ends]
         for first, last in more:
@@ -231,7 +230,7 @@ class Problem:
         return block
 
     def memory_block(self, device: int, in_flight: int, starts: slice, ends: slice) -> Vector:
-        """Return the memory for stages from every one of some boundaries to every one of others."""
+        """Return the memory of stages for all start and end boundaries."""
         costs, (first, last) = self.costs, self.terms(device).memory
         need: Vector = costs.held_bytes[starts, ends] + (first[starts, None] + last[None, ends])
         if in_flight:
@@ -239,7 +238,7 @@ class Problem:
         return need
 
     def signature(self, number: int) -> tuple[object, ...]:
-        """Return a key that is equal for two devices exactly if they are interchangeable."""
+        """Return a key that two devices have in common exactly if they are interchangeable."""
         device = self.devices[number]
         mine = [(link, next(n for n in link.between if n != device.name)) for link in self.cluster.links
                 if device.name in link.between]  # fmt: skip

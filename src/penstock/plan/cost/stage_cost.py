@@ -3,23 +3,24 @@
 A stage from boundary `a` to boundary `b` uses three resources of its device, and the slowest sets the pace:
 
     CPU        (seconds of units a..b  +  overhead  +  CPU time of the bytes at a and at b  +  driving) / speed
-               less the savings of a driver at an end of the pipeline that is its own
+               less the savings of a driver that holds an end of the pipeline
     link out   bytes that leave the device / bandwidth
     link in    bytes that arrive / bandwidth
 
-Transfers themselves are hidden: with two buffers on each side of a cut the executor computes while the next message is
-in flight. The driver also loads, sends microbatches and receives results; if the first or last stage is its own, those
-bytes cross no link. Each of the three is a part that depends on `a` plus one that depends on `b`, which the search
-exploits.
+Transfers themselves are hidden: with two buffers on each side of a cut, the executor computes while the next message is
+in flight. The driver also loads data, sends microbatches and receives results; if it holds the first or last stage,
+those bytes cross no link. Each of the three costs is the sum of a term that depends on `a` and a term that depends on
+`b`, which the search exploits.
 
-Memory is a hard limit: the base memory of the process, with the model's library in the driver or in training;
-parameters, once for each tensor, with gradients and optimizer state in training; activations kept for backwards, and
-outputs, for as many microbatches as the schedule has in flight; the largest working memory of a unit, in training of
-its backward, which allocates gradients in addition to existing ones; the first gradient of a weight that several units
-use, until the last is computed; gradients that are being summed; and `depth` messages on each side of the stage.
+Memory is a hard limit. It is the sum of: the base memory of the process, including the model's library on the driver or
+in training; parameters, once per tensor, with gradients and optimizer state in training; activations kept for
+backwards, and outputs, for as many microbatches as the schedule has in flight; the largest working memory of a unit (in
+training, of its backward, which allocates gradients in addition to existing ones); the first gradient of a weight that
+several units use, until the last is computed; gradients that are being summed; and `depth` messages on each side of the
+stage.
 
-Training has no driver: the devices with the first and the last stage load their rows of a step themselves, and hold
-them. For the costs of a step beyond its microbatches, see `training_step.py` and `all_reduces.py`.
+Training has no driver: the devices with the first and the last stage load and hold their rows of a step themselves. For
+the costs of a step beyond its microbatches, see `training_step.py` and `all_reduces.py`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -38,20 +39,19 @@ from penstock.spec.profile import Profile, interpolate
 from penstock.wire import BUCKET_BYTES, NUM_ALL_REDUCES
 
 Vector: TypeAlias = NDArray[np.float64]
-# a part that depends on the first boundary, and one that depends on the last
+# a term for the first boundary, and a term for the last boundary
 Pair: TypeAlias = tuple[Vector, Vector]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """Execution settings of stages: rows per microbatch, messages that may wait at a cut, the schedule and its
-    parameters.
+    """Execution settings of stages: rows per microbatch, messages that may wait at a cut, schedule and its parameters.
 
     `optimizer_state_factor` is the bytes of optimizer state per byte of parameters: 0 for plain SGD, 2 for AdamW. Each
-    of `replicated` pipelines has a part of a step's microbatches, and gradients are summed over them. Every process
-    keeps `recording_bytes` free, so that a run that fits also fits while it is traced. `num_stages` is a pipeline's
-    number of stages, if known, on which the memory of some schedules depends. A model that `generates` keeps the caches
-    of `lanes` microbatches, by default of as many as its stages need.
+    of `replicated` pipelines has a part of a step's microbatches, and gradients are summed over the pipelines. Every
+    process keeps `recording_bytes` free, so that a run that fits also fits while traced. `num_stages` is a pipeline's
+    number of stages, if known; the memory of some schedules depends on it. A model that `generates` keeps the caches of
+    `lanes` microbatches, by default as many as its stages need.
 
     >>> Setting(rows=4).schedule
     'forward-only'
@@ -79,8 +79,9 @@ class Setting:
         return SCHEDULES[self.schedule].counts_stages if self.trains else self.generates and self.lanes is None
 
     def in_flight(self, from_end: int) -> int:
-        """Return the number of microbatches that a stage keeps for their backward, or whose caches it has; the last
-        stage is number 1 from the end.
+        """Return the number of microbatches that a stage keeps for their backward, or whose caches it holds.
+
+        The last stage has `from_end` 1.
         """
         if self.generates:
             return self.lanes or num_lanes(self.num_stages or from_end)
@@ -91,13 +92,13 @@ class Setting:
 
 
 class Costs:
-    """A profile at one setting, as arrays over its boundaries; seconds are a device's of speed 1.
+    """A profile at one setting, as arrays over its boundaries; seconds are for a device of speed 1.
 
     Example:
         costs = Costs(profile, Setting(rows=1))
-        costs.seconds[5] - costs.seconds[2]         # of units 2, 3 and 4
+        costs.seconds[5] - costs.seconds[2]         # seconds of units 2, 3 and 4
 
-    Raises `PlanError` for a training schedule if the profile has no backward seconds or the setting no number of
+    Raises `PlanError` for a training schedule if the profile lacks backward seconds or the setting lacks a number of
     microbatches.
     """
 
@@ -111,12 +112,12 @@ class Costs:
         self.forward_s = _running_sum([interpolate(profile.rows, unit.forward_s, rows) for unit in profile.units])
         self.backward_s = self._backward_s() if setting.trains else np.zeros_like(self.forward_s)
         self.seconds = self.forward_s + self.backward_s
-        self.total_s = float(self.seconds[-1])  # of all units for one microbatch
+        self.total_s = float(self.seconds[-1])  # seconds of all units for one microbatch
         self.crossing = np.array([boundary.num_bytes(rows) for boundary in profile.boundaries])
         self.loaded_bytes = float(self.crossing[0]) * (setting.num_microbatches or 0)
         if setting.trains:
             self.crossing[[0, -1]] = 0.0
-        # in training a gradient of the same size returns across every cut that is followed by trained parameters
+        # in training, a gradient of the same size is sent back across every cut after which parameters are trained
         returns = np.array([float(boundary.gradient) for boundary in profile.boundaries])
         self.returning: Vector = self.crossing * returns * float(setting.trains)
         send, receive = profile.send_s_per_byte, profile.receive_s_per_byte
@@ -124,18 +125,20 @@ class Costs:
         self.after_s = self.crossing * send + self.returning * receive
         self.overhead_s = profile.stage_overhead_s
         self.feeding_s = 0.0 if setting.trains else profile.loader_s_per_row * rows + profile.feed_s + profile.result_s
-        # savings of the driver at the ends of a pipeline that are its own
+        # savings of a driver that holds an end of the pipeline
         self.own_input_s, self.own_output_s = (
             (0.0, 0.0) if setting.trains else (profile.own_input_s, profile.own_output_s)
         )
         self.kept_bytes = _running_sum([unit.kept_bytes_per_row * rows for unit in profile.units])
-        # at a stage's end its outputs are kept too, until their gradients come
+        # a stage also keeps its outputs until their gradients arrive
         self.kept_at_end_bytes = self.kept_bytes + self.crossing * float(setting.trains)
 
     @cached_property
     def held_bytes(self) -> Vector:
-        """Bytes of parameters and working memory of units `a` to `b`: `[a, b]`; in training also of gradients,
-        optimizer state, loaded rows and the buckets of gradients that are being added up."""
+        """Bytes of parameters and working memory of units `a` to `b`: `[a, b]`.
+
+        In training, gradients, optimizer state, loaded rows and gradient buckets in flight are included.
+        """
         if not self.setting.trains:
             return self.parameter_bytes + self.fixed_bytes + self.working_bytes
         held: Vector = self.parameter_bytes * (2.0 + self.setting.optimizer_state_factor) + self.fixed_bytes
@@ -147,14 +150,14 @@ class Costs:
 
     @property
     def fixed_bytes(self) -> Vector:
-        """Bytes of the weights of units `a` to `b` that are not trained: `[a, b]`."""
+        """Bytes of untrained weights of units `a` to `b`: `[a, b]`."""
         prefix = _running_sum([unit.fixed_bytes for unit in self.profile.units])
         matrix: Vector = prefix[None, :] - prefix[:, None]
         return matrix
 
     @cached_property
     def working_bytes(self) -> Vector:
-        """Bytes that the hungriest of units `a` to `b` takes while it runs: `[a, b]`."""
+        """Largest working memory of any of the units `a` to `b`: `[a, b]`."""
         rows = self.setting.rows
         return self._largest([unit.working_bytes_per_row * rows + unit.working_bytes for unit in self.profile.units])
 
@@ -166,13 +169,13 @@ class Costs:
         matrix: Vector = prefix[None, :] - prefix[:, None]
         for num_bytes, places in self.tensors.values():
             for first, second in pairwise(places):
-                # a stage that has both units holds the tensor once
+                # a stage with both units holds the tensor once
                 matrix[: first + 1, second + 1 :] -= num_bytes
         return matrix
 
     @cached_property
     def tensors(self) -> dict[str, tuple[int, tuple[int, ...]]]:
-        """Every parameter's bytes and the units that use it, in the order of the model."""
+        """Bytes of each parameter and the units that use it, in the order of the model."""
         uses: dict[str, tuple[int, tuple[int, ...]]] = {}
         for index, unit in enumerate(self.profile.units):
             for name, num_bytes in dict(unit.parameters).items():
@@ -180,16 +183,16 @@ class Costs:
         return uses
 
     def _tied_bytes(self) -> Vector:
-        """Return the bytes of first gradients that wait for the last, of weights that several units use."""
+        """Return the bytes of first gradients of weights that several units use, kept until the last is computed."""
         waiting = np.zeros_like(self.parameter_bytes)
         for num_bytes, places in self._tied:
             waiting += num_bytes * self._with_both(pairwise(places))
         return waiting
 
     def _bucket_bytes(self) -> Vector:
-        """Return the bytes of a bucket being laid out, and half of those in flight for a neighbour's messages.
+        """Return the bytes of a bucket being written, plus half of the buckets in flight, for a neighbour's messages.
 
-        Without replicas only weights that stages share are summed.
+        Without replicas, only weights that stages share are summed.
         """
         if self.setting.replicated:
             largest = self._largest([max(dict(unit.parameters).values(), default=0.0) for unit in self.profile.units])
@@ -206,14 +209,14 @@ class Costs:
         return [(num_bytes, places) for num_bytes, places in self.tensors.values() if len(places) > 1]
 
     def _with_both(self, pairs: Iterable[tuple[int, int]]) -> NDArray[np.bool_]:
-        """Return which units `a` to `b` have both of any pair in them: `[a, b]`."""
+        """Return whether units `a` to `b` include both units of any pair: `[a, b]`."""
         found = np.zeros(self.parameter_bytes.shape, dtype=np.bool_)
         for first, second in pairs:
             found[: first + 1, second + 1 :] = True
         return found
 
     def messages_bytes(self) -> Vector:
-        """Return the bytes of `depth` messages at each boundary, gradients included."""
+        """Return the bytes of `depth` messages at each boundary, including gradients."""
         return self.setting.depth * (self.crossing + self.returning)
 
     def _backward_s(self) -> Vector:
@@ -228,7 +231,7 @@ class Costs:
         return _running_sum(seconds)
 
     def _largest(self, needs: Sequence[float]) -> Vector:
-        """Return the largest of units `a` to `b`: `[a, b]`."""
+        """Return the largest need of any of the units `a` to `b`: `[a, b]`."""
         matrix = np.zeros((self.num_units + 1, self.num_units + 1))
         for end, need in enumerate(needs, 1):
             matrix[:end, end] = np.maximum(matrix[:end, end - 1], need)

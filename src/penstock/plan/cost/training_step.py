@@ -1,4 +1,4 @@
-"""Costs of a training step, by simulating its schedule on the cost model: seconds, each device's load and memory."""
+"""Costs of a training step, from a simulation of its schedule: seconds, and each device's load and memory."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -13,18 +13,18 @@ from penstock.plan.schedule.schedules import make_schedule
 from penstock.plan.schedule.simulate import Crossing, Simulation, simulate
 from penstock.spec.plan import DeviceLoad, Prediction
 
-# bytes read and written by the optimizer's step per byte of weights, besides weights and gradients: AdamW's two moments
+# bytes per byte of weights that the optimizer's step uses in addition to weights and gradients: AdamW's two moments
 ADAMW_STATE = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One step of parallel pipelines; seconds since its first forward.
+    """A step of parallel pipelines; times are in seconds since its first forward.
 
-    - `buckets`: the gradients that are sent together;
-    - `computed_s`: when the last backward of all is done;
+    - `buckets`: gradients that are sent together;
+    - `computed_s`: when the last backward of all pipelines is done;
     - `all_reduced_s`: when every device has its summed gradients;
-    - `step_s`: with the optimizer's update and the loading of the next rows.
+    - `step_s`: after the optimizer's update and the loading of the next rows.
     """
 
     replicas: tuple[Simulation, ...]
@@ -35,11 +35,11 @@ class Step:
 
 
 def simulate_step(problem: Problem, division: Division, num_microbatches: int | None = None) -> Simulation:
-    """Simulate one pipeline's part of a step: every microbatch forward and back, the pipeline filled and drained.
+    """Simulate one pipeline's part of a step: all microbatches forward and backward, including filling and draining.
 
-    Each stage is on one device, which may hold others. A stage's work on a microbatch, including messages, is divided
-    between forward and backward like its units' seconds, the halves of a split backward are assumed equal, and a
-    message takes as long in both directions.
+    Each stage is on one device, which may hold several stages. A stage's work on a microbatch, including messages, is
+    divided between forward and backward like its units' seconds; the halves of a split backward are assumed equal, and
+    messages take equally long in both directions.
 
     Example:
         simulate_step(problem, division).makespan_s
@@ -58,7 +58,7 @@ def simulate_step(problem: Problem, division: Division, num_microbatches: int | 
         part = forward[action.stage]
         return own_s[action.stage] * (part if action.kind == "F" else (1 - part) * BACKWARD_PARTS[action.kind])
 
-    # with interleaved stages, two devices have several cuts between them, of about the same size
+    # with interleaved stages, there are several cuts between two devices, of about the same size
     cuts: dict[frozenset[int], list[int]] = defaultdict(list)
     for before, after in pairwise(division):
         cuts[frozenset((before.devices[0], after.devices[0]))].append(after.start)
@@ -74,16 +74,16 @@ def simulate_step(problem: Problem, division: Division, num_microbatches: int | 
 
 
 def devices_of(division: Division) -> list[int]:
-    """Return the devices of a pipeline that trains, each once, in the order of its schedule."""
+    """Return the devices of a training pipeline, without duplicates, in the order of its schedule."""
     return list(dict.fromkeys(stage.devices[0] for stage in division))
 
 
 def play_step(problem: Problem, divisions: Sequence[Division], counts: Sequence[int]) -> Step:
-    """Simulate a step of parallel pipelines, each with its number of microbatches, and the end of the step.
+    """Simulate a step of parallel pipelines, each with its number of microbatches, including the end of the step.
 
-    Gradients are summed over the devices that hold the same weights (`all_reduces.py`). Then every device reports to
-    all others that it is done, updates its weights, and loads the rows of the next step if its stage is the first or
-    the last.
+    Gradients are summed over the devices that hold the same weights (`all_reduces.py`). Then every device reports
+    completion to all others, updates its weights and, if it has the first or last stage, loads the rows of the next
+    step.
 
     Example:
         play_step(problem, [division], [8]).step_s
@@ -92,11 +92,11 @@ def play_step(problem: Problem, divisions: Sequence[Division], counts: Sequence[
     last: dict[int, list[LastBackward]] = defaultdict(list)
     after_s: dict[int, float] = defaultdict(float)
     for division, count, played in zip(divisions, counts, replicas, strict=True):
-        # the last of a stage's actions is that of its last microbatch
+        # the last action of a stage is for its last microbatch
         spans = {span.action.stage: span for own in played.spans for span in own if span.action.kind != "F"}
         for index, stage in enumerate(division):
             device, span = stage.devices[0], spans[index]
-            # with a split backward, gradients of weights are announced when all are computed
+            # with a split backward, gradients of weights are final only when all are computed
             begin_s = span.begin_s if span.action.kind == "B" else span.end_s
             last[device].append(LastBackward(stage, begin_s, span.end_s))
             rows = problem.setting.rows * count if index in {0, len(division) - 1} else 0
@@ -104,7 +104,7 @@ def play_step(problem: Problem, divisions: Sequence[Division], counts: Sequence[
             after_s[device] += _update_s(problem, device, stage.start, stage.end) + load_s
     buckets = make_buckets(problem, divisions)
     done_s = all_reduced_s(problem, buckets, last)
-    # every process reports the outcome of its part to all others
+    # every process reports the outcome of its part to all other processes
     told_s = max((problem.latency_s(one, other) for one, other in combinations(last, 2)), default=0.0)
     told_s += max(messages_s(problem, device, len(last) - 1) for device in last)
     return Step(
@@ -114,7 +114,7 @@ def play_step(problem: Problem, divisions: Sequence[Division], counts: Sequence[
 
 
 def _update_s(problem: Problem, device: int, start: int, end: int) -> float:
-    """Return the seconds of the optimizer's step: measured for AdamW, others touch less for each weight."""
+    """Return the seconds of the optimizer's step: measured for AdamW, and scaled by state size for other optimizers."""
     part = (1 + problem.setting.optimizer_state_factor) / (1 + ADAMW_STATE)
     num_bytes = float(problem.costs.parameter_bytes[start, end])
     return num_bytes * problem.profile.update_s_per_byte * part / problem.devices[device].speed
@@ -123,7 +123,7 @@ def _update_s(problem: Problem, device: int, start: int, end: int) -> float:
 def predict_training(
     problem: Problem, divisions: Sequence[Division], counts: Sequence[int], num_rows: int, bound_rows_per_s: float
 ) -> Prediction:
-    """Predict pipelines that train side by side, each on its number of a step's microbatches.
+    """Predict parallel training pipelines, each with its number of a step's microbatches.
 
     Example:
         predict_training(problem, [division], [8], num_rows=512, bound_rows_per_s=math.inf).rows_per_s
@@ -141,7 +141,7 @@ def predict_training(
 
 
 def memory_in_training(problem: Problem, division: Division) -> dict[int, float]:
-    """Return the memory that each device of a pipeline needs, for any schedule."""
+    """Return the memory that each device of a pipeline needs, with any schedule."""
     if len(devices_of(division)) < len(division):
         return interleaved_memory(problem, division)
     return {
@@ -153,7 +153,7 @@ def memory_in_training(problem: Problem, division: Division) -> dict[int, float]
 def _loads(
     problem: Problem, divisions: Sequence[Division], counts: Sequence[int], buckets: Sequence[Bucket]
 ) -> list[DeviceLoad]:
-    """Return each device's CPU seconds for a microbatch of the plan on average, all-reduces included."""
+    """Return each device's average CPU seconds per microbatch of the plan, including all-reduces."""
     total = sum(counts)
     loads = []
     for division, count in zip(divisions, counts, strict=True):
@@ -169,7 +169,7 @@ def _loads(
 
 
 def _limit(problem: Problem, divisions: Sequence[Division], loads: Sequence[DeviceLoad], step: Step) -> str:
-    """Name the bottleneck of a step: the busiest device, or all-reduces that the last backwards do not hide."""
+    """Name the bottleneck of a step: the busiest device, or all-reduces that do not overlap with backwards."""
     busiest = max(loads, key=lambda load: load.load_s)
     if step.all_reduced_s - step.computed_s > step.computed_s:
         return "the all-reduces of gradients"
@@ -181,7 +181,7 @@ def _limit(problem: Problem, divisions: Sequence[Division], loads: Sequence[Devi
 def interleaved_memory(problem: Problem, division: Division) -> dict[int, float]:
     """Return the memory of each device that holds several stages.
 
-    One process holds them all, and works on one at a time; their kept bytes are counted along the schedule.
+    One process holds all of them and works on one at a time; kept bytes are counted along the schedule.
     """
     costs, setting = problem.costs, problem.setting
     devices = devices_of(division)
@@ -199,7 +199,7 @@ def interleaved_memory(problem: Problem, division: Division) -> dict[int, float]
 
 
 def _kept_bytes(problem: Problem, division: Division, actions: tuple[Action, ...]) -> float:
-    """Return the most that a device keeps for backwards at a time."""
+    """Return the peak bytes that a device keeps for backwards."""
     costs = problem.costs
     kept = most = 0.0
     for action in actions:

@@ -1,1 +1,1 @@
-"""Schedules: the order of actions on every device as data, checked, drawn and simulated."""
+"""Schedules: the order of actions on every device, as data that is checked, drawn and simulated."""

@@ -1,12 +1,12 @@
-"""Schedules as data: for each device its actions, in order.
+"""Schedules as data: the actions of each device, in order.
 
-An action is `F3.1`: forward of microbatch 3 on stage 1. A device that holds one stage may leave the stage out. The
-executor and everything else that reads schedules use the same list.
+An action is written `F3.1`: forward of microbatch 3 on stage 1. For a device with one stage, the stage may be omitted.
+The executor and all other readers of schedules use the same list.
 
     F  forward
     B  backward: gradients of the inputs and of the weights
-    I  backward for the inputs only, W  for the weights, later: a B that is split in two
-    R  the forward again, if a stage kept only its inputs
+    I  backward for the inputs only; W  later, for the weights: the two halves of a B
+    R  the forward again, for a stage that kept only its inputs
     S  gradients of a stage, summed over replicas and over stages that share a weight
     U  the optimizer's update of a stage's weights
 """
@@ -20,13 +20,13 @@ Kind = Literal["F", "B", "I", "W", "R", "S", "U"]
 KINDS: tuple[str, ...] = get_args(Kind)
 # the halves of a split backward are assumed equal
 BACKWARD_PARTS = {"B": 1.0, "I": 0.5, "W": 0.5}
-# these belong to a stage, not to one of its microbatches
+# actions of a stage, not of one of its microbatches
 STAGE_KINDS = frozenset({"S", "U"})
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One step of a device: what to do, for which microbatch, on which stage; S and U have microbatch 0."""
+    """A step of a device: the kind of action, the microbatch and the stage; S and U have microbatch 0."""
 
     kind: Kind
     microbatch: int
@@ -41,7 +41,7 @@ Schedule: TypeAlias = tuple[tuple[Action, ...], ...]
 
 
 def forward_only(stages: Sequence[int], num_microbatches: int | None = None) -> Iterator[Action]:
-    """Yield forwards without end: inference. A device with several stages takes each microbatch through all of them.
+    """Yield forwards for inference, without end unless `num_microbatches` is set; each microbatch runs all stages.
 
     >>> text(forward_only([2, 3], num_microbatches=2))
     'F0.2 F0.3 F1.2 F1.3'
@@ -52,7 +52,7 @@ def forward_only(stages: Sequence[int], num_microbatches: int | None = None) -> 
 
 
 def text(actions: Iterable[Action]) -> str:
-    """Write a finite schedule on one line."""
+    """Format a finite schedule as one line."""
     return " ".join(str(action) for action in actions)
 
 

@@ -1,4 +1,4 @@
-"""Schedules for people: read from text, as clock cycles, as a drawing, and the bubble's formula."""
+"""Text formats of schedules: parsing, clock cycles, drawing, and the bubble's formula."""
 
 import re
 from itertools import groupby
@@ -12,7 +12,7 @@ from penstock.plan.schedule.actions import KINDS, STAGE_KINDS, Action, Kind, Sch
 from penstock.plan.schedule.schedules import SCHEDULES
 from penstock.plan.schedule.simulate import Duration, simulate, uniform
 
-# kinds in written schedules: recomputed forwards are added by checkpointing
+# kinds in written schedules; checkpointing adds recomputed forwards
 _WRITTEN = [kind for kind in KINDS if kind != "R"]
 _IDLE = "."
 _DRAWN = re.compile(r"device \d+  (.*)")
@@ -20,9 +20,9 @@ _ACTION = re.compile(r"([A-Z])(\d*)(?:\.(\d+))?")
 
 
 def read_schedule(text: str) -> Schedule:
-    """Read a schedule with one line per device; `#` begins a comment, and a lone stage may be left out.
+    """Parse a schedule with one line per device; `#` begins a comment, and a device's only stage may be omitted.
 
-    The output of `penstock schedule`, printed or as `--json`, is accepted as well.
+    The output of `penstock schedule`, printed or from `--json`, is accepted too.
 
     Example:
         read_schedule('''
@@ -30,12 +30,12 @@ def read_schedule(text: str) -> Schedule:
             F0 B0 F1 B1        # device 1: stage 1
         ''')
 
-    Raises `UsageError` for a word that is not an action. Use `check_schedule` to check the whole.
+    Raises `UsageError` for a word that is not an action. Use `check_schedule` to validate the whole schedule.
     """
     drawn = [match[1] for match in map(_DRAWN.fullmatch, text.splitlines()) if match]
     if text.lstrip().startswith("{"):
         lines = [line.split() for line in _read_devices(text)]
-    elif drawn:  # a tick a word: one action may take several, and none takes a dot
+    elif drawn:  # one word per tick: an action may take several, an idle tick is a dot
         lines = [[word for word, _ in groupby(line.split()) if word != _IDLE] for line in drawn]
     else:
         lines = [line.partition("#")[0].split() for line in text.splitlines()]
@@ -92,7 +92,7 @@ def _read(word: str, device: int) -> Action:
 
 
 def clock_cycles(schedule: Schedule, duration: Duration | None = None) -> list[list[Action | None]]:
-    """Return each device's action for every tick; a forward takes one tick, a backward two, half of one one.
+    """Return each device's action for every tick; a forward takes one tick, a backward two, a half backward one.
 
     >>> from penstock.plan.schedule.schedules import gpipe
     >>> [[str(action) if action else "" for action in tick] for tick in clock_cycles(gpipe(2, 2))][:3]
@@ -108,7 +108,7 @@ def clock_cycles(schedule: Schedule, duration: Duration | None = None) -> list[l
 
 
 def draw(schedule: Schedule) -> str:
-    """Draw each device's actions over time, a line for each; `B0` over two columns is a backward.
+    """Draw each device's actions over time, one line per device; `B0` over two columns is a backward.
 
     >>> from penstock.plan.schedule.schedules import gpipe
     >>> print(draw(gpipe(2, 1)))
@@ -130,9 +130,9 @@ def _cell(action: Action | None, several: bool) -> str:
 
 
 def bubble_formula(name: str, num_stages: int, num_microbatches: int, num_devices: int) -> tuple[str, float]:
-    """Return a schedule's bubble by its paper's formula, for stages alike with forward 1 and backward 2.
+    """Return a schedule's bubble by its paper's formula, for equal stages with forward 1 and backward 2.
 
-    With p devices, m microbatches and v stages on each device. Raises `UsageError` for a name not known.
+    With p devices, m microbatches and v stages per device. Raises `UsageError` for an unknown name.
     """
     if name not in SCHEDULES:
         raise UsageError(f"no formula is known for the bubble of the schedule {name!r}")

@@ -1,4 +1,4 @@
-"""Round-robin: several items share the microbatches of a stream, in an order that every process has.
+"""Round-robin: several items share the microbatches of a stream, in an order that all processes know.
 
 The item of a microbatch depends only on its number, so no messages are needed.
 """
@@ -15,7 +15,7 @@ U = TypeVar("U")
 
 
 class RoundRobin(Generic[T_co]):
-    """Several things of which microbatch `m` takes number `order[m % len(order)]`.
+    """Several items; microbatch `m` uses item `order[m % len(order)]`.
 
     >>> RoundRobin(["a", "b"], (0, 1, 0))[4]
     'b'
@@ -29,7 +29,7 @@ class RoundRobin(Generic[T_co]):
         return self.items[self.order[microbatch % len(self.order)]]
 
     def map(self, function: Callable[[T_co], U]) -> "RoundRobin[U]":
-        """Make something of each, in the same order."""
+        """Apply a function to each item; the order is unchanged."""
         return RoundRobin([function(item) for item in self.items], self.order)
 
 
@@ -39,8 +39,8 @@ def round_robin(weights: Sequence[float], *, period: int = 100) -> tuple[int, ..
     >>> round_robin([0.5, 0.25, 0.25])
     (0, 1, 2, 0)
 
-    The order is at most `period` long, and as long as necessary to approximate the weights best. At every moment each
-    cut set is within one turn of its part, so that queues between stages absorb the difference: R. Tijdeman, "The
+    The order is at most `period` long, and as long as needed to approximate the weights best. At every moment each cut
+    set is within one microbatch of its share, so that queues between stages absorb the difference: R. Tijdeman, "The
     chairman assignment problem", Discrete Mathematics 32 (1980). Raises `PlanError` for weights that do not add up to
     1.
     """
@@ -49,12 +49,12 @@ def round_robin(weights: Sequence[float], *, period: int = 100) -> tuple[int, ..
     given = [0] * len(counts)
     used = [index for index, number in enumerate(counts) if number]
     total = sum(counts)
-    # all in multiples of 1 / (total * slack), so that no rounding decides
+    # in multiples of 1 / (total * slack), so that rounding has no influence
     slack = max(2 * len(used) - 2, 1)
     for turn in range(1, total + 1):
         backlog = {j: slack * (turn * counts[j] - total * given[j]) for j in used}
         due = [j for j in used if backlog[j] >= total or len(used) == 1]
-        # the one whose part would be missed first
+        # the item whose deadline comes first
         chosen = min(due, key=lambda j: ((slack - 1) * total - backlog[j]) / counts[j])
         given[chosen] += 1
         order.append(chosen)
@@ -62,12 +62,12 @@ def round_robin(weights: Sequence[float], *, period: int = 100) -> tuple[int, ..
 
 
 def round_robin_counts(weights: Sequence[float], *, period: int = 100) -> tuple[int, ...]:
-    """Return the number of microbatches of a round for each cut set: near the weights, at most `period` in all.
+    """Return the number of microbatches per round for each cut set: near the weights, at most `period` in total.
 
     >>> round_robin_counts([1 / 3, 2 / 3])
     (1, 2)
 
-    Raises `PlanError` for weights that are not parts of 1.
+    Raises `PlanError` for weights that do not add up to 1.
     """
     if not weights or min(weights) < 0 or not math.isclose(sum(weights), 1.0, abs_tol=1e-6):
         raise PlanError(f"weights of cut sets must add up to 1; got {list(weights)}; replan")
@@ -82,7 +82,7 @@ def round_robin_counts(weights: Sequence[float], *, period: int = 100) -> tuple[
 
 
 def _nearest(weights: Sequence[float], total: int) -> tuple[int, ...]:
-    """Round to whole numbers of this sum; the largest remainders are rounded up."""
+    """Round to integers with this sum; the largest remainders are rounded up."""
     counts = [math.floor(weight * total + 1e-9) for weight in weights]
     remainders = sorted(range(len(weights)), key=lambda j: (counts[j] - weights[j] * total, j))
     for _, index in zip(range(total - sum(counts)), (remainders[n % len(weights)] for n in count()), strict=False):

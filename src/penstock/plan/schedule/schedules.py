@@ -1,7 +1,7 @@
-"""The known training schedules: pure functions from counts to actions, and a record for each, in `SCHEDULES`.
+"""The built-in training schedules: pure functions from counts to actions, listed in `SCHEDULES`.
 
-With more stages than devices, a device of `gpipe`, `one_f_one_b` and `zero_bubble` holds neighbouring
-stages and works through them as through one; of `interleaved_1f1b` it holds stages far apart.
+With more stages than devices, devices in `gpipe`, `one_f_one_b` and `zero_bubble` hold neighbouring stages and run them
+like a single stage; in `interleaved_1f1b` they hold stages that are far apart.
 """
 
 from collections import Counter
@@ -14,19 +14,19 @@ from penstock.errors import UsageError
 from penstock.plan.schedule.actions import Action, Kind, Schedule
 from penstock.wire import NUM_BUFFERS
 
-# a microbatch on a stage
+# (microbatch, stage)
 _Work = tuple[int, int]
 _T = TypeVar("_T")
 
 
 def interleaved_1f1b(num_stages: int, num_microbatches: int, num_devices: int) -> Schedule:
-    """Make 1F1B over stages assigned round-robin to the devices (Narayanan et al. 2021, Megatron-LM).
+    """Return interleaved 1F1B, with stages assigned round-robin to the devices (Narayanan et al. 2021, Megatron-LM).
 
         device 0 of 2, stages 0 and 2:  F0.0 F1.0 F0.2 F1.2 F2.0 B0.2 F3.0 B1.2 ...
 
-    As many microbatches as there are devices go through a device's first stage, then through its next. If microbatches
-    or stages are not divisible by the devices, the paper has no order: devices then take the first possible action in
-    the paper's order, a backward before a forward.
+    Groups of as many microbatches as there are devices run on a device's first stage, then on its next. If microbatches
+    or stages are not divisible by the devices, the paper defines no order: devices then take the first possible action
+    in the paper's order, backwards before forwards.
     """
     groups = [
         range(first, min(first + num_devices, num_microbatches)) for first in range(0, num_microbatches, num_devices)
@@ -46,7 +46,7 @@ def interleaved_1f1b(num_stages: int, num_microbatches: int, num_devices: int) -
 
 
 def alternate(forwards: Sequence[_T], backwards: Sequence[_T], ahead: int) -> Iterator[tuple[Kind, _T]]:
-    """Yield `ahead` forwards, then a forward and a backward alternately, then the remaining backwards.
+    """Yield `ahead` forwards, then forwards and backwards alternately, then the remaining backwards.
 
     >>> list(alternate("ab", "ab", 1))
     [('F', 'a'), ('F', 'b'), ('B', 'a'), ('B', 'b')]
@@ -61,7 +61,7 @@ def alternate(forwards: Sequence[_T], backwards: Sequence[_T], ahead: int) -> It
 def _as_soon_as_possible(
     forwards: Sequence[Sequence[_Work]], backwards: Sequence[Sequence[_Work]], most: Sequence[int], num_stages: int
 ) -> Schedule:
-    """Simulate devices tick by tick: a backward if its gradient has arrived, else a forward if memory suffices."""
+    """Build an order by simulating ticks: a backward if its gradient has arrived, else a forward if memory suffices."""
     done: set[tuple[Kind, int, int]] = set()
     to_forward, to_backward = list(map(list, forwards)), list(map(list, backwards))
     devices: list[list[Action]] = [[] for _ in most]
@@ -71,7 +71,7 @@ def _as_soon_as_possible(
 
     def ready(kind: Kind, microbatch: int, stage: int) -> bool:
         before, after = (stage - 1, stage + 1) if kind == "F" else (stage + 1, stage - 1)
-        # a device that cannot send its result is blocked: the buffers of a cut are part of the order
+        # a device that cannot send its result is blocked: the order depends on the buffers of cuts
         full = 0 <= after < num_stages and passed[kind, stage] - passed[kind, after] >= NUM_BUFFERS
         come = not 0 <= before < num_stages or (kind, microbatch, before) in done
         return not full and come and (kind == "F" or ("F", microbatch, stage) in done)
@@ -87,7 +87,7 @@ def _as_soon_as_possible(
             elif ahead is not None and held[device] < limit:
                 to_forward[device].remove(ahead)
                 tick.append((device, Action("F", *ahead)))
-        if not tick:  # the paper's memory is too little for these counts
+        if not tick:  # the paper's memory limit is too small for these counts
             limits = [limit + 1 for limit in limits]
         for device, action in tick:
             done.add((action.kind, action.microbatch, action.stage))
@@ -101,11 +101,11 @@ MakeSchedule = Callable[[int, int, int], Schedule]
 
 
 def gpipe(num_stages: int, num_microbatches: int, num_devices: int | None = None) -> Schedule:
-    """Make all forwards, then all backwards (Huang et al. 2019, GPipe).
+    """Return all forwards, then all backwards (Huang et al. 2019, GPipe).
 
         device 0 of 2:  F0 F1 F2 B0 B1 B2       holds every microbatch
 
-    Backwards go in the order of the forwards, so that every schedule adds gradients up alike.
+    Backwards are in the order of the forwards, so that all schedules add up gradients in the same order.
     """
     microbatches = range(num_microbatches)
 
@@ -117,10 +117,10 @@ def gpipe(num_stages: int, num_microbatches: int, num_devices: int | None = None
 
 
 def one_f_one_b(num_stages: int, num_microbatches: int, num_devices: int | None = None) -> Schedule:
-    """Make alternating forwards and backwards (Narayanan et al., PipeDream, 2019; flushed as in Megatron-LM).
+    """Return alternating forwards and backwards (Narayanan et al., PipeDream, 2019; flushed as in Megatron-LM).
 
     device 0 of 4:  F0 F1 F2 F3 B0 F4 B1 ...   holds at most as many microbatches as there are devices
-    device 3 of 4:  F0 B0 F1 B1 F2 B2 ...      holds one
+    device 3 of 4:  F0 B0 F1 B1 F2 B2 ...      holds one microbatch
     """
 
     def order(device: int, num_devices: int) -> Iterator[tuple[Kind, int]]:
@@ -130,12 +130,12 @@ def one_f_one_b(num_stages: int, num_microbatches: int, num_devices: int | None 
 
 
 def zero_bubble(num_stages: int, num_microbatches: int, num_devices: int | None = None) -> Schedule:
-    """Make 1F1B with split backwards, the weights' half when a device would wait (Qi et al. 2023, ZB-H1).
+    """Return 1F1B with split backwards; the weights' half runs when a device would wait (Qi et al. 2023, ZB-H1).
 
         device 0 of 3:  F0 F1 F2 I0 W0 F3 I1 W1 ...
-        device 2 of 3:  F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 ...     weights wait for two microbatches
+        device 2 of 3:  F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 ...     W is two microbatches late
 
-    Gradients reach the device before it earlier, and the memory of 1F1B's first device suffices for each.
+    Gradients reach the previous device earlier, and no device needs more memory than the first device of 1F1B.
     """
 
     def order(device: int, num_devices: int) -> Iterator[tuple[Kind, int]]:
@@ -171,7 +171,7 @@ def _with_updates(actions: Sequence[Action], update: bool) -> Iterator[Action]:
 
 
 def with_recompute(schedule: Schedule) -> Schedule:
-    """Add the forward that is computed once more before each backward, while its gradients are on their way.
+    """Add a recomputed forward before each backward, which runs while the gradients are in transit.
 
     >>> from penstock.plan.schedule.actions import text
     >>> text(with_recompute(gpipe(1, 2))[0])
@@ -188,7 +188,7 @@ def with_recompute(schedule: Schedule) -> Schedule:
 
 
 def spread(schedule: Schedule, stages: Sequence[int]) -> Schedule:
-    """Assign each device of a schedule neighbouring stages in place of its one, to work through as through one.
+    """Replace each device's single stage by several neighbouring stages, run like a single stage.
 
     >>> from penstock.plan.schedule.actions import text
     >>> [text(actions) for actions in spread(gpipe(2, 1), [1, 2])]
@@ -211,7 +211,7 @@ def _in_blocks(
     num_devices: int | None,
     order: Callable[[int, int], Iterator[tuple[Kind, int]]],
 ) -> Schedule:
-    """Assign each device neighbouring stages, and its order to all of them."""
+    """Assign neighbouring stages to each device, in the order of its single stage."""
     num_devices = check_counts(num_stages, num_microbatches, num_devices)
     each, more = divmod(num_stages, num_devices)
     devices = range(num_devices)
@@ -238,16 +238,16 @@ def _interleaved(num_stages: int, num_microbatches: int, num_devices: int | None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownSchedule:
-    """Properties of a schedule; planner, options, help texts, drawings and reports read them here.
+    """Properties of a schedule, used by planner, options, help texts, drawings and reports.
 
-    - `make`: from the numbers of stages, microbatches and devices;
-    - `in_flight`: the microbatches that a stage keeps for their backward, from its number counted from the last stage,
-      which is 1, the number of stages, and that of microbatches;
+    - `make`: makes the schedule from the numbers of stages, microbatches and devices;
+    - `in_flight`: microbatches that a stage keeps for their backward, from the stage's number (1 is the last stage),
+      the number of stages and the number of microbatches;
     - `bubble`: the paper's formula for equal stages, forward 1 and backward 2, as text and as a function of p devices,
       m microbatches and v stages on each device;
-    - `interleaves`: a device holds stages far apart in the model, not neighbouring ones;
+    - `interleaves`: a device holds stages that are far apart in the model, not neighbours;
     - `counts_stages`: `in_flight` depends on the number of stages;
-    - `advised`: a report may recommend it, for the same stages on the same devices.
+    - `advised`: a report may recommend it for the same stages on the same devices.
     """
 
     help: str
@@ -290,17 +290,17 @@ SCHEDULES: Mapping[str, KnownSchedule] = {
         advised=True,
     ),
 }
-# of a training without another one, and the one to recommend: none needs less memory
+# the default for training, and the one to recommend: no other schedule needs less memory
 DEFAULT_SCHEDULE = "1f1b"
 
 
 def interleaves(name: str) -> bool:
-    """Return True for a known schedule whose devices hold stages far apart in the model."""
+    """Return True for a built-in schedule whose devices hold stages that are far apart in the model."""
     return name in SCHEDULES and SCHEDULES[name].interleaves
 
 
 def make_schedule(name: str, num_stages: int, num_microbatches: int, num_devices: int | None = None) -> Schedule:
-    """Make the schedule of a name; raises `UsageError` for one that is not known.
+    """Return the schedule with this name; raises `UsageError` if it is unknown.
 
     Example:
         make_schedule("1f1b", num_stages=4, num_microbatches=8)

@@ -1,11 +1,11 @@
-"""The event-driven simulator: begin and end of each job, and waiting times of devices.
+"""Event-driven simulator: begin and end of each job, and waiting times of devices.
 
     line 0   |F0|F1|  |B0|..            a line does its jobs in order; each waits
               \\                         for its message to arrive, and its result
     line 1      |F0|F1|B0|              for a free buffer towards the receiver
 
-`simulate` runs schedules, and `play` any lines of jobs with channels between them: a plan's predicted streams, recorded
-runs replayed by a report.
+`simulate` runs schedules; `play` runs any lines of jobs with channels between them, for predicted streams and for
+recorded runs that a report replays.
 """
 
 import sys
@@ -17,22 +17,22 @@ from penstock.errors import PlanError
 from penstock.plan.schedule.actions import BACKWARD_PARTS, Action, Schedule, placement
 from penstock.wire import NUM_BUFFERS
 
-# what crosses a cut: activations forwards, gradients back
+# kinds of messages across a cut: activations forwards, gradients back
 Crossing = Literal["activations", "gradients"]
 Duration = Callable[[Action, int], float]
 Transfer = Callable[[int, int, Crossing], float]
-# one cut in one direction: the sending and the receiving stage
+# a cut in one direction: (sending stage, receiving stage)
 Edge = tuple[int, int]
 _NO_LIMIT = sys.maxsize
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Channel:
-    """Messages from one line to another, numbered as they are made, one after the other on a link.
+    """Messages from one line to another, numbered in order, that use a link one after the other.
 
-    Message `k` is `wire_s[k % len(wire_s)]` seconds on the link, which `latency_s` does not keep busy. It is laid out
-    once message `k - at_sender` has left the link and message `k - in_all` has been taken, and it enters the link once
-    the receiver has passed on its result of message `k - at_receiver`.
+    Message `k` occupies the link for `wire_s[k % len(wire_s)]` seconds; `latency_s` does not occupy it. The message is
+    written once message `k - at_sender` has left the link and message `k - in_all` has been taken, and enters the link
+    once the receiver has passed on its result of message `k - at_receiver`.
     """
 
     wire_s: Sequence[float] = (0.0,)
@@ -62,7 +62,7 @@ class Channel:
         return sent[number]
 
     def room_s(self) -> float | None:
-        """Return when the next message can be laid out; None while that is not known."""
+        """Return the time at which the next message can be written; None while unknown."""
         held, before = len(self.made) - self.at_sender, len(self.made) - self.in_all
         if before >= len(self.taken):
             return None
@@ -75,11 +75,11 @@ class Channel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One job of a line: its seconds, the channel of its input message, the channel for its result.
+    """A job of a line: its seconds, the channel of its input message, and the channel of its result.
 
-    It takes message `message`, or the next one. `after_s` are seconds that its device needs before the next job and
-    nothing waits for; they also pass while the device waits for a buffer. `device` is the index in a line with several
-    devices.
+    It takes message `message`, by default the next message. `after_s` are further seconds before the device's next job,
+    for which no message waits; they also pass while the device waits for a buffer. `device` is the index in a line with
+    several devices.
     """
 
     seconds: float
@@ -91,9 +91,9 @@ class Job:
 
 
 class Line:
-    """Jobs in order, with the times at which each begins, has computed, and has laid out its result.
+    """Jobs in order, with the times at which each begins, has computed, and has written its result.
 
-    Jobs on different devices of a line overlap, but results leave in order.
+    Jobs on different devices of a line overlap, but results are sent in order.
     """
 
     def __init__(self, jobs: Sequence[Job], num_devices: int = 1) -> None:
@@ -109,7 +109,7 @@ class Line:
         return len(self.ends) == len(self.jobs)
 
     def advance(self) -> bool:
-        """Advance until a job's dependency is not known yet; return True on any progress."""
+        """Advance until a job's dependency is unknown; return True on any progress."""
         jobs, begins, computed, ends, free = self.jobs, self.begins, self.computed, self.ends, self._free
         before = len(begins) + len(ends)
         while (at := len(ends)) < len(jobs):
@@ -145,7 +145,7 @@ class Line:
 
 
 def play(lines: Sequence[Line]) -> bool:
-    """Run lines until all are done, or deadlock; return True if all are done.
+    """Run lines until all are done or deadlocked; return True if all are done.
 
     >>> channel = Channel(wire_s=(0.5,))
     >>> lines = [Line([Job(seconds=1.0, target=channel)] * 2), Line([Job(seconds=2.0, source=channel)] * 2)]
@@ -159,7 +159,7 @@ def play(lines: Sequence[Line]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One action on a device: when it began to compute and when it had computed; seconds."""
+    """An action on a device: begin and end of its computation in seconds."""
 
     device: int
     action: Action
@@ -169,7 +169,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulation:
-    """Simulation of a schedule: spans in the order of each device, and peaks of microbatches in flight."""
+    """Result of simulating a schedule: the spans of each device, and peaks of microbatches in flight."""
 
     spans: tuple[tuple[Span, ...], ...]
     makespan_s: float
@@ -177,14 +177,14 @@ class Simulation:
 
     @property
     def bubble_fraction(self) -> float:
-        """Fraction of all devices' time without computation."""
+        """Fraction of the devices' total time without computation."""
         busy = sum(span.end_s - span.begin_s for spans in self.spans for span in spans)
         whole = self.makespan_s * len(self.spans)
         return 1 - busy / whole if whole else 0.0
 
 
 def uniform(forward_s: float = 1.0, backward_s: float = 2.0) -> Duration:
-    """Make every stage alike; each part of a split backward takes half of it, synchronization and update nothing."""
+    """Return durations for equal stages; halves of a split backward take half each, synchronization and update 0."""
     seconds = {"F": forward_s, "S": 0.0, "U": 0.0} | {kind: part * backward_s for kind, part in BACKWARD_PARTS.items()}
     return lambda action, _device: seconds[action.kind]
 
@@ -195,14 +195,14 @@ def simulate(
 ) -> Simulation:  # fmt: skip
     """Simulate a schedule.
 
-    `duration` returns an action's seconds on a device, `transfer` those of a message from one device to another.
-    `num_buffers` is the number of messages that a cut holds in each direction between two devices before the sender
-    waits, None for no limit; by default two at the sender and two at the receiver, as in the engine.
+    `duration` returns an action's seconds on a device, `transfer` a message's seconds from one device to another.
+    `num_buffers` is the number of messages that a cut holds in each direction before the sender waits, None for no
+    limit; by default two at the sender and two at the receiver, as in the engine.
 
     Example:
         simulate(one_f_one_b(4, 8)).bubble_fraction
 
-    Raises `PlanError` on a deadlock; the message has the devices and their actions.
+    Raises `PlanError` on a deadlock, naming the devices and their actions.
     """
     lines = _lines(schedule, duration or uniform(), transfer, num_buffers)
     if not play(lines):
@@ -241,7 +241,7 @@ def _lines(schedule: Schedule, duration: Duration, transfer: Transfer, num_buffe
         source, target = _edges(action, devices)
         return Job(
             seconds=duration(action, device), source=source and channels.setdefault(source, Channel()),
-            # a message that is never made never arrives
+            # a message that is never sent never arrives
             message=source and numbers.get((source, action.microbatch), _NO_LIMIT), target=target and channels[target],
         )  # fmt: skip
 
@@ -249,7 +249,7 @@ def _lines(schedule: Schedule, duration: Duration, transfer: Transfer, num_buffe
 
 
 def _edges(action: Action, devices: Mapping[int, int]) -> tuple[Edge | None, Edge | None]:
-    """Return the cut of an action's input message, and the one that its result crosses."""
+    """Return the cuts that an action's input message and its result cross, if any."""
     stage = action.stage
     before = (stage - 1, stage) if stage > 0 else None
     after = (stage, stage + 1) if stage + 1 in devices else None
@@ -271,7 +271,7 @@ def _standstill(schedule: Schedule, lines: Sequence[Line]) -> str:
 
 
 def _peak(actions: tuple[Action, ...]) -> int:
-    """Count the most microbatches whose activations a device holds at a time, one for each stage that has any."""
+    """Return the peak number of microbatches whose activations a device holds, counted per stage."""
     held = most = 0
     for action in actions:
         held += action.kind == "F"

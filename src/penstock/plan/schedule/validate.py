@@ -13,18 +13,18 @@ _NEEDS: Mapping[str, Kind] = {"B": "F", "I": "F", "W": "I"}
 
 
 def check_schedule(schedule: Schedule, *, num_buffers: int | None = NUM_BUFFERS) -> Simulation:
-    """Check that a schedule can be run, and return its simulation with equal times of all actions.
+    """Check that a schedule can run, and return its simulation with equal times for all actions.
 
     - each stage is on one device, and none is missing between the first and the last;
-    - each stage takes each microbatch forward once, and back once or not at all, split or whole;
-    - a forward comes before its backward, that for the inputs before that for the weights;
-    - neighbours send and receive in the same order, since a channel keeps it;
+    - each stage runs each microbatch forward once, and backward once or not at all, split or whole;
+    - a forward is before its backward, and the inputs' half before the weights' half;
+    - neighbours send and receive in the same order, since channels are ordered;
     - devices never wait for each other in a circle with `num_buffers` buffers.
 
     Example:
         check_schedule(read_schedule(text)).peak_in_flight
 
-    Raises `PlanError` naming the action that breaks a rule.
+    Raises `PlanError` naming the action that violates a rule.
     """
     _check_places(schedule)
     for device, actions in enumerate(schedule):
@@ -35,7 +35,7 @@ def check_schedule(schedule: Schedule, *, num_buffers: int | None = NUM_BUFFERS)
 
 
 def check_given(schedule: Schedule, *, num_buffers: int | None = NUM_BUFFERS) -> Simulation:
-    """Check a schedule that the caller wrote, as `check_schedule` does; raises `UsageError` instead of `PlanError`."""
+    """Check a custom schedule as `check_schedule` does, but raise `UsageError` instead of `PlanError`."""
     try:
         return check_schedule(schedule, num_buffers=num_buffers)
     except PlanError as error:
@@ -49,7 +49,7 @@ def _check_places(schedule: Schedule) -> None:
             if devices[action.stage] != device:
                 raise PlanError(
                     f"stage {action.stage} is on device {device} and on device {devices[action.stage]}; "
-                    "a stage belongs on one device"
+                    "a stage must be on one device"
                 )
     missing = set(range(max(devices, default=-1) + 1)) - set(devices)
     if missing:
@@ -99,7 +99,7 @@ def _check_complete(schedule: Schedule) -> None:
 
 
 def _check_channels(schedule: Schedule) -> None:
-    """Check that receivers take messages as their senders make them, since a channel keeps its order."""
+    """Check that receivers take messages in the order in which they are sent."""
     made: dict[tuple[int, bool], list[int]] = defaultdict(list)
     for actions in schedule:
         for action in actions:
@@ -112,6 +112,6 @@ def _check_channels(schedule: Schedule) -> None:
                 if a != b:
                     what = "activations" if forward else "gradients"
                     raise PlanError(
-                        f"stage {sender} sends the {what} of microbatch {a} when stage {receiver} expects those of "
+                        f"stage {sender} sends the {what} of microbatch {a}, but stage {receiver} expects those of "
                         f"{b}; give both the same order"
                     )

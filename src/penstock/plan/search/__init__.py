@@ -1,1 +1,1 @@
-"""Search for the cuts and devices of a plan with the least predicted time."""
+"""Search for the cuts and devices with the least predicted time."""

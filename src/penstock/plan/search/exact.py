@@ -1,14 +1,14 @@
-"""The best pipeline by dynamic programming over sets of devices and boundaries.
+"""Exact search for the best pipeline, by dynamic programming over sets of devices and boundaries.
 
     best[devices S, boundary a]  =  min over the device d of S that goes first, and where its stage ends, b, of
                                     max( cost of a..b on d,  link from d to the next,  best[S without d, b] )
 
-from the end of the model to its start, so that the number of stages after a stage is known, and with it the
-microbatches that it keeps in training. Equal devices count as one kind, and S has the number of each kind: equal
-devices cost a line, not a set. If two devices have a separate link, S also has the first device. The same recurrence
-with a sum instead of the max gives the smallest latency.
+from the end of the model to its start, so that the number of later stages is known, and with it the microbatches that a
+stage keeps in training. Equal devices form a kind, and S has the number of devices of each kind, so equal devices add
+linearly to the states, not exponentially. If two devices have a separate link, S also has the first device. The same
+recurrence with a sum instead of the max minimizes latency.
 
-The result is exact: every order of every selection of devices, with every division into stages, is covered.
+The result is exact: it covers every order of every selection of devices with every division into stages.
 """
 
 import math
@@ -24,11 +24,11 @@ from penstock.plan.cost.pipeline_cost import shared_block
 from penstock.plan.cost.problem import Division, Placed, Problem
 from penstock.plan.cost.stage_cost import Vector
 
-# Stages that one search may consider; a billion take some seconds
+# maximum number of stages that a search considers; a billion take some seconds
 EFFORT = 2_000_000_000
-# overhead of one step of the recurrence, in stages
+# overhead of a step of the recurrence, as a number of stages
 _STEP = 30_000
-# devices that share a stage in any mixture: the number of mixtures must stay small
+# maximum number of devices that share a stage in any mixture of kinds, to limit the number of mixtures
 _MAX_MIXTURES = 64
 
 Aim = Literal["pace", "latency"]
@@ -38,14 +38,14 @@ _Key = tuple[_State, int]
 
 @dataclass(frozen=True, slots=True)
 class _Window:
-    """Values from boundary `start` on, infinite before and after."""
+    """Values from boundary `start` on; infinite before and after."""
 
     start: int
     values: Vector
 
     @property
     def span(self) -> slice:
-        """The boundaries that have values."""
+        """Boundaries that have values."""
         return slice(self.start, self.start + len(self.values))
 
 
@@ -56,7 +56,7 @@ def best_divisions(
     """Return the best pipeline for each number of devices, with its pace or latency in seconds.
 
     Pipelines slower than `at_most_s` are left out. With `share`, devices may share a stage (inference only): any
-    mixture of up to six devices, beyond that several of one kind. Returns None if the search would consider more than
+    mixture of up to six devices, or more devices of one kind. Returns None if the search would consider more than
     `effort` stages. `numbers` are the usable devices, by default all.
 
     Example:
@@ -98,15 +98,13 @@ class _Search:
         return self._results()
 
     def _least_effort(self) -> int:
-        """Return a lower bound of the search's effort: without a bound on the pace nearly every step looks at all
-        stages.
-        """
+        """Return a lower bound on the effort: without a limit on the pace, nearly every step considers all stages."""
         steps = math.prod(count + 1 for count in self.counts) * len(self.options) // 2
         bounded = self.aim == "pace" and self.at_most_s < math.inf
         return steps * (_STEP if bounded else _STEP + self.problem.num_units**2 // 2)
 
     def _options(self, share: bool) -> list[_State]:
-        """Return the groups of devices that one stage may have."""
+        """Return the groups of devices that a stage may have."""
         single = [tuple(int(k == kind) for k in range(len(self.kinds))) for kind in range(len(self.kinds))]
         if not share:
             return single
@@ -120,15 +118,15 @@ class _Search:
         return single + several
 
     def _states(self) -> list[_State]:
-        """Return every selection of devices, smaller ones first."""
+        """Return all selections of devices, smaller selections first."""
         return sorted(product(*(range(count + 1) for count in self.counts)), key=lambda state: (sum(state), state))
 
     def _lasts(self, state: _State) -> list[int]:
-        """Return the kinds that may be first in a selection, which is irrelevant if links are equal."""
+        """Return the kinds that may be first in a selection; irrelevant if links are equal."""
         return [-1] if self.uniform else [kind for kind, used in enumerate(state) if used]
 
     def _following(self, state: _State, kind: int) -> _Window | None:
-        """Return the best values that can follow a stage on this kind, at each boundary where it may end."""
+        """Return the best values of the later stages, for each boundary at which a stage on this kind may end."""
         if not any(state):
             end = np.zeros(1)
             if self.aim == "latency":
@@ -155,13 +153,13 @@ class _Search:
         return first, self.kinds[last][1 if kind == last else 0]
 
     def _hop_s(self, kind: int, last: int | None, span: slice) -> Vector:
-        """Return the seconds of a message from one kind to another, or to the driver after the last stage."""
+        """Return the seconds of a message from one kind to another, or from the last stage to the driver."""
         problem = self.problem
         one, other = (self.kinds[kind][0], problem.feeder) if last is None else self._two(kind, last)
         return problem.costs.crossing[span] * problem.wire_s(one, other) + problem.latency_s(one, other)
 
     def _add(self, state: _State, option: _State, left: _State) -> int:
-        """Put a stage before a selection; return the number of considered stages."""
+        """Add a stage before a selection; return the number of stages considered."""
         kind = option.index(max(option))
         following = self._following(state, kind)
         if following is None:
@@ -181,7 +179,7 @@ class _Search:
         return _STEP + int(starts.stop - starts.start) * len(following.values)
 
     def _possible_starts(self, left: _State, last: int) -> slice:
-        """Return the starts that leave no more work than the remaining devices can do in time."""
+        """Return the starts that leave no more work than the remaining devices can do within the limit."""
         if self.aim == "latency" or self.at_most_s == math.inf:
             return slice(0, last)
         able = self.at_most_s * (1 + 1e-9) * float(self.speeds @ np.array(left))
@@ -196,11 +194,12 @@ class _Search:
         first, last = self.problem.path_terms(self.kinds[kind][0])
         path = first[starts, None] + last[None, following.span] + following.values
         if starts.start == 0 and starts.stop > 0:
-            path[0] += self._hop_s(kind, None, slice(0, 1))[0]  # the way from the driver is as long as the way back
+            # a message from the driver takes as long as a message back to it
+            path[0] += self._hop_s(kind, None, slice(0, 1))[0]
         return np.where(block < np.inf, path, np.inf)
 
     def _block(self, option: _State, in_flight: int, starts: slice, ends: slice) -> Vector:
-        """Return the cost of stages for a group of devices."""
+        """Return the costs of stages on a group of devices."""
         problem = self.problem
         members = [(self.kinds[kind][0], times) for kind, times in enumerate(option) if times]
         if len(members) == 1 and members[0][1] == 1:
@@ -230,7 +229,7 @@ class _Search:
         return {size: (value, self._trace(state, last)) for size, (value, state, last) in sorted(best.items())}
 
     def _trace(self, state: _State, last: int) -> Division:
-        """Find again which choices gave the best value, from the model's start to its end."""
+        """Reconstruct the choices that led to the best value, from the model's start to its end."""
         free = [list(kind) for kind in self.kinds]
         stages: list[Placed] = []
         start = 0
@@ -249,7 +248,7 @@ class _Search:
                 if best is None or values[place] < best[0]:
                     best = (float(values[place]), option, rest, following.start + place)
             if best is None:
-                raise AssertionError("a table that does not lead back to its start")
+                raise AssertionError("the table does not lead back to its start")
             _, option, state, end = best
             members = tuple(free[kind].pop(0) for kind, times in enumerate(option) for _ in range(times))
             stages.append(Placed(members, start, end))
@@ -258,7 +257,7 @@ class _Search:
         return tuple(stages)
 
     def _next_kind(self, state: _State, device: int, end: int) -> int:
-        """Return the next kind if links differ: the one with the best value after this device."""
+        """Return the next kind if links differ: the kind with the best value after this device."""
         if self.uniform or not any(state):
             return -1
         kind = next(k for k, numbers in enumerate(self.kinds) if device in numbers)

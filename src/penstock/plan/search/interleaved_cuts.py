@@ -1,11 +1,12 @@
-"""Cuts for interleaved 1F1B with several stages per device: the devices are balanced, not the stages.
+"""Cuts for interleaved 1F1B with several stages per device: balances devices, not stages.
 
     interleaved stages      device 0: stages 0 and 2     device 1: stages 1 and 3
 
 The load of a device is the sum over its stages. Stage by stage from the start of the model, the search keeps every
-state that can still improve on the best known: the end of the stage, and the load of each device so far. Cuts move
-within windows around the best known ones, and windows grow until there is no improvement. If windows cover the whole
-line and no states were dropped, the result is optimal; many states are thinned to the most promising ones.
+state (the end of the stage, and the load of each device so far) that can still improve on the best known division. Cuts
+move within windows around the best known cuts, and windows grow until there is no improvement. If windows cover the
+whole line and no states were dropped, the result is optimal; if there are too many states, only the most promising are
+kept.
 """
 
 import math
@@ -22,22 +23,22 @@ from penstock.plan.cost.stage_cost import Vector
 from penstock.plan.cost.training_step import interleaved_memory
 from penstock.plan.search.partition import balanced, check_stages, stage_costs
 
-# devices that differ by less than this count as equally busy: then more equal stages are better
+# devices whose loads differ by less than this count as equally busy: then more equal stages are better
 SLACK = 0.003
-# states that are kept of one stage
+# maximum number of states kept per stage
 _WIDTH = 3000
 # sums of floats in another order differ in the last bits
 _ROUNDING = 1 + 1e-12
-# numbers of stages per device that are tried; more give a smaller bubble and more messages
+# numbers of stages per device to try; more stages have a smaller bubble but more messages
 _STAGES_EACH = (2, 3)
-# up to this number, subsets of the devices are tried too
+# up to this number of devices, subsets are tried too
 _FEW = 12
 _Places: TypeAlias = NDArray[np.intp]
 
 
 @dataclass(frozen=True, slots=True)
 class InterleavedCuts:
-    """Boundaries between stages, the load of the busiest device, and that of the largest stage."""
+    """Boundaries between stages, the load of the busiest device, and the cost of the largest stage."""
 
     cuts: tuple[int, ...]
     busiest: float
@@ -45,10 +46,10 @@ class InterleavedCuts:
 
 
 def interleave(costs: Sequence[Vector], places: Sequence[int], *, slack: float = 0.0) -> InterleavedCuts | None:
-    """Choose the ends of stages that minimize the busiest device's load, and within `slack` of that the largest stage.
+    """Choose ends of stages that minimize the busiest device's load and, within `slack` of it, the largest stage.
 
-    `costs[stage][a, b]` is the cost of the units from boundary `a` to `b` as this stage on its device, infinite if
-    impossible; `places[stage]` is the device. Returns None if there is no solution.
+    `costs[stage][a, b]` is the cost of the units from boundary `a` to `b` if they are this stage, on its device;
+    infinite if impossible. `places[stage]` is the device. Returns None if there is no solution.
 
     Example:
         interleave([costs] * 4, [0, 1, 0, 1]).cuts
@@ -74,7 +75,7 @@ def balanced_devices(
 ) -> list[int]:  # fmt: skip
     """Minimize the busiest device's load, then the largest stage.
 
-    `places` are the devices of the stages; the other arguments and the result are those of `partition.balanced`.
+    `places` are the devices of the stages; the other arguments and the result are as for `partition.balanced`.
 
     >>> balanced_devices([1, 1, 1, 3, 1, 1], [0] * 7, 4, places=[0, 1, 0, 1])
     [1, 3, 4]
@@ -87,14 +88,14 @@ def balanced_devices(
         return cuts
     found = interleave([stage_costs(work, crossing_bytes, work_per_byte)] * num_stages, places, slack=SLACK)
     if found is None:
-        raise AssertionError("units enough for the stages, and no division")
+        raise AssertionError("no division found despite enough units")
     return list(found.cuts)
 
 
 def _side_by_side(
     work: Sequence[float], crossing_bytes: Sequence[int], counts: Sequence[int], work_per_byte: float
 ) -> list[int] | None:  # fmt: skip
-    """Divide the line among devices with adjacent stages, and each device's part into its stages.
+    """Divide the line among devices whose stages are adjacent, then each device's part into its stages.
 
     Two stages of one device exchange no messages. Returns None if a part has too few units.
     """
@@ -112,7 +113,7 @@ class _Search:
     def __init__(self, costs: Sequence[Vector], places: Sequence[int], slack: float) -> None:
         self.costs, self.places, self.slack = list(costs), list(places), slack
         self.num_devices, self.last = max(places) + 1, len(costs[0]) - 1
-        # the least that the stages from one on take together, from every boundary to the end
+        # minimum total cost of the stages from each stage on, from every boundary to the end
         self.rest = [np.where(np.arange(self.last + 1) == self.last, 0.0, math.inf)]
         for cost in reversed(self.costs):
             self.rest.insert(0, (cost + self.rest[0][None, :]).min(axis=1))
@@ -134,14 +135,14 @@ class _Search:
         return self._cuts(tuple(cuts[:0:-1]))
 
     def prefers(self, one: InterleavedCuts, other: InterleavedCuts) -> bool:
-        """Return True if one division is better than another."""
+        """Return True if `one` is better than `other`."""
         limit = self.least * (1 + self.slack) * _ROUNDING
         if max(one.busiest, other.busiest) > limit:
             return one.busiest < other.busiest
         return (one.largest, one.busiest) < (other.largest, other.busiest)
 
     def around(self, known: InterleavedCuts, reach: int) -> InterleavedCuts | None:
-        """Return the best division with cuts within `reach` of known ones."""
+        """Return the best division with cuts within `reach` of known cuts."""
         windows = [np.arange(1)]
         windows += [np.arange(max(1, c - reach), min(self.last - 1, c + reach) + 1) for c in known.cuts]
         windows.append(np.array([self.last]))
@@ -171,7 +172,7 @@ class _Search:
         return self._cuts(tuple(cuts[:0:-1]))
 
     def _promising(self, stage: int, ends: _Places, loads: Vector, largest: Vector) -> _Places:
-        """Choose the states that may match the best known division; if too many, those with the most room."""
+        """Choose the states that may match the best known division; if there are too many, those with the most room."""
         limit = self.least * (1 + self.slack) * _ROUNDING
         room = (limit - loads).sum(axis=1)
         rest = self.rest[stage + 1][ends]
@@ -197,8 +198,8 @@ class _Search:
 def interleaved_divisions(problem: Problem) -> list[Division]:
     """Return good pipelines that fit, with several stages per device, for each number of devices.
 
-    Devices are in order, the fastest ones if not all are used; of more than a dozen all are. Memory is checked after
-    the cuts are chosen.
+    Devices are in order. If not all devices are used, the fastest are; with more than a dozen devices all are used.
+    Memory is checked after the cuts are chosen.
 
     Example:
         division = interleaved_divisions(problem)[0]
@@ -224,7 +225,7 @@ def interleaved_divisions(problem: Problem) -> list[Division]:
 
 
 def _costs(problem: Problem, number: int) -> Vector:
-    """Return the seconds of every possible stage on a device, infinite if empty."""
+    """Return the seconds of every possible stage on a device; infinite if empty."""
     first, last = problem.path_terms(number)
     seconds: Vector = first[:, None] + last[None, :]
     seconds[np.tril_indices(problem.num_units + 1)] = np.inf

@@ -1,10 +1,10 @@
-"""Heuristic search for a good pipeline on many unequal devices, too many for searching every order.
+"""Heuristic search for a good pipeline on many unequal devices, too many to search every order.
 
-For a given pace the model is filled with devices from its end to its start: each takes the longest stage that it can do
-in time and hold. A beam keeps the few partial pipelines that waste least: time that a device has left because units are
-not divisible, and CPU time for the bytes at its cut. With many devices there is usually one whose speed suits the next
-units. The pace is found by bisection, from the bound upwards; then the cuts are refined for the order found. Compare
-with `bottleneck_bound_s` for a bound on the distance from the optimum.
+For a given pace, devices are placed from the end of the model to its start: each takes the longest stage that it can
+run in time and hold in memory. A beam keeps the few partial pipelines that waste least: time left over because units
+are not divisible, and CPU time for the bytes at the cut. Among many devices there is usually one whose speed fits the
+next units. The pace is found by bisection, from the bound upwards; then the cuts are refined for the order found.
+`bottleneck_bound_s` bounds the distance from the optimum.
 """
 
 import math
@@ -20,15 +20,15 @@ from penstock.plan.cost.pipeline_cost import bottleneck_bound_s, bottleneck_s, f
 from penstock.plan.cost.problem import Division, Placed, Problem
 from penstock.plan.cost.stage_cost import Vector
 
-# rounding of sums in another order
+# rounding error of sums in another order
 _ROUNDING = 1 + 1e-12
 
 
 def refine(problem: Problem, division: Division, *, reach: int | None = None) -> Division:
-    """Assign every stage the units that minimize the busiest stage, without moving devices.
+    """Move cuts to minimize the busiest stage, without moving devices.
 
-    Ties are resolved by the smallest latency. With `reach`, a cut moves by at most this number of boundaries; without,
-    the result is optimal for this order of devices.
+    Ties are resolved by the smallest latency. With `reach`, a cut moves by at most this number of boundaries; without
+    it, the result is optimal for this order of devices.
 
     Dynamic programming over cuts, stage by stage.
     """
@@ -79,7 +79,7 @@ def _shortest(
     problem: Problem, division: Division, windows: Sequence[slice], blocks: Sequence[Vector],
     links: Sequence[Vector], limit: float,
 ) -> list[int]:  # fmt: skip
-    """Choose the cuts with the smallest latency among those within the limit."""
+    """Choose the cuts with the smallest latency among cuts within the limit."""
     best: Vector = np.zeros(1)
     choices: list[Vector] = []
     for index, stage in enumerate(division):
@@ -87,7 +87,7 @@ def _shortest(
         paths = [problem.path_terms(number) for number in stage.devices]
         path = np.max([first[starts, None] + last[None, ends] for first, last in paths], axis=0)
         if index:
-            # the slowest path between any two that exchange messages
+            # the slowest path between any two devices that exchange messages
             wire = max(problem.wire_s(a, b) for a in division[index - 1].devices[:4] for b in stage.devices[:4])
             best = np.where(links[index - 1] <= limit, best + problem.costs.crossing[starts] * wire, np.inf)
         total = np.where(blocks[index] <= limit, best[:, None] + path, np.inf)
@@ -103,9 +103,9 @@ def _shortest(
 
 _Numbers: TypeAlias = NDArray[np.intp]
 _BEAM = 16
-# candidates per partial pipeline: of a thousand devices sixty-four of all speeds suffice
+# candidates per partial pipeline: of a thousand devices, 64 across all speeds suffice
 _CANDIDATES = 64
-# number of boundaries near the longest stage that are considered, for one with fewer bytes
+# number of boundaries near the end of the longest stage to consider, in search of one with fewer bytes
 _NEAR = 12
 _KEPT = 4
 _REFINE_REACH = 12
@@ -120,11 +120,11 @@ class _Begin:
     wasted: float
     used: NDArray[np.bool_]
     num_stages: int
-    stages: tuple[int, int, "_Begin | None"] | None  # device, end, and what follows
+    stages: tuple[int, int, "_Begin | None"] | None  # device, end, and the later stages
 
 
 def good_division(problem: Problem, numbers: Sequence[int] | None = None) -> Division | None:
-    """Return a pipeline with a pace near the optimum, or None if memory allows none.
+    """Return a pipeline with a pace near the optimum; None if none fits into memory.
 
     `numbers` are the usable devices, by default all.
 
@@ -157,7 +157,7 @@ def good_division(problem: Problem, numbers: Sequence[int] | None = None) -> Div
 
 
 def _refine_on(problem: Problem, division: Division) -> Division:
-    """Refine the cuts until they no longer change."""
+    """Refine cuts until they no longer change."""
     best = bottleneck_s(problem, division)
     for _ in range(20):
         division = refine(problem, division, reach=_REFINE_REACH)
@@ -183,13 +183,13 @@ class _Filler:
         self.messages = costs.messages_bytes()
         self.memory[problem.feeder] -= self.messages[0] + self.messages[-1]
         self.memory[slice(None) if problem.setting.trains else problem.feeder] -= problem.profile.script_bytes
-        # as if neither the first nor the last stage were its own; refining looks again
+        # as if the driver held neither end; `refine` accounts for it
         self.lost_s = np.zeros(len(rates))
         self.lost_s[problem.feeder] = problem.feeding_only_s()
         self.held = costs.held_bytes
 
     def fill(self, bottleneck_s: float) -> Division | None:
-        """Return a pipeline of this pace, if one is found."""
+        """Return a pipeline of this pace, if found."""
         problem = self.problem
         beam = [_Begin(problem.num_units, 0.0, self.closed, 0, None)]
         able = problem.speeds * np.maximum(bottleneck_s - self.lost_s, 0)
@@ -209,7 +209,7 @@ class _Filler:
         return None
 
     def _extend(self, begin: _Begin, bottleneck_s: float) -> list[_Begin]:
-        """Put one more device before the placed ones: those that waste least."""
+        """Place one more device before the placed devices, choosing those that waste least."""
         devices = self._candidates(begin)
         if not len(devices):
             return []
@@ -233,7 +233,7 @@ class _Filler:
         return left[np.linspace(0, len(left) - 1, _CANDIDATES).astype(np.intp)]
 
     def _longest(self, begin: _Begin, devices: _Numbers, bottleneck_s: float) -> tuple[_Numbers, Vector]:
-        """Return for each device the start of the stage that wastes least of it, and the waste."""
+        """Return for each device the start of the stage that wastes least, and the waste."""
         problem, costs, end = self.problem, self.problem.costs, begin.boundary
         in_flight = problem.setting.in_flight(begin.num_stages + 1)
         able = problem.speeds[devices] * np.maximum(bottleneck_s - self.lost_s[devices], 0.0)
@@ -250,9 +250,9 @@ class _Filler:
         possible &= self._in_time(begin, devices, starts, bottleneck_s)
         need = self.held[starts, end] + in_flight * (costs.kept_at_end_bytes[end] - costs.kept_bytes[starts])
         possible &= need + self.messages[starts] + self.messages[end] <= self.memory[devices][:, None]
-        # a device's own loss, and the next one's cost of the bytes at this cut
+        # the device's own waste, plus the next device's cost of the bytes at this cut
         wasted = able[:, None] - (self.seconds[end] - self.seconds[starts]) + costs.after_s[starts] * (starts > 0)
-        # at the start of the model nothing is left to do, so no time is wasted
+        # at the start of the model no work is left, so no time is wasted
         wasted = np.where(possible, np.where(starts == 0, -1.0, wasted), np.inf)
         best = wasted.argmin(axis=1)
         rows = np.arange(len(devices))

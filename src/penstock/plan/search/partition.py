@@ -1,7 +1,7 @@
-"""Divisions of a line of units into contiguous stages.
+"""Division of a line of units into contiguous stages.
 
-A boundary `b` is between unit `b - 1` and unit `b`. All functions take plain numbers and return boundaries, so they are
-independent of models and tested in milliseconds.
+Boundary `b` is between units `b - 1` and `b`. All functions take plain numbers and return boundaries, so they are
+independent of models and fast to test.
 """
 
 import math
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from penstock.errors import CutError
 
-# Sums of floats in another order differ in the last bits; such differences are ignored.
+# tolerance: sums of floats in another order differ in the last bits
 _ROUNDING = 1e-12
 _Matrix: TypeAlias = NDArray[np.float64]
 
@@ -22,10 +22,10 @@ _Matrix: TypeAlias = NDArray[np.float64]
 def balanced(
     work: Sequence[float], crossing_bytes: Sequence[int], num_stages: int, *, work_per_byte: float = 0.0
 ) -> list[int]:
-    """Minimize the largest stage, and among ties the crossing bytes.
+    """Minimize the largest stage; among ties, minimize the crossing bytes.
 
-    `crossing_bytes[b]` are the bytes that cross boundary `b`, for `b` from 0 to `len(work)`. Every byte costs the
-    stages on both sides `work_per_byte`: sending and receiving are work too.
+    `crossing_bytes[b]` is the number of bytes that cross boundary `b`, for `b` from 0 to `len(work)`. Every byte costs
+    `work_per_byte` in the stages on both sides, for sending and receiving.
 
     >>> balanced([1, 1, 1, 3], [0, 1, 1, 1, 0], 2)
     [3]
@@ -59,7 +59,7 @@ def smallest_largest(work: Sequence[float], num_stages: int) -> float:
 
 
 def evenly(starts: Sequence[int], num_stages: int) -> list[int]:
-    """Assign every stage the same number of blocks, the first stages one more if they do not divide evenly.
+    """Assign the same number of blocks to every stage; if they do not divide evenly, the first stages get one more.
 
     `starts` are the boundaries before each block.
 
@@ -81,8 +81,8 @@ def evenly(starts: Sequence[int], num_stages: int) -> list[int]:
 def fill(sizes: Sequence[float], num_stages: int) -> list[int]:
     """Fill stages in order up to the average size, as PiPPy's split_into_equal_size does.
 
-    A stage ends before the first item that would lift it above `sum(sizes) / num_stages`; the last stage takes the
-    rest. Returns boundaries between items, fewer than requested if the items are too coarse.
+    A stage ends before the first item that would take it above `sum(sizes) / num_stages`; the last stage takes the
+    rest. Returns boundaries between items, fewer than requested if items are too large.
 
     >>> fill([3, 1, 1, 3], 2)
     [2]
@@ -120,7 +120,7 @@ def check_stages(num_units: int, num_stages: int) -> None:
 
 
 def stage_costs(work: Sequence[float], crossing_bytes: Sequence[int], work_per_byte: float) -> _Matrix:
-    """Return the cost of every possible stage: row for its start, column for its end, infinite if empty."""
+    """Return the cost of every possible stage by start (row) and end (column); infinite if empty."""
     prefix = np.array([0.0, *accumulate(work)])
     ends = np.array(crossing_bytes, dtype=np.float64) * work_per_byte
     costs: _Matrix = prefix[None, :] - prefix[:, None] + ends[None, :] + ends[:, None]
@@ -129,7 +129,7 @@ def stage_costs(work: Sequence[float], crossing_bytes: Sequence[int], work_per_b
 
 
 def _smallest_largest(costs: _Matrix, num_stages: int) -> float:
-    """Return the least largest stage by dynamic programming over the number of stages, from the best of one fewer."""
+    """Return the smallest possible largest stage, by dynamic programming over the number of stages."""
     best = costs[0]
     for _ in range(1, num_stages):
         best = np.maximum(best[:, None], costs).min(axis=0)
@@ -137,7 +137,7 @@ def _smallest_largest(costs: _Matrix, num_stages: int) -> float:
 
 
 def _fewest_bytes(fits: NDArray[np.bool_], crossing_bytes: Sequence[int], num_stages: int) -> list[int]:
-    """Choose boundaries with the fewest bytes so that every stage fits, the same way."""
+    """Choose boundaries with the fewest bytes such that every stage fits, by the same dynamic programming."""
     crossing = np.array(crossing_bytes, dtype=np.float64)
     best = np.where(fits[0], 0.0, math.inf)
     choices: list[NDArray[np.intp]] = []

@@ -1,4 +1,4 @@
-"""Several whole pipelines side by side, each on its share of the microbatches of a stream or a step."""
+"""Parallel pipelines, each with its share of the microbatches of a stream or a step."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -11,21 +11,22 @@ from penstock.plan.cost.training_step import play_step, simulate_step
 from penstock.plan.search.exact import best_divisions
 from penstock.plan.search.large import good_division
 
-# up to this many devices every way to divide them into groups is tried
+# up to this many devices, every division into groups is tried
 MAX_PARTITIONED = 5
 _MAX_GROUPS = 8
-# each number of groups takes about as long as one pipeline of all devices: with many, only these are tried
+# each number of groups takes about as long as a search for one pipeline of all devices: with many devices, only these
+# numbers are tried
 _MANY = 64
 _GROUPS_OF_MANY = (4, 8)
 EFFORT = 200_000_000
 
 
 def best_replicas(problem: Problem) -> list[tuple[float, tuple[Division, ...]]]:
-    """Return good sets of parallel pipelines, each with its total microbatches per second.
+    """Return good sets of parallel pipelines, with the total microbatches per second of each set.
 
-    Up to five devices, every grouping is tried with the best pipeline for each group; beyond that, up to eight groups
-    of equal strength (four or eight beyond 64 devices), and every device alone. Devices that cannot take part are left
-    out. The driver serves all pipelines first and computes in its remaining time.
+    With up to five devices, every grouping is tried, with the best pipeline for each group. With more devices, up to
+    eight groups of equal strength are tried (four or eight with more than 64 devices), and every device alone. Devices
+    that cannot hold a stage are left out. The driver serves all pipelines first, and computes in its remaining time.
     """
     known: dict[tuple[int, ...], Division | None] = {}
     found: list[tuple[float, tuple[Division, ...]]] = []
@@ -45,7 +46,7 @@ def best_replicas(problem: Problem) -> list[tuple[float, tuple[Division, ...]]]:
 def rates_of(problem: Problem, divisions: Sequence[Division]) -> list[float]:
     """Return the microbatches per second of each of several parallel pipelines.
 
-    Other pipelines have priority: each microbatch costs the driver the same for any pipeline, and its own pipeline also
+    Other pipelines have priority: a microbatch costs the driver the same for any pipeline, but its own pipeline also
     costs computation.
     """
     elsewhere_s = problem.feeding_s(())
@@ -79,7 +80,7 @@ def _best_of(problem: Problem, group: tuple[int, ...]) -> Division | None:
 
 
 def groupings(problem: Problem) -> Iterator[list[tuple[int, ...]]]:
-    """Return ways to divide devices into groups, each for a pipeline: every one of up to five devices, some of more."""
+    """Return divisions of the devices into groups, one per pipeline: all divisions of up to five devices, else some."""
     numbers = range(len(problem.devices))
     return _partitions(numbers) if len(numbers) <= MAX_PARTITIONED else _equal_groups(problem)
 
@@ -97,7 +98,7 @@ def _partitions(numbers: Sequence[int]) -> Iterator[list[tuple[int, ...]]]:
 
 
 def _equal_groups(problem: Problem) -> Iterator[list[tuple[int, ...]]]:
-    """Return groups of about equal strength, for several numbers of them; then every device that can hold it all."""
+    """Return groups of about equal strength, for several numbers of groups; then single devices that hold the model."""
     order = sorted(range(len(problem.devices)), key=lambda number: -problem.speeds[number])
     numbers = range(2, min(_MAX_GROUPS, len(order)) + 1) if len(order) <= _MANY else _GROUPS_OF_MANY
     for num_groups in numbers:
@@ -109,18 +110,18 @@ def _equal_groups(problem: Problem) -> Iterator[list[tuple[int, ...]]]:
     yield [(number,) for number in order if problem.fits(number, 0, problem.num_units, problem.setting.in_flight(1))]
 
 
-# larger groups have too many possible numbers of stages, so that only the fastest pipeline is tried
+# larger groups have too many possible numbers of stages, so only the fastest pipeline is tried
 _MAX_GROUP = 5
-# seconds for a number of microbatches
+# returns the seconds for a number of microbatches
 Seconds = Callable[[int], float]
 
 
 def best_steps(problem: Problem) -> list[tuple[float, tuple[Division, ...], tuple[int, ...]]]:
-    """Return good sets of parallel pipelines for training: seconds of a step, pipelines, and their microbatches.
+    """Return good sets of parallel pipelines for training: seconds per step, pipelines, and their microbatches.
 
-    Groups of devices are those of `groupings`, equal groups tried once. A group's pipeline is, among those with the
-    best pace for each number of stages, the fastest for its microbatches. The microbatches of a step are divided so
-    that the last pipeline finishes as early as possible.
+    Groups of devices come from `groupings`; equal groups are tried once. For each group, the pipeline with the best
+    pace is found for each number of stages, and the fastest of these for its microbatches is used. The microbatches of
+    a step are divided so that the last pipeline finishes as early as possible.
 
     Example:
         step_s, divisions, counts = best_steps(problem)[0]
@@ -148,18 +149,18 @@ def best_steps(problem: Problem) -> list[tuple[float, tuple[Division, ...], tupl
 
 
 def divide_microbatches(total: int, seconds: Sequence[Seconds]) -> list[int]:
-    """Divide microbatches so that the longest pipeline is as short as possible; some may get none.
+    """Divide microbatches so that the slowest pipeline takes as little time as possible; some may get none.
 
-    `seconds` return each pipeline's time for a number of microbatches, and must be increasing. Starting from parts
-    proportional to pace, microbatches move from the longest pipeline to one that ends earlier, until none would:
-    increasing functions have a single such minimum, so the result is optimal.
+    `seconds` returns each pipeline's time for a number of microbatches, and must be increasing. Starting from parts
+    proportional to pace, microbatches move from the slowest pipeline to a pipeline that then ends earlier, as long as
+    there is one: for increasing functions this minimum is unique, so the result is optimal.
 
     >>> divide_microbatches(6, [lambda n: 1.0 * n, lambda n: 2.0 * n])
     [4, 2]
     """
     paces = [(each(total) - each(total // 2)) / (total - total // 2) for each in seconds]
     rates = [1 / max(pace, 1e-300) for pace in paces] if all(0 <= pace < math.inf for pace in paces) else []
-    # a few less than proportional to pace, so that hardly one is too many
+    # slightly less than proportional to pace, so that hardly any pipeline starts with too many
     counts = [int(max(0, total - 2 * len(rates)) * rate / sum(rates)) for rate in rates] or [0] * len(seconds)
     while sum(counts) < total:
         _add(counts, seconds)
@@ -173,7 +174,7 @@ def divide_microbatches(total: int, seconds: Sequence[Seconds]) -> list[int]:
 
 
 def _add(counts: list[int], seconds: Sequence[Seconds], below: float | None = None) -> int | None:
-    """Return one more microbatch to the pipeline that then ends first, if it ends below a limit."""
+    """Add a microbatch to the pipeline that then ends first, if it ends below a limit; return its index."""
     ends = [each(count + 1) for each, count in zip(seconds, counts, strict=True)]
     first = min(range(len(ends)), key=ends.__getitem__)
     if below is not None and not ends[first] < below:
@@ -183,7 +184,7 @@ def _add(counts: list[int], seconds: Sequence[Seconds], below: float | None = No
 
 
 class _Groups:
-    """The pipelines of groups of devices, each looked for once."""
+    """The pipelines of groups of devices, each searched once."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -191,11 +192,11 @@ class _Groups:
         self.makespan_s = cache(self._makespan_s)
 
     def kind(self, group: tuple[int, ...]) -> tuple[str, ...]:
-        """Return a key that is equal for two groups exactly if they are interchangeable."""
+        """Return a key that two groups have in common exactly if they are interchangeable."""
         return tuple(sorted(repr(self.problem.signature(number)) for number in group))
 
     def ways(self, group: tuple[int, ...], num_groups: int) -> tuple[Division, ...]:
-        """Return pipelines of a group; those that fit depend on its number of a step's microbatches."""
+        """Return the pipelines of a group; which of them fit depends on its number of microbatches."""
         total = self.problem.setting.num_microbatches or 1
         counts = [-(-total // num_groups)]
         if len(group) <= _MAX_GROUP:
@@ -203,7 +204,7 @@ class _Groups:
         return tuple(dict.fromkeys(division for count in counts for division in self.divisions(group, count)))
 
     def seconds(self, divisions: tuple[Division, ...]) -> Seconds:
-        """Return a function from microbatches to the seconds of the best of these pipelines, inf if none fits."""
+        """Return a function from microbatches to the seconds of the best of these pipelines; inf if none fits."""
         return lambda count: self.makespan_s(self.best(divisions, count), count) if count else 0.0
 
     def best(self, divisions: tuple[Division, ...], count: int) -> Division:

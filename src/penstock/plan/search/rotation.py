@@ -1,15 +1,14 @@
-"""Cut-set rotation: microbatches use several cut sets round-robin, which equalizes the uneven loads of a single set.
+"""Cut-set rotation: microbatches use several cut sets round-robin, which evens out the loads of a single cut set.
 
-A stage's work for a microbatch is the sum of a part that depends on its first boundary and one that depends on its
-last. On average over many microbatches only the *portions* count with which each cut is at each boundary, so the best
-portions are a linear program over each cut's portions, for any number of sets:
+A stage's work for a microbatch is the sum of a term for its first boundary and a term for its last boundary. On average
+over many microbatches, only the *portions* matter: how often each cut is at each boundary. So the best portions are the
+solution of a linear program over each cut's portions, for any number of sets:
 
     smallest T with, for every stage,  sum_a portion[cut before][a] * starts[stage][a]
                                      + sum_b portion[cut after ][b] * ends[stage][b]   <= T
 
-Few sets with these portions follow by moving all cuts with one number between 0 and 1, which determines each cut's
-place by its cumulative portions. All cuts then move in the same direction, which keeps the load of a stage near its
-mean.
+To get a few sets with these portions, a number between 0 and 1 determines the position of every cut, by the cut's
+cumulative portions. All cuts then move in the same direction, which keeps the load of a stage near its mean.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,20 +26,20 @@ from penstock.spec.plan import CutSet, Pipeline
 
 _Vector: TypeAlias = NDArray[np.float64]
 _EPSILON = 1e-9
-# Dantzig's rule is fast but may cycle on coinciding vertices; after this many steps without gain Bland's is used
+# Dantzig's rule is fast but may cycle on coinciding vertices; after this many steps without gain, use Bland's rule
 _PATIENCE = 20
 
 
 def minimize(costs: _Vector, matrix: _Vector, limits: _Vector, basis: Sequence[int]) -> tuple[_Vector, list[int]]:
-    """Minimize `costs @ x` subject to `matrix @ x == limits` and `x >= 0`; return x and its basis.
+    """Minimize `costs @ x` subject to `matrix @ x == limits` and `x >= 0`; returns x and its basis.
 
-    `basis` has as many columns as there are rows, and its vertex must be feasible. Numbers should be near 1:
+    `basis` has as many columns as the matrix has rows, and its vertex must be feasible. Numbers should be near 1:
     differences below 1e-9 are ignored.
 
     >>> minimize(np.array([-1.0, 0.0]), np.array([[2.0, 1.0]]), np.array([3.0]), [1])[0].tolist()
     [1.5, 0.0]
 
-    Dantzig's simplex method with Bland's rule against cycles; each step solves for the basis again, so errors do not
+    Dantzig's simplex method, with Bland's rule against cycles; each step solves for the basis again, so errors do not
     accumulate. The program must be bounded.
     """
     basis = list(basis)
@@ -59,31 +58,31 @@ def minimize(costs: _Vector, matrix: _Vector, limits: _Vector, basis: Sequence[i
         direction = np.linalg.solve(columns, matrix[:, entering])
         rising = direction > _EPSILON
         if not rising.any():
-            raise ArithmeticError("a linear program without a minimum; this is a mistake in penstock")
+            raise ArithmeticError("the linear program is unbounded; this is a bug in penstock")
         steps = np.full(len(basis), np.inf)
         steps[rising] = np.maximum(values[rising], 0.0) / direction[rising]
         least = steps.min()
-        # among ties the lowest column leaves, as Bland's rule wants
+        # among ties the lowest column leaves, as Bland's rule requires
         basis[min(np.flatnonzero(steps <= least + 1e-12), key=lambda row: basis[row])] = entering
     solution = np.zeros(matrix.shape[1])
     solution[basis] = np.maximum(values, 0.0)
     return solution, basis
 
 
-# a boundary further away than this would only add to what devices must hold
+# boundaries further away than this would only add to the memory of devices
 MAX_REACH = 32
-# how much of the best pace may be given up for smaller moves, which queues absorb better
+# fraction of the best pace that may be given up for smaller moves, which queues absorb better
 _SLACK = 2e-4
-# a program over more cuts than this takes longer than its gain is worth
+# a program with more cuts than this takes too long for its gain
 _MAX_STAGES = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundaryCosts:
-    """Costs of stages by their boundaries, one row per stage.
+    """Costs of stages by boundary, one row per stage.
 
-    A stage `s` from boundary `a` to `b` takes `starts[s][a] + ends[s][b]` seconds. `crossing[k][b]`, if given, are the
-    busy seconds of the link of cut `k` at boundary `b`.
+    Stage `s` from boundary `a` to `b` takes `starts[s][a] + ends[s][b]` seconds. `crossing[k][b]`, if given, are the
+    seconds of the link of cut `k` if the cut is at boundary `b`.
     """
 
     starts: Sequence[Vector]
@@ -97,7 +96,7 @@ class BoundaryCosts:
 
 @dataclass(frozen=True, slots=True)
 class Portions:
-    """Boundaries of each cut with their portions of microbatches; the pace in s."""
+    """Boundaries of each cut with their portions of microbatches, and the pace in seconds."""
 
     per_cut: tuple[tuple[tuple[int, float], ...], ...]
     bottleneck_s: float
@@ -108,19 +107,19 @@ def rotate(
     holds: Callable[[int, int, int], bool] = lambda _stage, _start, _end: True, period: int = 100,
     reach: int = MAX_REACH,
 ) -> list[tuple[tuple[int, ...], float]]:  # fmt: skip
-    """Return weighted sets of cuts near given cuts that minimize the largest expected stage.
+    """Return weighted sets of cuts, near the given cuts, that minimize the largest expected stage.
 
     `cuts` are the boundaries of the best single set. `holds(stage, start, end)` returns True if a stage's device has
-    the memory for all units from `start` to `end`: with several sets it holds those of all. Weights are integer parts
-    of a round of at most `period` microbatches.
+    the memory for all units from `start` to `end`: with several sets it holds the units of all sets. Weights are
+    integer fractions of a round of at most `period` microbatches.
 
     >>> work = np.array([0.0, 3.0, 4.0, 8.0])
     >>> rotate(BoundaryCosts(starts=[-work, -work], ends=[work, work]), [2])
     [((2,), 1.0)]
 
-    The portions are optimal for the linear program over boundaries nearer to each cut than to its neighbours and at
-    most `reach` away. If a device cannot hold all of a solution, the boundaries around its cuts are halved in number
-    until it can, so under a memory limit the result is good but not necessarily optimal.
+    The portions are optimal for boundaries that are nearer to each cut than to its neighbours and at most `reach` away.
+    If a solution does not fit into a device's memory, the number of boundaries around its cuts is halved until it fits,
+    so under a memory limit the result is good but not necessarily optimal.
     """
     last = len(costs.starts[0]) - 1
     bounds = (0, *cuts, last)
@@ -139,9 +138,10 @@ def rotate(
 
 
 def best_portions(costs: BoundaryCosts, cuts: Sequence[int], windows: Sequence[Sequence[int]]) -> Portions:
-    """Find how often each cut should lie at each boundary of its window; each window holds the given cut.
+    """Find how often each cut should be at each boundary of its window; each window contains the given cut.
 
-    Among the best (within 0.02% of the pace) it takes what moves the cuts least, in squared seconds of work.
+    Among the best solutions (within 0.02% of the pace), it takes the one that moves the cuts least, in squared seconds
+    of work.
     """
     program = _Program(costs, cuts, windows)
     solution, basis = minimize(program.pace, program.matrix, program.limits, program.basis)
@@ -159,7 +159,7 @@ def best_portions(costs: BoundaryCosts, cuts: Sequence[int], windows: Sequence[S
 
 
 def couple(portions: Portions) -> list[tuple[tuple[int, ...], float]]:
-    """Convert portions to weighted sets of cuts, all cuts moving together.
+    """Convert portions to weighted sets of cuts, with all cuts moving together.
 
     >>> couple(Portions((((3, 0.5), (4, 0.5)), ((7, 0.25), (9, 0.75))), 0.0))
     [((3, 7), 0.25), ((3, 9), 0.25), ((4, 9), 0.5)]
@@ -177,12 +177,12 @@ def couple(portions: Portions) -> list[tuple[tuple[int, ...], float]]:
 
 
 class _Program:
-    """The linear program in matrix form: portions of all windows, then the pace, then the slack per row."""
+    """The linear program in matrix form: portions of all windows, then the pace, then a slack per row."""
 
     def __init__(self, costs: BoundaryCosts, cuts: Sequence[int], windows: Sequence[Sequence[int]]) -> None:
         num_stages, last = len(cuts) + 1, len(costs.starts[0]) - 1
         bounds = [0, *cuts, last]
-        # in units of the pace of the given cuts, so that the numbers are near 1
+        # in units of the pace of the given cuts, so that numbers are near 1
         busy = [costs.load(s, bounds[s], bounds[s + 1]) for s in range(num_stages)]
         busy += [float(costs.crossing[k][cut]) for k, cut in enumerate(cuts) if costs.crossing]
         self.scale = max(max(busy), 1e-300)
@@ -198,7 +198,7 @@ class _Program:
         for k, (cut, window) in enumerate(zip(cuts, windows, strict=True)):
             columns = slice(place, place + len(window))
             chosen = list(window)
-            # terms of the given cuts are moved to the other side of the equation, so that differences stay exact
+            # terms of the given cuts are on the other side of the equation, so that differences stay exact
             self.matrix[k, columns] = (costs.ends[k][chosen] - costs.ends[k][cut]) / self.scale
             self.matrix[k + 1, columns] = (costs.starts[k + 1][chosen] - costs.starts[k + 1][cut]) / self.scale
             if costs.crossing:
@@ -206,14 +206,14 @@ class _Program:
             self.matrix[rows + k, columns] = 1.0
             self.limits[rows + k] = 1.0
             moved = np.abs(self.matrix[k, columns]) + np.abs(self.matrix[k + 1, columns])
-            # squared, so that many small moves are better than a few large ones
+            # squared, so that many small moves are better than a few large moves
             self.moves[columns] = moved**2
             self.basis.append(place + chosen.index(cut))
             place += len(window)
         self.matrix[:rows, self.num_places] = -1.0
         self.limits[:rows] = -np.array(busy) / self.scale
         self.matrix[range(rows), range(self.num_places + 1, self.num_places + 1 + rows)] = 1.0
-        # the last row holds the pace below a limit, which the second pass lowers to the best
+        # the last row limits the pace; the second pass lowers the limit to the best pace
         self.matrix[-1, self.num_places] = 1.0
         self.matrix[-1, -1] = 1.0
         self.limits[-1] = 2.0
@@ -223,7 +223,7 @@ class _Program:
 
 
 def _windows(bounds: Sequence[int], reaches: Sequence[int]) -> list[range]:
-    """Assign each cut the boundaries nearer to it than to its neighbours, so that any mixture keeps the order."""
+    """Return for each cut the boundaries nearer to it than to its neighbours, so that any mixture keeps the order."""
     windows: list[range] = []
     for k, reach in enumerate(reaches):
         before, cut, after = bounds[k : k + 3]
@@ -234,21 +234,21 @@ def _windows(bounds: Sequence[int], reaches: Sequence[int]) -> list[range]:
 
 
 def _extent(stage: int, portions: Portions, last: int) -> tuple[int, int]:
-    """Return the first and the last boundary of all units that a stage's device holds."""
+    """Return the first and last boundary of the units that a stage's device holds."""
     start = min(b for b, _ in portions.per_cut[stage - 1]) if stage else 0
     end = max(b for b, _ in portions.per_cut[stage]) if stage < len(portions.per_cut) else last
     return start, end
 
 
 def _whole_rounds(sets: list[tuple[tuple[int, ...], float]], period: int) -> list[tuple[tuple[int, ...], float]]:
-    """Round the weights to integer parts of a round; sets with none are left out."""
+    """Round weights to integer fractions of a round; sets with weight 0 are left out."""
     counts = round_robin_counts([weight for _, weight in sets], period=period)
     total = sum(counts)
     return [(cuts, number / total) for (cuts, _), number in zip(sets, counts, strict=True) if number]
 
 
 def rotated(problem: Problem, pipeline: Pipeline) -> Pipeline | None:
-    """Return the same pipeline with several cut sets in rotation; None if one is as good, or more are impossible."""
+    """Return the pipeline with several cut sets in rotation; None if this is impossible or no better than one set."""
     stages = pipeline.stages
     plain = all(len(stage.devices) == 1 for stage in stages) and not problem.setting.trains
     if not plain or not 2 <= len(stages) <= _MAX_STAGES:
@@ -278,7 +278,7 @@ def _boundary_costs(problem: Problem, numbers: Sequence[int]) -> BoundaryCosts:
 
 
 def _union_fits(problem: Problem, number: int, starts: tuple[int, int], ends: tuple[int, int]) -> bool:
-    """Return True if a device can hold all units of a stage whose cuts move within these boundaries."""
+    """Return True if a device can hold all units of a stage if its cuts move within these boundaries."""
     first, last = problem.terms(number).memory
     need = float(problem.costs.held_bytes[min(starts), max(ends)])
     need += float(first[min(starts) : max(starts) + 1].max() + last[min(ends) : max(ends) + 1].max())

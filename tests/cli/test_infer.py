@@ -165,7 +165,7 @@ def test_resume_goes_on_behind_complete_rows(penstock: Run, photos: Path, tmp_pa
     assert status == 0
     assert output.read_text() == whole
     status, out, _ = penstock(*arguments, "--resume", "--json", tmp_path / "summary.json")
-    assert (status, out) == (0, f"finished before: the predictions of all 7 images are in {output}\n")
+    assert (status, out) == (0, f"already finished: the predictions of all 7 images are in {output}\n")
     assert json.loads((tmp_path / "summary.json").read_text())["num_resumed"] == 7
     assert output.read_text() == whole
     other = tmp_path / "elsewhere"

@@ -139,7 +139,7 @@ def test_wrong_usage_is_one_line(arguments: list[str], said: str, penstock: Run,
 
 def test_the_help_says_that_hosts_share_the_folder(penstock: Run) -> None:
     _, out, _ = penstock("train", "--help")
-    assert "Hosts must share the folder" in " ".join(out.replace("│", " ").split())
+    assert "Hosts must share" in " ".join(out.replace("│", " ").split())
 
 
 def test_ways_to_train_beside_each_other_in_processes_of_their_own(penstock: Run, tmp_path: Path) -> None:

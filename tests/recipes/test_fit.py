@@ -129,7 +129,7 @@ def test_a_process_that_somebody_killed_is_not_out_of_memory(monkeypatch: pytest
     for before in (6, None):  # another one since, or a system that does not say
         found = explain_exit(killed, before)
         assert type(found) is OutOfMemory
-        assert "rank 1 was killed for want of memory" in str(found)
+        assert "rank 1 was killed because memory ran out" in str(found)
     assert type(explain_exit(WorkerExit(1, 3), 6)) is RunError
 
 
@@ -208,7 +208,7 @@ def row(asked: FitSettings, name: str = "", failed: str | None = None, memory: i
 @pytest.mark.parametrize(("room", "expected"), [(1, None), (97, 96), (128, 128), (10_000, 700)])
 def test_the_largest_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int, expected: int | None) -> None:
     def pretend(name: str, asked: FitSettings, _place: Place) -> Row:
-        return row(asked, name, "rank 0 was killed for want of memory" if asked.batch_size > room else None)
+        return row(asked, name, "rank 0 was killed because memory ran out" if asked.batch_size > room else None)
 
     monkeypatch.setattr(several, "run_row", pretend)
     asked = settings(tmp_path, replicas=2)

@@ -52,5 +52,5 @@ def test_the_loss_is_the_last_unit_s(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_rows_of_different_lengths_have_no_profile(tmp_path: Path) -> None:
     (tmp_path / "train.txt").write_text(TREES * 12)
-    with pytest.raises(UsageError, match="rows of one size"):
+    with pytest.raises(UsageError, match="rows of equal size"):
         profile_task(FitSettings(model=BERT, data=str(tmp_path), output=str(tmp_path)), rows=(1,))

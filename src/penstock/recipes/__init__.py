@@ -1,1 +1,1 @@
-"""Whole applications: train, compare runs, classify a folder of images."""
+"""Complete applications: training, comparison of runs, classification of images, text generation."""

@@ -1,4 +1,4 @@
-"""Classify a set of images with a streamed model, in order, whatever single images do."""
+"""Classification of a set of images with a streamed model, in order; images that cannot be read do not stop it."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +18,7 @@ from penstock.zoo.models.models import ZooModel
 class Prediction:
     """The result for one image: a class, or the `error` that prevented it.
 
-    `label_name` is the image's folder; `class_name` is None if nothing names the classes.
+    `label_name` is the image's folder; `class_name` is None if the classes have no names.
     """
 
     index: int
@@ -31,7 +31,7 @@ class Prediction:
     error: str | None = None
 
     def row(self) -> dict[str, Any]:
-        """Return the prediction as a row of a prediction file, without what is empty."""
+        """Return the prediction as a row of a prediction file, without empty fields."""
         values = {
             "image": self.image, "label": self.label_name, "prediction": self.prediction, "class": self.class_name,
             "confidence": None if self.confidence is None else round(self.confidence, 6), "error": self.error,
@@ -42,9 +42,9 @@ class Prediction:
 def classify(
     pipe: Pipeline, model: ZooModel, images: ImageSet, *, microbatch_size: int = 1, start: int = 0
 ) -> Iterator[Prediction]:
-    """Return a prediction for every image from `start` on, in order; unreadable ones come with their error.
+    """Return a prediction for every image from `start` on, in order; for unreadable images, with the error.
 
-    Raises `UsageError` for a model that does not take images or returns no class scores.
+    Raises `UsageError` if the model does not take images or returns no class scores.
     """
     if model.transform is None:
         raise UsageError(f"{model.name} does not take images; use an image classification model")
@@ -63,14 +63,14 @@ def classify(
             yield replace(
                 _prediction(images, index), prediction=int(best), class_name=name, confidence=float(confidence)
             )
-    for group in feed.groups:  # images after the last readable one
+    for group in feed.groups:  # images after the last readable image
         for item in group:
             if isinstance(item, Prediction):
                 yield item
 
 
 def names_of_classes(model: ZooModel, images: ImageSet, num_classes: int) -> Sequence[str]:
-    """Return the model's class names: its own, else the folders' if there are as many; empty if unknown."""
+    """Return the model's class names, else the folders' names if there are as many; empty if unknown."""
     return model.class_names or (images.classes if len(images.classes) == num_classes else ())
 
 
@@ -80,7 +80,7 @@ def _prediction(images: ImageSet, index: int) -> Prediction:
 
 
 class _Feed:
-    """Gathers images into microbatches, and remembers which image went where and which could not be read."""
+    """Gathers images into microbatches, and records which images each has and which could not be read."""
 
     def __init__(self, model: ZooModel, images: ImageSet, microbatch_size: int, start: int) -> None:
         self._model, self._images = model, images
@@ -115,13 +115,13 @@ class _Feed:
 
 
 def as_input(model: ZooModel, rows: Sequence[Tensor]) -> Any:
-    """Return images as one input of a model, in the form that it takes."""
+    """Return images as an input of a model, in the form that the model takes."""
     batch = torch.stack(list(rows))
     return {"pixel_values": batch} if "pixel_values" in model.example_kwargs else batch
 
 
 def example_call(model: ZooModel, rows: int) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
-    """Return the arguments of an example call with n rows, as the model takes images."""
+    """Return the arguments of an example call with n images."""
     given = model.example_args[0] if model.example_args else next(iter(model.example_kwargs.values()))
     example = given[:1].repeat(rows, *[1] * (given.dim() - 1))
     return (example,) if model.example_args else (), dict.fromkeys(model.example_kwargs, example)
@@ -130,20 +130,20 @@ def example_call(model: ZooModel, rows: int) -> tuple[tuple[Tensor, ...], dict[s
 def class_scores(output: Any) -> Tensor:
     """Find the class scores in a model's output: its `logits`, or its first two-dimensional tensor.
 
-    Raises `UsageError` where there are none.
+    Raises `UsageError` if there are none.
     """
     logits = getattr(output, "logits", None)
     leaves = [logits] if isinstance(logits, Tensor) else pytree.tree_leaves(output)
     for leaf in leaves:
         if isinstance(leaf, Tensor) and leaf.dim() == 2 and leaf.is_floating_point():
             return leaf
-    raise UsageError("the model gives no class scores (a tensor of rows and classes); use a classification model")
+    raise UsageError("the model returns no class scores (a tensor of rows and classes); use a classification model")
 
 
 def labels_comparable(model: ZooModel, images: ImageSet, num_classes: int) -> dict[int, int] | None:
-    """Match the folders' labels with the model's classes; None where they cannot mean the same.
+    """Map the folders' labels to the model's classes; None if they cannot be matched.
 
-    By name where both have names, else by number where there are as many.
+    They are matched by name if both have names, otherwise by number if there are as many.
     """
     if not images.classes:
         return None

@@ -1,4 +1,4 @@
-"""Formats of training data, and the task that each one is for."""
+"""Formats of training data, and the task of each format."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 from penstock.errors import UsageError
 from penstock.zoo.data.texts import is_trees
 
-if TYPE_CHECKING:  # the settings read the help, and need no torch
+if TYPE_CHECKING:  # the settings read the help texts without importing torch
     from penstock.recipes.settings import FitSettings
     from penstock.recipes.tasks import Task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataFormat:
-    """A format of data: its help, whether a path has it, its task, and the settings that are for it alone."""
+    """A data format: its help text, a test for paths, its task, and the settings that only this format has."""
 
     help: str
     holds: Callable[[Path], bool]
@@ -41,7 +41,7 @@ def _images(settings: "FitSettings") -> "Task":
     return image_task(settings)
 
 
-# a path has the first format that holds it
+# the first format whose test a path passes is used
 FORMATS: Mapping[str, DataFormat] = {
     "sentences": DataFormat(
         help="a sentiment treebank (SST)", holds=lambda path: is_trees(path) or is_trees(path / "train.txt"),
@@ -59,10 +59,9 @@ FORMATS_HELP = ", ".join(known.help for known in FORMATS.values())
 
 
 def make_task(settings: "FitSettings") -> "Task":
-    """Find out from the data what is to be learned, and prepare it.
+    """Determine the training task from the data, and prepare it.
 
-    Raises `ModelError` and `DataError` for names that cannot be had, `UsageError` where model and data do
-    not go together.
+    Raises `ModelError` and `DataError` if the model or data cannot be loaded, `UsageError` if they do not match.
     """
     from penstock.recipes.tasks import metadata_of
 

@@ -1,4 +1,4 @@
-"""From a model's name and data to what is learned: to classify images, to go on with a text, to classify sentences."""
+"""Training tasks from a model's name and data: image classification, language modelling, sentence classification."""
 
 import copy
 import random
@@ -38,13 +38,13 @@ _POOL = 50  # batches whose rows are sorted together
 
 
 def image_task(settings: FitSettings) -> Task:
-    """Prepare to classify images; raises `DataError` for images without labels, `UsageError` for other models."""
+    """Prepare image classification; raises `DataError` for images without labels, `UsageError` for other models."""
     images = open_images(settings.data)
     check_labelled(images, settings.data)
     name = with_classes(settings.model, len(images.classes))
     zoo, weights, new = load_for(settings, name, "images" if name.startswith("hf:") else None)
     if zoo.transform is None or zoo.task != "image":
-        raise UsageError(f"{settings.model} takes no images but {settings.data} holds images; name a model that does")
+        raise UsageError(f"{settings.model} does not take images, but {settings.data} has images; use an image model")
     key, classes = next(iter(zoo.example_kwargs), None), classes_of(zoo, images)
     make = ImageReader(images, zoo.transform, key, classes)
     chosen, _ = held_out(spread(len(images), settings.num_rows), settings.hold_out)
@@ -64,7 +64,7 @@ def image_task(settings: FitSettings) -> Task:
 
 
 def classes_of(zoo: ZooModel, images: ImageSet) -> Sequence[str]:
-    """Return the classes of images in the order of the model's outputs: that of its weights, if they are the same."""
+    """Return the classes of images in the order of the model's outputs; if the weights have the same, their order."""
     known = zoo.class_names or ()
     return known if len(known) == len(images.classes) and set(known) == set(images.classes) else images.classes
 
@@ -77,7 +77,7 @@ def check_labelled(images: ImageSet, path: str) -> None:
 
 
 class ImageReader:
-    """Reads an image as the model's input, and its label; of another set by the name of its class."""
+    """Reads an image as the model's input, with its label; labels of another set are matched by class name."""
 
     def __init__(self, images: ImageSet, transform: Transform, key: str | None, classes: Sequence[str] | None) -> None:
         self._images, self._transform, self._key = images, transform, key
@@ -95,7 +95,7 @@ class ImageReader:
 
 
 def language_task(settings: FitSettings) -> Task:
-    """Prepare to learn a text; raises `DataError` for a text that is too short, `UsageError` for other models."""
+    """Prepare language modelling; raises `DataError` if the text is too short, `UsageError` for other models."""
     zoo, weights, new = load_for(settings, settings.model, "language")
     text = read_text(settings.data)
     config = text_config(zoo, settings.model)
@@ -118,13 +118,13 @@ def language_task(settings: FitSettings) -> Task:
 
 
 def next_token_loss(output: Any, ids: Tensor) -> tuple[Tensor, int]:
-    """Cross entropy of every token but the first of each row, as a sum."""
+    """Return the summed cross entropy of all tokens except the first of each row."""
     logits, wanted = logits_of(output)[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
     return functional.cross_entropy(logits.float(), wanted, reduction="sum"), len(wanted)
 
 
 def next_token_accuracy(output: Any, ids: Tensor) -> tuple[Tensor, int]:
-    """Count the tokens that are the most probable ones."""
+    """Count the tokens that the model predicts as most likely."""
     wanted = ids[:, 1:]
     return (logits_of(output)[:, :-1].argmax(-1) == wanted).sum().double(), wanted.numel()
 
@@ -138,27 +138,27 @@ def read_text(path: str) -> str:
 
 
 def text_config(zoo: ZooModel, name: str) -> Any:
-    """Return the configuration of a model of text; raises `UsageError` for other models."""
+    """Return the configuration of a text model; raises `UsageError` for other models."""
     config = getattr(zoo.module, "config", None)
     if zoo.task != "text" or config is None:
-        raise UsageError(f"{name} takes no text but the data is text; name a model such as hf:gpt2 or hf:bert")
+        raise UsageError(f"{name} does not take text, but the data is text; use a model such as hf:gpt2 or hf:bert")
     return config.get_text_config()
 
 
 def find_tokenizer(name: str) -> Any:
-    """Return the tokenizer that lies beside a model in a directory, or None."""
+    """Return the tokenizer in a model's directory, or None."""
     file = Path(parse_hf(name.removeprefix("hf:"))[0]).expanduser() / "tokenizer.json"
     return read_tokenizer(file) if file.is_file() else None
 
 
 def _saver(settings: FitSettings, zoo: ZooModel, tokenizer: Any, *, known: bool) -> Callable[[Path], None]:
-    """Return what writes a configuration and a tokenizer, so that transformers reads the run's folder as a model."""
+    """Return a function that saves configuration and tokenizer, so that transformers can load the run's folder."""
 
     def save(folder: Path) -> None:
         config: Any = copy.deepcopy(zoo.module.config)
         config.architectures = [type(zoo.module).__name__]
         if hasattr(config, "use_cache"):
-            config.use_cache = True  # it was switched off for training
+            config.use_cache = True  # was switched off for training
         config.save_pretrained(folder)
         if known:
             load_tokenizer(settings.model).save_pretrained(folder)
@@ -175,7 +175,7 @@ def _blocks(tokenizer: Any, text: str, settings: FitSettings) -> Tensor:
     ids = torch.tensor(tokenizer.encode(text).ids)
     count = len(ids) // settings.length
     if not count:
-        raise DataError(f"a part of the text has {len(ids)} tokens, a row has {settings.length}; lower --length")
+        raise DataError(f"a part of the text has {len(ids)} tokens, but a row needs {settings.length}; lower --length")
     return ids[: count * settings.length].view(count, settings.length)
 
 
@@ -184,7 +184,7 @@ def _rows(blocks: Tensor) -> Rows:
 
 
 def sentence_task(settings: FitSettings) -> Task:
-    """Prepare to classify sentences; raises `DataError` for files that are no trees."""
+    """Prepare sentence classification; raises `DataError` for files that do not contain trees."""
     path = Path(settings.data)
     training = read_trees(path / "train.txt" if path.is_dir() else path)
     beside = path / "dev.txt"
@@ -211,14 +211,14 @@ def sentence_task(settings: FitSettings) -> Task:
 
 
 def encode(tokenizer: Any, text: str, limit: int) -> list[int]:
-    """Return a sentence's tokens, with the one that begins a sentence where the tokenizer has it."""
+    """Return a sentence's tokens, after the begin-of-sentence token if the tokenizer has one."""
     first = tokenizer.token_to_id(CLS)
     ids: list[int] = ([] if first is None else [first]) + tokenizer.encode(text).ids
     return ids[:limit] or [0]
 
 
 def pad(rows: Sequence[tuple[list[int], int]]) -> tuple[dict[str, Tensor], Tensor]:
-    """Put rows into tensors as long as the longest of them.
+    """Pad rows to the length of the longest row.
 
     >>> pad([([5, 6], 1), ([7], 0)])[0]["attention_mask"].tolist()
     [[1, 1], [1, 0]]
@@ -232,7 +232,7 @@ def pad(rows: Sequence[tuple[list[int], int]]) -> tuple[dict[str, Tensor], Tenso
 
 
 class _Encoded(Rows):
-    """Encoded sentences, with their lengths for those who sort them."""
+    """Encoded sentences, with their lengths, by which batches are sorted."""
 
     def __init__(self, rows: Sequence[tuple[list[int], int]]) -> None:
         super().__init__(range(len(rows)), rows.__getitem__)
@@ -240,10 +240,10 @@ class _Encoded(Rows):
 
 
 class Buckets:
-    """Batches of sentences of like lengths, in random order if shuffled.
+    """Batches of sentences of similar length, in random order if shuffled.
 
-    Rows are shuffled, sorted by length within pools of some batches, and the batches shuffled again; the
-    order depends on seed and epoch only.
+    Rows are shuffled, sorted by length within pools of several batches, and the batches are shuffled; the order depends
+    only on seed and epoch.
 
     >>> list(Buckets(encoded, 2, False))  # doctest: +SKIP
     [[3, 0], [1, 2]]
@@ -255,7 +255,7 @@ class Buckets:
         self._batch_size, self._shuffle, self._seed = batch_size, shuffle, seed
 
     def set_epoch(self, epoch: int) -> None:
-        """Draw the order of another epoch, as torch's `DistributedSampler` does."""
+        """Set the epoch of the order, as for torch's `DistributedSampler`."""
         self._epoch = epoch
 
     def __len__(self) -> int:
@@ -263,7 +263,7 @@ class Buckets:
         return -(-len(self._lengths) // self._batch_size)
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Return the rows of each batch; a smaller one comes last."""
+        """Return the rows of each batch; the last batch may be smaller."""
         chance = random.Random(self._seed * 1_000_003 + self._epoch)  # noqa: S311 -- an order, no secret
         rows = list(range(len(self._lengths)))
         if self._shuffle:
@@ -284,5 +284,5 @@ class Buckets:
 def _pairs(sentences: Sentences, limit: int | None) -> list[tuple[str, int]]:
     pairs = [(sentences.texts[row], sentences.labels[row]) for row in spread(len(sentences.texts), limit)]
     if not pairs:
-        raise DataError("the trees hold no sentence that is positive or negative; give others")
+        raise DataError("the trees have no positive or negative sentences; use other data")
     return pairs

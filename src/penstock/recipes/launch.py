@@ -1,4 +1,4 @@
-"""Start a training run: in this process, in fresh ones on this machine, or on the hosts of a lab."""
+"""Start of a training run: in this process, in new processes on this machine, or on the hosts of a lab."""
 
 import json
 import os
@@ -26,14 +26,14 @@ from penstock.wire import FEEDER
 
 WORKER = "penstock.recipes.training_worker"
 _POLL_S = 0.1
-_GRACE_S = 12.0  # grace period in which the others detect a failure and report its reason
+_GRACE_S = 12.0  # grace period for the other processes to detect a failure and report its reason
 
 
 def fit(settings: FitSettings, cluster: Path | None = None) -> FitResult:
     """Train a model by name on data by name, and return the result.
 
-    Under torchrun it uses the existing processes, and each of them calls this. Otherwise it starts as many processes as
-    stages and replicas need, or with `cluster` one on each host of a lab.
+    Under torchrun all existing processes call this. Otherwise this starts as many processes as stages and replicas
+    need, or with `cluster` one process on each host of a lab.
 
     Example:
         result = fit(FitSettings(model="timm:vit_tiny_patch16_224,img_size=8,patch_size=2", data="digits", stages=2))
@@ -65,14 +65,14 @@ def _check_enough(settings: FitSettings, num_started: int) -> None:
 def fit_apart(settings: FitSettings, *, lab: Lab | None = None, memory_bytes: int | None = None) -> FitResult:
     """Train in separate processes, which have exited when this returns.
 
-    A process on this machine that uses more than `memory_bytes` is killed.
+    Processes on this machine that use more than `memory_bytes` are killed.
 
     Raises as `fit` does, and `OutOfMemory` naming the process or host that ran out of memory.
     """
-    plan = plan_of(settings)  # errors in it are raised before processes are started
+    plan = plan_of(settings)  # raises errors in the plan before any process is started
     folder = settings.folder
     with sole_run(folder):
-        check_new(settings)  # before anything is written, so that an error changes nothing
+        check_new(settings)  # before any file is written, so that an error changes nothing
         file, result = folder / "asked.json", folder / "result.json"
         try:
             write_settings(settings, file)
@@ -114,20 +114,20 @@ def _result(found: FitResult | BaseException) -> bytes:
 
 
 def _read_result(path: Path, problem: RunError | None) -> FitResult:
-    """Read the result of the first process; raises its error, or the one observed by this process."""
+    """Read the result of the first process; raises its error, or the error that this process observed."""
     if path.exists():
         document = json.loads(path.read_text(encoding="utf-8"))
         if "failed" not in document:
             return msgspec.convert(document, FitResult)
         path.unlink()
         kind = getattr(errors, document["failed"])
-        # this process identifies the one out of memory better than the ranks that only lost it
+        # this process knows better which rank ran out of memory than the ranks that only lost it
         raise problem if isinstance(problem, OutOfMemory) else kind(document["message"])
     raise problem or RunError("the first process exited without a result; its output above has the reason")
 
 
 def _run_local(settings: FitSettings, plan: Plan | None, file: Path, memory_bytes: int | None) -> RunError | None:
-    """Run on this machine; return the error observed by this process, if any."""
+    """Run on this machine; return the error that this process observed, if any."""
     count = num_processes(settings, plan)
     address, folder = meeting_place()
     env = {
@@ -149,7 +149,7 @@ def _run_local(settings: FitSettings, plan: Plan | None, file: Path, memory_byte
 
 
 def _watch(workers: LocalWorkers, memory_bytes: int | None, *, outlives: bool) -> RunError | None:
-    """Wait for all processes to exit; if the run `outlives` the loss of others, the first one's exit ends the run."""
+    """Wait for all processes to exit; if the run `outlives` lost processes, only the first one's exit ends the run."""
     running = dict(enumerate(workers.pids))
     killed_before = num_killed()
     problem: RunError | None = None
@@ -167,17 +167,17 @@ def _watch(workers: LocalWorkers, memory_bytes: int | None, *, outlives: bool) -
             used = resident_bytes(pid) or 0
             if memory_bytes is not None and used > memory_bytes:
                 held, allowed = format_bytes(used), format_bytes(memory_bytes)
-                return OutOfMemory(f"rank {rank} is out of memory: it holds {held}, more than the {allowed} it may")
+                return OutOfMemory(f"rank {rank} is out of memory: it holds {held}, but the limit is {allowed}")
     return problem
 
 
 def explain_exit(exit_: WorkerExit, killed_before: int | None) -> RunError:
-    """Distinguish a process that the system ended for want of memory from one that somebody killed."""
+    """Return the error for an exit: out of memory if the system killed the process for that, else the signal."""
     if exit_.status != -signal.SIGKILL:
         return RunError(f"rank {exit_.index} {exit_}")
     killed = num_killed()
     if killed is None or killed_before is None or killed > killed_before:
-        return OutOfMemory(f"rank {exit_.index} was killed for want of memory; use a smaller batch or more stages")
+        return OutOfMemory(f"rank {exit_.index} was killed because memory ran out; use a smaller batch or more stages")
     return RunError(f"rank {exit_.index} was killed by signal {signal.SIGKILL:d}")
 
 
@@ -190,7 +190,7 @@ def available_memory() -> int:
 
 
 def _run_in_lab(settings: FitSettings, plan: Plan | None, file: Path, lab: Lab) -> RunError | None:
-    """Run one process per host of a lab; return the error observed by this process, if any."""
+    """Run one process per host of a lab; return the error that this process observed, if any."""
     hosts = [host.name for host in lab.spec.hosts]
     missing = [name for name in plan.devices if name not in hosts] if plan is not None else []
     if missing:

@@ -1,4 +1,4 @@
-"""The loop of a training run, on every process alike: the user's loop, with metrics and checkpoints around it."""
+"""The training loop, run by every process, with metrics and checkpoints."""
 
 import contextlib
 import dataclasses
@@ -43,14 +43,14 @@ from penstock.train.outcome import StepReport
 from penstock.train.training_pipeline import TrainingPipeline
 from penstock.wire import FEEDER
 
-WARM_UP = 2  # the first steps make connections and buffers
+WARM_UP = 2  # steps that create connections and buffers
 
 
 def fit_here(settings: FitSettings, *, holds_folder: bool = False) -> FitResult:
-    """Train in the existing processes: only this one, or all that torchrun started.
+    """Train in the existing processes: this process, or all that torchrun started.
 
-    With `holds_folder` the parent process holds the folder's lock, otherwise the first process takes it. Raises as
-    `fit` does.
+    With `holds_folder` the parent process holds the folder's lock, otherwise the first process takes the lock. Raises
+    as `fit` does.
     """
     starts = under_torchrun() and settings.join is None
     world = join_torchrun(again=settings.on_loss != "stop") if starts else None
@@ -71,7 +71,7 @@ def fit_here(settings: FitSettings, *, holds_folder: bool = False) -> FitResult:
 
 
 def make_pipeline(settings: FitSettings, task: Task, world: World | None) -> TrainingPipeline:
-    """Make the settings' pipeline of the task's model."""
+    """Create the pipeline of a task's model with these settings."""
     plan = plan_of(settings)
     one = 1 if world is None and plan is None and settings.join is None else None
     args, kwargs = task.example
@@ -92,18 +92,18 @@ def make_pipeline(settings: FitSettings, task: Task, world: World | None) -> Tra
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _StepNote:
-    """One process's part of a step; of a step before a resume only the loss is known."""
+    """One process's part of a step; for steps before a resume, only the loss is known."""
 
     epoch: int
     loss: float
-    batch_rows: int = 0  # over all replicas
+    batch_rows: int = 0  # rows over all replicas
     counted_s: float = 0.0
-    counted_units: int = 0  # over all replicas
+    counted_units: int = 0  # units over all replicas
     sent_bytes: int = 0
 
 
 class _Fit:
-    """One process's part of a run."""
+    """One process's part of a training run."""
 
     def __init__(self, settings: FitSettings, task: Task, pipe: TrainingPipeline) -> None:
         self._settings, self._task, self._pipe = settings, task, pipe
@@ -133,13 +133,13 @@ class _Fit:
         self._folder = RunFolder(settings, self._world.rank, self._first)
         self._epochs: list[EpochResult] = []
         self._num_changes = 0
-        self._steps: dict[int, _StepNote] = {}  # of each epoch that has not ended, or may be repeated
+        self._steps: dict[int, _StepNote] = {}  # steps of epochs that have not ended or may be repeated
         if settings.resume and settings.join is None:
             losses = self._folder.losses(self._first - self._loader.position, self._first)
             self._steps = {step: _StepNote(epoch=self._loader.epoch, loss=loss) for step, loss in losses.items()}
 
     def _changed(self, change: PlanChange) -> None:
-        """Record a change of the training's plan."""
+        """Record a change of the run's plan."""
         if self._world.rank == FEEDER:
             fields = dataclasses.asdict(change)
             self._folder.write("plan", step=fields.pop("step"), **fields)
@@ -181,9 +181,7 @@ class _Fit:
         self._apply_settings()
 
     def _apply_settings(self) -> None:
-        """Apply the learning rate, weight decay and number of steps of these settings to the restored state of a
-        checkpoint.
-        """
+        """Apply these settings' learning rate, weight decay and number of steps to the state of a checkpoint."""
         given, scheduler = self._settings, self._scheduler
         for group in self._optimizer.param_groups:
             group["weight_decay"] = given.weight_decay
@@ -192,7 +190,7 @@ class _Fit:
         if scheduler is None or (scheduler.T_max == self._num_steps and set(scheduler.base_lrs) == {given.lr}):
             return
         scheduler.T_max, scheduler.base_lrs = self._num_steps, [given.lr] * len(scheduler.base_lrs)
-        # the scheduler derives each rate from the one before, which belongs to another curve
+        # the scheduler derives each learning rate from the previous one, which belongs to another curve
         for group, rate in zip(self._optimizer.param_groups, scheduler._get_closed_form_lr(), strict=True):
             group["initial_lr"], group["lr"] = given.lr, rate
         scheduler._last_lr = [group["lr"] for group in self._optimizer.param_groups]
@@ -220,7 +218,7 @@ class _Fit:
         )  # fmt: skip
 
     def _iterate(self, progress: FitProgress) -> None:
-        """Train until an iteration over the data is over: an epoch, or several after a rollback."""
+        """Train until an iteration over the data ends: an epoch, or several after a rollback."""
         for inputs, labels, begin in self._batches():
             loss = float(self._pipe.train_step(inputs, labels, self._task.loss_fn))
             self._note_changes()
@@ -233,9 +231,9 @@ class _Fit:
             rate = sum(each.counted_units for each in notes) / (counted_s or 1.0)
             progress.advance(loss=loss, rate=rate)
             if self._loader.position and self._trainer.step < self._num_steps:
-                if self._is_checkpoint_due():  # an epoch's last is written once it is validated
+                if self._is_checkpoint_due():  # the checkpoint at the end of an epoch is written after validation
                     self._checkpoint()
-            elif self._trainer.survivors is not None:  # within the iteration, which a rollback then continues
+            elif self._trainer.survivors is not None:  # within the iteration, so that a rollback continues it
                 self._finish(epoch)
         if self._trainer.survivors is None:
             self._finish(self._steps[self._trainer.step].epoch)
@@ -244,7 +242,7 @@ class _Fit:
         return [each for each in self._steps.values() if each.epoch == epoch]
 
     def _note_changes(self) -> bool:
-        """Record a recovery from a loss; return True if the training returned to a checkpoint."""
+        """Record recoveries from lost processes; return True if the run rolled back to a checkpoint."""
         went_back = False
         for change in self._trainer.changes[self._num_changes :]:
             if change.went_back:
@@ -259,7 +257,7 @@ class _Fit:
         return went_back
 
     def _batches(self) -> Iterator[tuple[Any, Any, float]]:
-        """Return batches until the iteration or the run is over, with the time at which each began to be loaded."""
+        """Return batches until the iteration or the run ends, with the time at which loading of each began."""
         begin = time.perf_counter()
         for inputs, labels in self._loader:
             yield inputs, labels, begin
@@ -268,7 +266,7 @@ class _Fit:
             begin = time.perf_counter()
 
     def _update(self) -> bool:
-        """Apply the gradients; return True if the training returned to a checkpoint instead."""
+        """Apply the gradients; return True if the run rolled back to a checkpoint instead."""
         if self._settings.clip:
             self._pipe.clip_grad_norm_(self._settings.clip)
             if self._note_changes():
@@ -294,7 +292,7 @@ class _Fit:
         )  # fmt: skip
 
     def _finish(self, epoch: int) -> None:
-        """Evaluate, gather the devices' costs, and record the epoch; stops if the training returns to a checkpoint."""
+        """Evaluate, gather the devices' costs, and record the epoch; stops if the run rolls back to a checkpoint."""
         found = self._validate() if self._settings.validate else (None, None)
         if found is None:
             return
@@ -321,7 +319,7 @@ class _Fit:
         )  # fmt: skip
         self._epochs.append(result)
         self._folder.write("epoch", **msgspec.structs.asdict(result))
-        self._best = first["best"]  # a process that joined meanwhile does not have it
+        self._best = first["best"]  # a process that has joined does not know it
         if (self._settings.save or self._is_checkpoint_due()) and not self._checkpoint():
             return
         if self._trainer.survivors is None:
@@ -336,7 +334,7 @@ class _Fit:
         return every is not None and self._trainer.step % every == 0
 
     def _validate(self) -> tuple[float, float] | None:
-        """Return loss and accuracy over the validation rows, or None if the training returned to a checkpoint."""
+        """Return loss and accuracy over the validation rows; None if the run rolled back to a checkpoint."""
         given, task = self._settings, self._task
         if task.batches is None:
             loader = Loader(self._trainer, task.validation, batch_size=given.batch_size)
@@ -354,14 +352,14 @@ class _Fit:
         return totals[0][0] / totals[0][1], totals[1][0] / totals[1][1]
 
     def _checkpoint(self) -> bool:
-        """Write a checkpoint of this step, once; return False if the training returned to an earlier one instead."""
+        """Write a checkpoint of this step, once; return False if the run rolled back to an earlier one instead."""
         if self._saved == self._trainer.step:
             return True
         self._saved = self._trainer.step
         folder = checkpoint_folder(self._settings, self._saved)
         self._pipe.save_checkpoint(folder, self._optimizer, self._scheduler)
         if self._note_changes():
-            self._saved = -1  # written again when this step is reached
+            self._saved = -1  # write it when this step is reached again
             return False
         epoch = self._loader.epoch
         self._steps = {step: each for step, each in self._steps.items() if each.epoch >= epoch}

@@ -1,9 +1,9 @@
-"""Files of a run: settings, a line for every step and epoch, checkpoints, the model.
+"""Files of a run: settings, metrics of every step and epoch, checkpoints, the model.
 
 runs/NAME/
-    run.lock                 held while a process trains here
+    run.lock                 locked during training
     settings.json
-    metrics.jsonl            of the first process; every other one has metrics-rank1.jsonl and so on
+    metrics.jsonl            of the first process; other processes write metrics-rank1.jsonl and so on
     checkpoints/step-000100/
     model.safetensors
     best.safetensors         of the most accurate epoch, unless keep_best is false
@@ -29,12 +29,12 @@ from penstock.train.checkpoint_folder import INDEX, check_whole, read_index
 from penstock.zoo.optional import optional_import
 from penstock.zoo.weights.weight_files import FileWeights
 
-_KEPT = 2  # checkpoints
+_KEPT = 2  # number of checkpoints kept
 LOCK = "run.lock"
 _STEP = re.compile(r"step-\d{1,18}", re.ASCII)
 
 
-ACCURACY = "penstock.accuracy"  # of the best model, in its file's metadata
+ACCURACY = "penstock.accuracy"  # key of the best model's accuracy in its file's metadata
 
 
 def best_model(settings: FitSettings) -> Path:
@@ -51,9 +51,9 @@ def best_accuracy(settings: FitSettings) -> float | None:
 class EpochResult(msgspec.Struct, frozen=True, kw_only=True):
     """Results and costs of one epoch.
 
-    `train_loss` is the mean over all steps of the epoch. `train_s` is the mean over devices that took part in all of
-    them, and `units_per_s` the sum over replicas, both without the first steps of the run. `batch_rows` are those of
-    the largest batch, over all replicas. Peaks of memory and bytes are by device.
+    `train_loss` is the mean over all steps of the epoch. `train_s` is the mean over devices that took part in all
+    steps, and `units_per_s` the sum over replicas, both without the first steps of the run. `batch_rows` is the number
+    of rows of the largest batch, over all replicas. Memory peaks and bytes are listed by device.
     """
 
     epoch: int
@@ -95,7 +95,7 @@ class FitResult(msgspec.Struct, frozen=True, kw_only=True):
 
 @contextlib.contextmanager
 def sole_run(folder: Path) -> Iterator[None]:
-    """Lock a run's folder while the block runs; raises `UsageError` if another run holds it."""
+    """Lock a run's folder while the block runs; raises `UsageError` if another run holds the lock."""
     with contextlib.ExitStack() as held:
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -142,7 +142,7 @@ class RunFolder:
         self._trackers: list[Tracker] = open_trackers(settings) if rank == 0 else []
 
     def _before(self, first_step: int) -> list[str]:
-        """Return the lines of the run that is continued, without the steps that will come again."""
+        """Return the lines of the run that is continued, without the steps that will be repeated."""
         if not self._metrics.exists():
             return []
         lines = self._metrics.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
@@ -152,7 +152,7 @@ class RunFolder:
         return [line for line, step in zip(lines, steps, strict=True) if step is not None and step <= first_step]
 
     def losses(self, after: int, last: int) -> dict[int, float]:
-        """Return the losses by step of an earlier process of this run, for the steps after `after` up to `last`."""
+        """Return the losses by step that an earlier process of this run wrote, after step `after` up to `last`."""
         found: dict[int, float] = {}
         for line in self._before(last):
             fields = json.loads(line)
@@ -161,14 +161,14 @@ class RunFolder:
         return found
 
     def go_back(self, step: int) -> None:
-        """Remove the lines of later steps, which will be written again; if this fails, they stay."""
+        """Remove the lines of later steps, which will be repeated; if this fails, the lines stay."""
         self._file.close()
         with self._losing_lines(), written_whole(self._metrics) as file:
             file.writelines(line.encode() for line in self._before(step))
         self._file = LineFile(self._metrics, append=True)
 
     def write(self, kind: str, *, step: int, **values: Any) -> None:
-        """Write one line; numbers also go to the trackers. On an error the line is lost and training continues."""
+        """Write a line, and log its numbers to the trackers. On an error the line is lost, and training continues."""
         with self._losing_lines():
             self._file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
         numbers = {f"{kind}/{name}": value for name, value in values.items() if isinstance(value, (int, float))}
@@ -185,7 +185,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def _losing_lines(self) -> Iterator[None]:
-        """Warn once that metrics cannot be written: they are not worth the training."""
+        """Warn once if metrics cannot be written, instead of ending the run."""
         try:
             yield
         except OSError as error:
@@ -213,14 +213,14 @@ def checkpoint_folder(settings: FitSettings, step: int) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Resumable:
-    """The checkpoint to continue from, and a line for each newer one with the reason why it was skipped."""
+    """The checkpoint to continue from, and for each newer checkpoint a line with the reason why it was skipped."""
 
     name: str
     passed_over: tuple[str, ...]
 
 
 def newest_checkpoint(settings: FitSettings) -> Resumable | None:
-    """Find the latest complete checkpoint, or None; incomplete ones are skipped."""
+    """Find the latest complete checkpoint; None if there is none."""
     passed_over: list[str] = []
     for folder in reversed(_checkpoints(settings)):
         wrong = _why_not_whole(folder)
@@ -240,19 +240,19 @@ def _why_not_whole(folder: Path) -> str:
 
 
 def drop_old_checkpoints(settings: FitSettings, newest: Path) -> None:
-    """Remove all but the newest complete checkpoints; `newest` has just been written."""
+    """Remove all but the newest complete checkpoints; `newest` was just written."""
     earlier = [folder for folder in _checkpoints(settings) if _step(folder) < _step(newest)]
     kept = [folder for folder in earlier if not _why_not_whole(folder)][1 - _KEPT :]
     for folder in earlier:
         if folder not in kept:
-            # the index first, so that a partly removed folder is not a checkpoint
+            # remove the index first, so that a partly removed folder is not a checkpoint
             with contextlib.suppress(OSError):
                 (folder / INDEX).unlink()
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def _checkpoints(settings: FitSettings) -> list[Path]:
-    """Return the folders of checkpoints, whole or not, in the order of their steps."""
+    """Return the folders of checkpoints, complete or not, in the order of steps."""
     found = settings.folder.glob("checkpoints/step-*")
     return sorted((folder for folder in found if _STEP.fullmatch(folder.name)), key=_step)
 
@@ -296,7 +296,7 @@ def _holds_run(settings: FitSettings) -> bool:
 
 
 class Tracker(Protocol):
-    """A destination of numbers in addition to the JSON lines."""
+    """An additional destination of metrics."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Record the numbers of one line."""
@@ -306,7 +306,7 @@ class Tracker(Protocol):
 
 
 def open_trackers(settings: FitSettings) -> list[Tracker]:
-    """Open the settings' trackers; raises `UsageError` if one is not installed."""
+    """Open the trackers in the settings; raises `UsageError` if one is not installed."""
     makers: dict[str, Callable[[FitSettings], Tracker]] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
     return [makers[name](settings) for name in settings.track]
 
@@ -329,7 +329,7 @@ class TensorBoard(Tracker):
 
 
 class WeightsAndBiases(Tracker):
-    """Logs to a run of Weights & Biases, named as the run's folder."""
+    """Logs to a run of Weights & Biases, named like the run's folder."""
 
     def __init__(self, settings: FitSettings) -> None:
         library, folder = optional_import("wandb", "track", UsageError), settings.folder

@@ -1,4 +1,4 @@
-"""Predictions for a set of images, written to a file as they come."""
+"""Predictions for a set of images, written to a file as they are computed."""
 
 import contextlib
 import time
@@ -55,7 +55,7 @@ class PredictSettings:
 
 
 def predict_images(asked: PredictSettings, world: World | None = None) -> tuple[dict[str, Any], str | None]:
-    """Write a row for every image, in order; return the counts and the stream's times, and a line on failed images.
+    """Write a row for every image, in order; return counts and times, and a line about failed images, if any.
 
     Example:
         predict_images(PredictSettings(model="timm:deit_small_patch16_224", images="photos", output=Path("out.csv")))
@@ -85,7 +85,7 @@ def predict_images(asked: PredictSettings, world: World | None = None) -> tuple[
             _check_done(file, chosen)
             go_on_with(file, about)
             if len(file.done) == len(chosen):
-                say(f"finished before: the predictions of all {len(chosen)} images are in {file.path}")
+                say(f"already finished: the predictions of all {len(chosen)} images are in {file.path}")
                 return _summary(num_resumed=len(chosen)), None
             args, kwargs = example_call(zoo, microbatch_size)
             with working("deploying the stages"):
@@ -102,7 +102,9 @@ def predict_images(asked: PredictSettings, world: World | None = None) -> tuple[
             tally = _run(pipe, zoo, chosen, file, microbatch_size, live=asked.live)
     summary = tally.summary(pipe)
     if not zoo.is_random and not names_of_classes(zoo, chosen, count_classes(zoo.module)):
-        note("classes are numbers, as the model names none; put their id2label into a config.json next to the weights")
+        note(
+            "classes are numbers, as the model has no class names; put id2label into a config.json next to the weights"
+        )
     say(_sentence(summary, file.path))
     if not tally.failed:
         return summary, None
@@ -110,7 +112,7 @@ def predict_images(asked: PredictSettings, world: World | None = None) -> tuple[
 
 
 def _check_done(file: PredictionFile, images: ImageSet) -> None:
-    """Check that the rows of the earlier run are the first images of this one."""
+    """Check that the rows of the earlier run are for the first images of this run."""
     for index, row in enumerate(file.done):
         if index >= len(images) or row.get("image") != images.name(index):
             raise UsageError(
@@ -150,7 +152,7 @@ def _run(
 
 
 class _Tally:
-    """A tally of the written rows."""
+    """Counts of the written rows."""
 
     def __init__(self, zoo: ZooModel, images: ImageSet, file: PredictionFile) -> None:
         self._zoo, self._images = zoo, images
@@ -179,7 +181,7 @@ class _Tally:
         return time.monotonic() - self._began_s
 
     def summary(self, pipe: Pipeline) -> dict[str, Any]:
-        """Return the counts and the stream's times."""
+        """Return the counts, and the times of the stream."""
         report = pipe.last_report
         shown = ("stage", "device", "compute_s", "wait_s", "send_s", "memory_bytes")
         return _summary(
@@ -192,7 +194,7 @@ class _Tally:
 
 
 def _summary(**found: Any) -> dict[str, Any]:
-    """Return the counts and times of a run; those that are not given are those of a run without images."""
+    """Return the counts and times of a run; missing values are those of a run without images."""
     nothing: dict[str, Any] = {
         "num_images": 0, "num_resumed": 0, "num_failed": 0, "accuracy": None, "images_per_second": 0.0, "fill_s": 0.0,
         "stages": [], "cuts": [], "changes": [],

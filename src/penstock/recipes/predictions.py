@@ -1,4 +1,4 @@
-"""Predictions on disk: one row per image or prompt, written when computed, and read again to continue."""
+"""Predictions on disk: one row per image or prompt, written when computed, and read again to resume."""
 
 import csv
 import io
@@ -19,10 +19,9 @@ COLUMNS = ("image", "label", "prediction", "class", "confidence", "error")
 
 
 class PredictionFile:
-    """A CSV (`.csv`) or JSON-lines (anything else) file that grows by one complete row at a time.
+    """A file of predictions, CSV if named `.csv` and otherwise JSON lines, that grows by complete rows.
 
-    The first of `columns` identifies a row. `again` is the advice for continuing a file, `anew` for starting without
-    it.
+    The first of `columns` identifies a row. `again` is the advice for resuming a file, `anew` for starting without it.
 
     Example:
         with PredictionFile(Path("predictions.csv")) as file:
@@ -48,7 +47,7 @@ class PredictionFile:
             self._write_line(_csv_line(dict(zip(columns, columns, strict=True)), columns))
 
     def write(self, row: dict[str, Any]) -> None:
-        """Append a row and pass it to the operating system, so that a later crash loses nothing.
+        """Append a row and flush it to the operating system, so that a crash of this process does not lose it.
 
         Raises `RunError` if the disk has no space; earlier rows are kept.
         """
@@ -76,7 +75,7 @@ class PredictionFile:
             ) from None
 
     def _keep_complete_rows(self) -> list[dict[str, Any]]:
-        """Read the rows of an earlier run; a last row without its end was being written and is dropped."""
+        """Read the rows of an earlier run; an incomplete last row is dropped."""
         try:
             rows, num_bytes = _complete_rows(self.path, is_csv=self._is_csv)
         except (ValueError, csv.Error) as error:
@@ -93,8 +92,8 @@ class PredictionFile:
 class PredictionRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The run that wrote a prediction file, saved next to it as FILE.run.json and compared on `--resume`.
 
-    `weights` is the fingerprint of the model's tensors, `runtimes` lists those of its stages. `num_images` is the
-    number of rows of the finished file, which a resumed run may change; None in a record of an earlier version.
+    `weights` is the fingerprint of the model's tensors, `runtimes` the runtimes of its stages. `num_images` is the
+    number of rows of the finished file, which a resumed run may change; None in records of earlier versions.
     """
 
     format: Literal["penstock-predictions"] = "penstock-predictions"
@@ -106,11 +105,11 @@ class PredictionRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 def check_replaceable(path: Path, num_images: int) -> None:
-    """Raise `UsageError` for an unfinished file of predictions, which a run without `--resume` would overwrite.
+    """Raise `UsageError` if a run without `--resume` would overwrite an unfinished file of predictions.
 
-    Finished files and other ones may be replaced. `num_images` is assumed for a record without a number.
+    Finished and other files may be replaced. `num_images` is assumed if the record has no number.
     """
-    if not path.is_file():  # /dev/stdout, or a device that is read without an end
+    if not path.is_file():  # for example /dev/stdout
         return
     try:
         record = msgspec.json.decode(_record_of(path).read_bytes(), type=PredictionRun)
@@ -126,7 +125,7 @@ def check_replaceable(path: Path, num_images: int) -> None:
 
 
 def go_on_with(file: PredictionFile, run: msgspec.Struct) -> None:
-    """Save the run that writes a prediction file, or compare it with the run that wrote its rows.
+    """Save the record of a run next to its prediction file, or compare it with the existing record.
 
     Raises `UsageError` naming the difference.
     """
@@ -163,7 +162,7 @@ def _complete_rows(path: Path, *, is_csv: bool) -> tuple[list[Any], int]:
     """Return the complete rows of a file and their bytes; raises `ValueError` and `csv.Error` for anything else."""
     data = path.read_bytes()
     complete = data[: _end_of_rows(data, quoted=is_csv)]
-    # at line ends only: JSON and CSV rows may hold other characters that `splitlines` takes for one
+    # split at line ends only: JSON and CSV rows may contain other characters at which `splitlines` splits
     lines = io.StringIO(complete.decode("utf-8", errors="surrogateescape"), newline="\n")
     if is_csv:
         return [_unguarded(row) for row in csv.DictReader(lines, strict=True)], len(complete)
@@ -171,7 +170,7 @@ def _complete_rows(path: Path, *, is_csv: bool) -> tuple[list[Any], int]:
 
 
 def _end_of_rows(data: bytes, *, quoted: bool) -> int:
-    """Find the end of the last complete row: a line end, in CSV one outside of quotes."""
+    """Find the end of the last complete row: a line end, in CSV outside of quotes."""
     end = data.rfind(b"\n") + 1
     while quoted and data[:end].count(b'"') % 2:
         end = data.rfind(b"\n", 0, end - 1) + 1
@@ -186,6 +185,6 @@ def _csv_line(row: dict[str, Any], columns: Sequence[str]) -> str:
     buffer = io.StringIO()
     # image names must not be evaluated as formulas when the file is opened in a spreadsheet
     row = {key: guard_cell(value) if isinstance(value, str) else value for key, value in row.items()}
-    # the writer quotes values that contain its line terminator, so it gets the longer one
+    # the writer quotes values that contain its line terminator, so use the longer terminator
     csv.DictWriter(buffer, columns, lineterminator="\r\n", restval="").writerow(row)
     return buffer.getvalue().removesuffix("\r\n") + "\n"

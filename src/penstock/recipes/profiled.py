@@ -1,4 +1,4 @@
-"""Profiles of a model in training on data, and of one that generates."""
+"""Profiles of a model that trains on data, and of a model that generates."""
 
 import statistics
 import time
@@ -35,19 +35,19 @@ from penstock.zoo.models.models import load_model
 
 
 def profile_task(settings: FitSettings, *, rows: Sequence[int], repeats: int = 7) -> Profile:
-    """Measure the costs of training a model on data, including loading and loss.
+    """Measure the costs of training a model on data, including data loading and the loss.
 
     Example:
         profile = profile_task(FitSettings(model="hf:gpt2,n_layer=6", data="text.txt"), rows=(1, 2, 4))
 
-    Raises as `make_task` does, and `UsageError` for data whose rows vary in length.
+    Raises as `make_task` does, and `UsageError` if rows vary in length.
     """
     threads = settings.threads or 1
     messages, base_bytes = measure_messages(), worker_bytes()
     task = make_task(settings)
     if task.batches is not None:
         raise UsageError(
-            f"a profile needs rows of one size, and those of {settings.data} vary in length; give images or a text"
+            f"a profile needs rows of equal size, but rows of {settings.data} vary in length; use images or a text"
         )
     graph = capture(task.module, *task.example, dynamic=task.dynamic)
     more_bytes = script_bytes(base_bytes)
@@ -67,7 +67,7 @@ def profile_generation(
     name: str, *, slots: Sequence[int], max_length: int, runtimes: Sequence[RuntimeChoice] = (),
     weights: Path | None = None, pretrained: bool = False, threads: int = 1, repeats: int = 7,
 ) -> Profile:  # fmt: skip
-    """Measure a language model's step: a token for each sequence of a lane, at half of the greatest length.
+    """Measure a decoding step of a language model: a token per sequence of a lane, at half of the maximum length.
 
     A row is a token, and `slots` are the numbers of sequences to measure. Caches count as memory that each sequence
     keeps, and sampling as the driver's seconds for a row. Errors of other runtimes are those of logits.
@@ -75,7 +75,7 @@ def profile_generation(
     Example:
         profile_generation("hf:models/smollm2", slots=(1, 4, 8), max_length=512)
 
-    Raises `UsageError` for a model that a generator does not take.
+    Raises `UsageError` if a generator does not support the model.
     """
     caches = Generation(slots=max(slots), lanes=1, max_length=max_length)
     messages, base_bytes = measure_messages(), worker_bytes()
@@ -86,7 +86,7 @@ def profile_generation(
     graph = capture(call.model, call.args, call.kwargs, dynamic=call.dynamic, largest=call.largest)
     more_bytes = script_bytes(base_bytes)
     room = -(-caches.max_length // (2 * BLOCK)) * BLOCK
-    # in a step the encoder has nothing to do
+    # the encoder does nothing in a decoding step
     step = {"room": room, "source": 0, "source_room": room}
     full = {**step, "room": max_length, "source_room": max_length}
     chunk = {**full, "step": CHUNKS[-1], "wanted": WANTED, "source": max_length}
@@ -118,7 +118,7 @@ def _step_inputs(decoder: CachedDecoder, room: int, rows: int, number: int, gene
 
 
 def _sampling_s(model: Any) -> float:
-    """Return the median seconds of choosing a token."""
+    """Return the median seconds of sampling a token."""
     sampler = Sampler(read_config(model, None, {}), num_prompt=1, seed=0)
     logits = torch.randn(model.config.get_text_config().vocab_size)
     seconds = []

@@ -21,13 +21,13 @@ from penstock.spec.profile import read_profile
 if TYPE_CHECKING:
     from penstock.deploy.run_options import SurvivalOptions
 
-SETTINGS = "settings.json"  # in a run's folder
+SETTINGS = "settings.json"  # file in a run's folder
 Positive = Annotated[int, Meta(ge=1)]
 Rate = Annotated[float, Meta(ge=0.0)]
-# paths, which are text in a file: one kind as it was given, and one that is the same in every folder
+# paths, stored as text: kept as given, or made absolute so that they are valid in every folder
 PathText = Annotated[str, Meta(extra={"path": "as given"})]
 WholePath = Annotated[str, Meta(extra={"path": "whole"})]
-# settings that a resumed run must keep: others would change its place in the data or what its state means
+# settings that a resumed run must keep: changes would invalidate its position in the data or its state
 _KEPT = (
     "model", "data", "validation", "batch_size", "length", "num_rows", "hold_out", "seed", "optimizer", "lr_schedule",
     "weights", "pretrained", "teacher", "elastic",
@@ -37,15 +37,15 @@ _CHANGEABLE = ("lr", "weight_decay", "clip", "autocast", "epochs", "steps", "fre
 
 
 class FitSettings(ElasticChoices, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A model, data, how processes work together, and how to learn.
+    """Settings of a training run: model, data, distribution over processes, and optimization.
 
     Example:
         FitSettings(model="timm:vit_tiny_patch16_224,img_size=32", data="cifar10-train.tar", stages=2, replicas=2)
 
-    `data` is images (see `open_images`), a text file, or a folder or file of sentiment trees. `batch_size`
-    counts the rows of all replicas together. Without `validation` every tenth row is kept for it, or of a
-    text the last tenth. `output` is the folder of the run. `plan` is a plan file, in place of stages, replicas,
-    devices, schedule, microbatches and cuts. A field with a description, also of `ElasticChoices`, is an option of
+    `data` is images (see `open_images`), a text file, or a folder or file of sentiment trees. `batch_size` counts the
+    rows of all replicas together. Without `validation`, every tenth row is kept for validation, or the last tenth of a
+    text. `output` is the folder of the run. `plan` is a plan file, instead of stages, replicas, devices, schedule,
+    microbatches and cuts. A field with a description, including those of `ElasticChoices`, is an option of
     `penstock train`.
     """
 
@@ -90,14 +90,14 @@ class FitSettings(ElasticChoices, frozen=True, kw_only=True, forbid_unknown_fiel
     num_workers: Annotated[int, Meta(ge=0, description="Loading processes of each training process.")] = 0
     checkpoint_every: Annotated[
         Positive | None,
-        Meta(description="Steps between checkpoints, beside each epoch's. Hosts must share the folder --output."),
+        Meta(description="Steps between checkpoints, in addition to every epoch. Hosts must share --output."),
     ] = None
     resume: Annotated[bool, Meta(description="Continue from the last complete checkpoint.")] = False
     keep_best: Annotated[bool, Meta(description="Keep the most accurate epoch's model.", extra={"flags": []})] = True
     teacher: Annotated[
         PathText | None,
         Meta(
-            description="Weights of a teacher, whose outputs are learned too.",
+            description="Weights of a teacher, for distillation.",
             extra={"metavar": "FILE"},
         ),
     ] = None
@@ -120,7 +120,7 @@ class FitSettings(ElasticChoices, frozen=True, kw_only=True, forbid_unknown_fiel
     ] = None
     on_loss: Annotated[
         Literal["stop", "continue", "wait"],
-        Meta(description="On a lost process stop, continue, or first wait for another."),
+        Meta(description="If a process is lost: stop, continue, or wait for another."),
     ] = "stop"
     from_cluster: Annotated[
         WholePath | None,
@@ -133,7 +133,7 @@ class FitSettings(ElasticChoices, frozen=True, kw_only=True, forbid_unknown_fiel
     join: Annotated[
         str | None,
         Meta(
-            description="Join a running training, at the address that it printed.",
+            description="Join a training run, at the address that it printed.",
             extra={"metavar": "HOST:PORT"},
         ),
     ] = None
@@ -143,7 +143,7 @@ class FitSettings(ElasticChoices, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def num_processes(self) -> int:
-        """The number of processes that this takes, started by itself."""
+        """Number of processes that the run starts."""
         return self.devices or (self.stages or 1) * (self.replicas or 1)
 
     @property
@@ -152,7 +152,7 @@ class FitSettings(ElasticChoices, frozen=True, kw_only=True, forbid_unknown_fiel
         return Path(self.output)
 
     def replace(self, **changes: Any) -> "FitSettings":
-        """Return the same settings with some changed; raises `UsageError` for what cannot be.
+        """Return the settings with changes; raises `UsageError` for invalid settings.
 
         >>> FitSettings(model="timm:vit_tiny_patch16_224", data="digits").replace(stages=2).num_processes
         2
@@ -197,7 +197,7 @@ def make_settings(fields: dict[str, Any]) -> FitSettings:
 
 
 def elastic_options(settings: FitSettings) -> ElasticOptions:
-    """Return how a run is elastic; raises `UsageError` for what cannot be.
+    """Return the options of an elastic run; raises `UsageError` for invalid options.
 
     Raises `ProfileError` and `ClusterError` for files that cannot be read.
     """
@@ -229,7 +229,7 @@ def write_settings(settings: FitSettings, path: Path) -> None:
 
 
 def read_settings(path: Path) -> FitSettings:
-    """Read what `write_settings` wrote; raises `UsageError` for anything else."""
+    """Read settings that `write_settings` wrote; raises `UsageError` for any other file."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=FitSettings)
     except (OSError, msgspec.MsgspecError) as error:
@@ -237,9 +237,9 @@ def read_settings(path: Path) -> FitSettings:
 
 
 def keep_settings(fields: dict[str, Any], named: Collection[str], before: FitSettings) -> dict[str, Any]:
-    """Return the fields of a resumed run, with the values of the original run for settings that are not `named`.
+    """Return the fields of a resumed run: the original run's values, except for settings that are `named`.
 
-    Of `epochs` and `steps` the named one determines the length of the run.
+    If `epochs` or `steps` is named, only that one determines the length of the run.
 
     Example:
         keep_settings({"model": "m", "data": "d", "epochs": 1}, {"model", "data"}, before)    # before's epochs
@@ -251,12 +251,12 @@ def keep_settings(fields: dict[str, Any], named: Collection[str], before: FitSet
 
 
 def check_resumed(settings: FitSettings, before: FitSettings) -> list[str]:
-    """Compare a resumed run's settings with its original ones; return the changes.
+    """Compare a resumed run's settings with the original settings; return the changes.
 
     Example:
         check_resumed(settings.replace(lr=1e-4), settings)      # ["lr 0.0001 instead of 0.001"]
 
-    Raises `UsageError` for a setting that must not change.
+    Raises `UsageError` if a setting that must not change was changed.
     """
     for name in _KEPT:
         now, was = getattr(settings, name), getattr(before, name)
@@ -273,7 +273,7 @@ def check_resumed(settings: FitSettings, before: FitSettings) -> list[str]:
 
 
 def _change(name: str, now: Any, was: Any) -> str:
-    """Return a changed setting in words.
+    """Describe a changed setting.
 
     >>> _change("lr", 0.1, 0.01), _change("steps", 60, None), _change("clip", None, 1.0)
     ('lr 0.1 instead of 0.01', 'steps 60 (not set before)', 'no clip (1.0 before)')
@@ -284,16 +284,16 @@ def _change(name: str, now: Any, was: Any) -> str:
 
 
 def _means_same(now: Any, was: Any) -> bool:
-    """Return True if two settings are equal, or name the same file."""
+    """Return True if two settings are equal or refer to the same file."""
     if now == was or not (isinstance(now, str) and isinstance(was, str)):
         return bool(now == was)
     return Path(now).exists() and Path(now).resolve() == Path(was).resolve()
 
 
 def plan_of(settings: FitSettings) -> Plan | None:
-    """Read the plan that a run follows, or return None for a run without one.
+    """Read the plan of a run; None for a run without a plan.
 
-    Raises `PlanError` for a plan for inference, `UsageError` if the settings contradict the plan.
+    Raises `PlanError` if the plan is for inference, `UsageError` if the settings contradict the plan.
     """
     from penstock.train.arrangement import check_given_once
 
@@ -318,5 +318,5 @@ def plan_of(settings: FitSettings) -> Plan | None:
 
 
 def num_processes(settings: FitSettings, plan: Plan | None) -> int:
-    """Count the processes that a run takes, started by itself."""
+    """Return the number of processes that a run starts."""
     return settings.num_processes if plan is None else len(plan.devices)

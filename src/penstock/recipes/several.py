@@ -1,6 +1,6 @@
-"""Several training runs, each in processes of its own: a sweep, ways to train, the largest batch; and their figures.
+"""Several training runs in separate processes: sweeps, comparison of modes, search for the largest batch; figures.
 
-What fails is a row, not the end.
+A run that fails becomes a row with its error; the other runs continue.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from penstock.recipes.settings import FitSettings, make_settings
 from penstock.zoo.optional import optional_import
 
 MODES = ("single", "model", "pipeline", "data", "both")
-_STEPS = 2  # steps of a trial of a batch size: the second one has the optimizer's state
+_STEPS = 2  # steps per trial of a batch size: in the second, the optimizer's state exists
 _COLOR = "#3b6ea5"
 
 
@@ -29,7 +29,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     settings: FitSettings
     result: FitResult | None = None
     failed: str | None = None
-    out_of_memory: bool = False  # why it failed
+    out_of_memory: bool = False  # True if it failed because memory ran out
 
     def document(self) -> dict[str, Any]:
         """Return the row for a table or a file."""
@@ -47,14 +47,14 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The place of runs: this machine, with an optional memory limit for each process, or a lab."""
+    """Where runs take place: on this machine, with an optional memory limit per process, or in a lab."""
 
     lab: Lab | None = None
     memory_bytes: int | None = None
 
 
 def run_row(name: str, settings: FitSettings, place: Place) -> Row:
-    """Train once in separate processes; return a row in all cases except wrong usage of the lab."""
+    """Train once in separate processes; returns a row for every error except wrong usage of the lab."""
     try:
         result = fit_apart(settings, lab=place.lab, memory_bytes=place.memory_bytes)
     except ClusterError:
@@ -67,7 +67,7 @@ def run_row(name: str, settings: FitSettings, place: Place) -> Row:
 def run_all(
     runs: Sequence[tuple[str, FitSettings]], place: Place, tell: Callable[[Row], None] = lambda _row: None
 ) -> list[Row]:
-    """Train with each of the settings, one after the other."""
+    """Train with all settings, one after the other."""
     rows = []
     for name, settings in runs:
         rows.append(run_row(name, settings, place))
@@ -76,13 +76,13 @@ def run_all(
 
 
 def read_sweep(path: Path, base: FitSettings) -> list[tuple[str, FitSettings]]:
-    """Read a table of settings; each changes some of the base's.
+    """Read a table of settings, each with changes to the base settings.
 
     [[settings]]
     name = "large batches"
     batch_size = 256
 
-    Raises `UsageError` for a file that cannot be read, no settings, and wrong ones.
+    Raises `UsageError` if the file cannot be read, or has no or invalid settings.
     """
     try:
         document = msgspec.toml.decode(path.read_bytes())
@@ -106,8 +106,8 @@ def mode_runs(
     """Return the settings of the modes to compare, all with the same number of threads per process.
 
     single: one process. model: stages in sequence, one microbatch. pipeline: stages with microbatches. data: replicas.
-    both: replicas of a pipeline. Stages and replicas are the base's, by default two. The batch is the same in all, or
-    with `weak_scaling` the base's times the number of processes.
+    both: replicas of a pipeline. Stages and replicas are the base's, by default two. The batch is the same in all
+    modes, or with `weak_scaling` the base's batch times the number of processes.
 
     Raises `UsageError` for other names.
     """
@@ -131,10 +131,10 @@ def mode_runs(
 
 
 def ablation_runs(base: FitSettings) -> list[tuple[str, FitSettings]]:
-    """Return the settings that isolate the parts of elastic training; all freeze alike except the first.
+    """Return settings that isolate the parts of elastic training; all except the first freeze the same layers.
 
-    none: the initial placement. freeze: nothing migrates. pack + cache: one pipeline, on as few devices as are fastest,
-    that reads cached outputs of frozen layers. pack + replicate: also more pipelines, without a cache. all: everything.
+    none: the initial placement. freeze: no migration. pack + cache: one pipeline, on the fastest number of devices,
+    that reads cached outputs of frozen layers. pack + replicate: also more pipelines, without a cache. all: all parts.
     """
     off = {"pack": False, "replicate": False, "cache": False}
     changes: dict[str, dict[str, Any]] = {
@@ -156,9 +156,9 @@ def find_largest_batch(
     """Double the batch until it no longer fits, then bisect; return the size and every trial.
 
     Each trial runs two steps in separate processes. The result is exact to one sixteenth, and at most the number of
-    rows.
+    rows of the data.
 
-    Raises `RunError` if a trial fails for another reason than memory, or the smallest batch does not fit.
+    Raises `RunError` if a trial fails for a reason other than memory, or if the smallest batch does not fit.
     """
     rows: list[Row] = []
     tried: list[int] = []  # actual sizes of batches
@@ -173,7 +173,7 @@ def find_largest_batch(
         rows.append(row)
         tell(row)
         if row.failed is not None and not row.out_of_memory:
-            raise RunError(f"a batch of {size} failed for another reason than memory: {row.failed}")
+            raise RunError(f"a batch of {size} failed for a reason other than memory: {row.failed}")
         if row.result is None:
             return False
         tried.append(max(epoch.batch_rows for epoch in row.result.epochs))
@@ -196,7 +196,7 @@ def find_largest_batch(
 def draw_comparison(rows: Sequence[Row], folder: Path) -> list[Path]:
     """Draw `training_time.png` and `throughput.png`; returns their paths.
 
-    Raises `UsageError` without matplotlib.
+    Raises `UsageError` if matplotlib is not installed.
     """
     optional_import("matplotlib", "plot", UsageError)
     unit = next((row.result.last.unit for row in rows if row.result and row.result.last), "rows")

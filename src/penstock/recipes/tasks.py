@@ -18,14 +18,14 @@ from penstock.zoo.weights.shapes import KEY
 from penstock.zoo.weights.weight_files import FileWeights
 from penstock.zoo.weights.weights import JoinedWeights, RandomWeights, TensorWeights, Weights
 
-SHARE_KEPT = 10  # every tenth row is for validation
+SHARE_KEPT = 10  # every tenth row is kept for validation
 
 
 class Batches(Protocol):
-    """The order of rows, for data with a specific one."""
+    """The order of rows, for data with a specific order."""
 
     def set_epoch(self, epoch: int) -> None:
-        """Switch to the order of another epoch."""
+        """Set the epoch of the order."""
 
     def __iter__(self) -> Iterator[list[int]]:
         """Return the rows of each batch."""
@@ -38,8 +38,8 @@ class Batches(Protocol):
 class Task:
     """A model and its training task.
 
-    `example` is one call of two rows, `dynamic` names sizes other than the batch that vary. `units_per_row` is one
-    image, one sentence, or a number of tokens. `loss_fn` and `accuracy` return (sum, count).
+    `example` is a call with two rows, `dynamic` has the sizes other than the batch that vary. `units_per_row` counts
+    images, sentences or tokens. `loss_fn` and `accuracy` return (sum, count).
     """
 
     unit: str
@@ -54,40 +54,40 @@ class Task:
     units_per_row: int = 1
     collate: Callable[[list[Any]], Any] | None = None
     batches: Callable[[Dataset[Any], int, bool], Batches] | None = None
-    new_tensors: Sequence[str] = field(default_factory=tuple)  # not in the given weights
-    metadata: Mapping[str, str] = field(default_factory=dict)  # of the model, from the weights' file
-    save_beside: Callable[[Path], None] | None = None  # saves the configuration and tokenizer of a model of text
+    new_tensors: Sequence[str] = field(default_factory=tuple)  # tensors that the given weights lack
+    metadata: Mapping[str, str] = field(default_factory=dict)  # the model's metadata, from the weights' file
+    save_beside: Callable[[Path], None] | None = None  # saves the configuration and tokenizer of a text model
 
 
 def logits_of(output: Any) -> Tensor:
     """Return the logits in a model's output; raises `UsageError` if there are none."""
     logits = getattr(output, "logits", output)
     if not isinstance(logits, Tensor):
-        raise UsageError(f"the model returns a {type(output).__name__} without logits; choose a model that classifies")
+        raise UsageError(f"the model returns a {type(output).__name__} without logits; use a classification model")
     return logits
 
 
 def scores_of(module: nn.Module, inputs: Any) -> Tensor:
-    """Return the logits of a model for inputs, which may be given by name."""
+    """Return the logits of a model for inputs, which may be a dict by name."""
     return logits_of(module(**inputs) if isinstance(inputs, Mapping) else module(inputs))
 
 
 def class_loss(output: Any, labels: Tensor) -> tuple[Tensor, int]:
-    """Cross entropy of classes, as a sum over rows."""
+    """Return the cross entropy of classes, summed over rows."""
     logits = logits_of(output)
     return functional.cross_entropy(logits.float(), labels, reduction="sum"), len(labels)
 
 
 def class_accuracy(output: Any, labels: Tensor) -> tuple[Tensor, int]:
-    """Count the rows that are classified rightly."""
+    """Count the rows that are classified correctly."""
     return (logits_of(output).argmax(-1) == labels).sum().double(), len(labels)
 
 
 def load_for(settings: FitSettings, name: str, head: Any = None) -> tuple[ZooModel, Weights, list[str]]:
-    """Load a model with the data's head; return it, its weights, and the names of new tensors.
+    """Load a model with a head for the data; return the model, its weights, and the names of new tensors.
 
-    Given weights may be of a model with another head: missing tensors, and those of another shape, are initialized.
-    Those of a narrowed model are used unchanged.
+    Given weights may be from a model with another head: tensors that are missing or have another shape are initialized.
+    Weights of a narrowed model are used unchanged.
     """
     path = Path(settings.weights) if settings.weights else None
     if metadata_of(settings):
@@ -110,13 +110,13 @@ def load_for(settings: FitSettings, name: str, head: Any = None) -> tuple[ZooMod
 
 
 def metadata_of(settings: FitSettings) -> dict[str, str]:
-    """Return a narrowed model's metadata from its weights' file, to be saved with the trained model too."""
+    """Return a narrowed model's metadata from its weights' file, to be saved with the trained model."""
     found = FileWeights(Path(settings.weights)).metadata if settings.weights else {}
     return {KEY: found[KEY]} if KEY in found else {}
 
 
 def held_out(rows: Sequence[int], every: int | None) -> tuple[list[int], list[int]]:
-    """Divide rows into those to use and every n-th, which is left out.
+    """Divide rows into the rows to use and every n-th row, which is left out.
 
     >>> held_out(range(6), 3)
     ([0, 1, 3, 4], [2, 5])
@@ -127,7 +127,7 @@ def held_out(rows: Sequence[int], every: int | None) -> tuple[list[int], list[in
 
 
 class Rows(Dataset[Any]):
-    """Some rows of a sequence, each made on access."""
+    """Selected rows of a sequence, each created on access."""
 
     def __init__(self, rows: Sequence[int], make: Callable[[int], Any]) -> None:
         self._rows, self._make = rows, make
@@ -140,7 +140,7 @@ class Rows(Dataset[Any]):
 
 
 def spread(num_rows: int, wanted: int | None) -> Sequence[int]:
-    """Choose `wanted` rows evenly, since files are often sorted by class.
+    """Choose `wanted` evenly spaced rows, since files are often sorted by class.
 
     >>> spread(10, 4)
     [0, 2, 5, 7]
@@ -151,12 +151,12 @@ def spread(num_rows: int, wanted: int | None) -> Sequence[int]:
 
 
 def keep_some(num_rows: int) -> tuple[list[int], list[int]]:
-    """Divide rows into training rows and every tenth, which is kept for validation.
+    """Divide rows into training rows and every tenth row, which is kept for validation.
 
     >>> keep_some(11)
     ([0, 1, 2, 3, 4, 5, 6, 7, 8, 10], [9])
 
-    Raises `DataError` if there are too few to keep any.
+    Raises `DataError` if there are too few rows to keep any.
     """
     if num_rows < SHARE_KEPT:
         raise DataError(

@@ -15,17 +15,18 @@ from penstock.terminal.progress import working
 from penstock.zoo.models.models import load_model
 
 TEMPERATURE = 2.0
-_PART = 0.5  # of the loss, that is learned from the teacher
+_PART = 0.5  # weight of the teacher's part in the loss
 _BATCH = 64
 
 
 def taught(task: Task, name: str, teacher: Path) -> Task:
     """Return a classification task whose training rows have a teacher's logits after their labels.
 
-    The loss is half that of the labels, half the Kullback-Leibler divergence from the teacher's classes at a
-    temperature of 2, times its square (Hinton et al., Distilling the Knowledge in a Neural Network, 2015).
+    The loss is half the loss of the labels plus half the Kullback-Leibler divergence from the teacher's classes at a
+    temperature of 2, times the square of the temperature (Hinton et al., Distilling the Knowledge in a Neural Network,
+    2015).
 
-    Raises `ModelError` for weights that do not fit, `UsageError` for a teacher with other classes.
+    Raises `ModelError` if the weights do not fit, `UsageError` if the teacher has other classes.
     """
     model = load_model(name, weights=teacher, whole=True).module.eval()
     for parameter in model.parameters():
@@ -35,7 +36,7 @@ def taught(task: Task, name: str, teacher: Path) -> Task:
 
 
 class _Taught(Dataset[Any]):
-    """Rows whose label is a vector: the class, then the teacher's logits, which are computed once for all rows."""
+    """Rows whose label is a vector: the class, then the teacher's logits, computed once for all rows."""
 
     def __init__(self, rows: Any, teacher: torch.nn.Module) -> None:
         self._rows = rows
@@ -54,7 +55,7 @@ class _Taught(Dataset[Any]):
 
 
 def taught_loss(output: Any, targets: Tensor) -> tuple[Tensor, int]:
-    """Return the summed loss of labels and teacher, or of labels alone without a teacher."""
+    """Return the summed loss of labels and teacher, or only of labels if there is no teacher."""
     if targets.dim() == 1:
         return class_loss(output, targets)
     logits = logits_of(output).float()
@@ -69,5 +70,5 @@ def taught_loss(output: Any, targets: Tensor) -> tuple[Tensor, int]:
 
 
 def taught_accuracy(output: Any, targets: Tensor) -> tuple[Tensor, int]:
-    """Count the rows that are classified rightly."""
+    """Count the rows that are classified correctly."""
     return class_accuracy(output, targets if targets.dim() == 1 else targets[:, 0].long())

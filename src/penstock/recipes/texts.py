@@ -1,4 +1,4 @@
-"""Texts from a language model: a file of prompts answered in order, or a conversation."""
+"""Text from a language model: answers to a file of prompts, in order, or a conversation."""
 
 import contextlib
 import json
@@ -27,10 +27,10 @@ _COLUMNS = ("prompt", "text", "finish_reason", "num_tokens", "logprob")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextSettings:
-    """Settings of a generation: the model, how it is cut, and how tokens are chosen.
+    """Settings for generation: the model, its cuts, and sampling.
 
-    `sampling` are options of `Generator.submit`; `seed` is that of the first prompt's choices, and each further prompt
-    has the next one.
+    `sampling` has options of `Generator.submit`; `seed` is the seed for the first prompt, and each further prompt has
+    the next seed.
     """
 
     model: str
@@ -52,21 +52,21 @@ class TextSettings:
 
 
 def open_generator(settings: TextSettings, world: World | None = None) -> Generator:
-    """Load a language model and its tokenizer, and put its stages in place.
+    """Load a language model and its tokenizer, and deploy its stages.
 
-    Raises `ModelError` for a model without a tokenizer beside it, and what `Generator` raises.
+    Raises `ModelError` if there is no tokenizer next to the model, and as `Generator` does.
     """
     tokenizer = load_tokenizer(settings.model, pretrained=settings.pretrained)
     zoo = load_model(settings.model, weights=settings.weights, pretrained=settings.pretrained, head="language")
     vocabulary = zoo.module.config.get_text_config().vocab_size  # type: ignore[union-attr, operator]
     if len(tokenizer) > vocabulary:
         raise ModelError(
-            f"the tokenizer beside {settings.model} has {len(tokenizer)} tokens, and the model {vocabulary}: it is of "
+            f"the tokenizer next to {settings.model} has {len(tokenizer)} tokens, but the model {vocabulary}: it is of "
             "another model"
         )
     own: Any = load_generation_config(settings.model, pretrained=settings.pretrained) or zoo.module.generation_config
     if (own.num_beams or 1) > 1:
-        note(f"{settings.model} is meant for {own.num_beams} beams; each token is the likeliest instead, or sampled")
+        note(f"{settings.model} is meant for {own.num_beams} beams; tokens are the likeliest or sampled instead")
         own.num_beams = 1
     zoo.module.generation_config = own
     return Generator(
@@ -78,7 +78,7 @@ def open_generator(settings: TextSettings, world: World | None = None) -> Genera
 
 
 def read_prompts(path: Path) -> list[str]:
-    """Read prompts: a line each, or JSON lines with the field `prompt`; raises `DataError`."""
+    """Read prompts, one per line, or JSON lines with the field `prompt`; raises `DataError`."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -101,8 +101,8 @@ def answer_prompts(
 ) -> dict[str, Any]:
     """Answer prompts in order, many at a time, and write a row for each; returns counts and tokens per second.
 
-    Rows that are in `output` already are kept, if they are answers to these prompts in the same way. Raises
-    `UsageError` if they are not, and `DataError` naming the prompt that cannot be answered.
+    Existing rows in `output` are kept if they answer these prompts with the same settings. Raises `UsageError` if they
+    do not, and `DataError` naming a prompt that cannot be answered.
     """
     began_s = perf_counter()
     rows: list[dict[str, Any]] = []
@@ -135,7 +135,7 @@ class AnswerRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 def open_answers(
     generator: Generator, prompts: Sequence[str], settings: TextSettings, output: Path | None
 ) -> Iterator[PredictionFile | None]:
-    """Open a file of answers to append to; raises `UsageError` if its rows are other answers."""
+    """Open a file of answers for appending; raises `UsageError` if its rows do not match."""
     if output is None:
         yield None
         return
@@ -155,7 +155,7 @@ def open_answers(
 def _in_flight(
     generator: Generator, prompts: Sequence[str], done: int, settings: TextSettings
 ) -> Iterator[tuple[int, Request]]:
-    """Hand requests in ahead of the one whose answer is taken: enough to fill every slot, not a whole file."""
+    """Yield requests in order, submitting ahead: enough to fill every slot, but not a whole file."""
     ahead: deque[tuple[int, Request]] = deque()
     for number, prompt in enumerate(prompts[done:], done):
         seed = None if settings.seed is None else settings.seed + number
@@ -169,29 +169,29 @@ def _in_flight(
 
 
 def check_chats(tokenizer: Any) -> None:
-    """Raise `ModelError` for a tokenizer without a chat template."""
+    """Raise `ModelError` if the tokenizer has no chat template."""
     if getattr(tokenizer, "chat_template", None) is None:
         raise ModelError("this model's tokenizer has no chat template; use penstock generate, or an instruct model")
 
 
 def chat_tokens(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> list[int]:
-    """Return messages in the model's own template, up to where its answer begins.
+    """Return the tokens of messages in the model's own template, up to the beginning of its answer.
 
     Example:
         tokens = chat_tokens(tokenizer, [{"role": "user", "content": "What is a penstock?"}])
 
-    Raises `ModelError` without a template, and `DataError` for messages that it does not take.
+    Raises `ModelError` if there is no template, and `DataError` for messages that the template rejects.
     """
     check_chats(tokenizer)
     try:
         found = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=True)
-    except Exception as problem:  # a template is a program that raises what it likes
+    except Exception as problem:  # a template is a program that may raise any exception
         raise DataError(f"the model's template does not take these messages ({one_line(problem)})") from problem
     return list(found["input_ids"])
 
 
 class Conversation:
-    """Messages back and forth, in the model's own template.
+    """A conversation in the model's own template.
 
     Example:
         for text in Conversation(generator).ask("What is a penstock?"):
@@ -206,7 +206,7 @@ class Conversation:
         self.messages = [{"role": "system", "content": system}] if system else []
 
     def ask(self, text: str) -> Iterator[str]:
-        """Yield the answer as it comes; it is part of the conversation from then on."""
+        """Yield the answer as it is generated, and add it to the conversation."""
         self.messages.append({"role": "user", "content": text})
         tokens = chat_tokens(self._generator.tokenizer, self.messages)
         answer = ""
@@ -215,6 +215,6 @@ class Conversation:
                 answer += part
                 yield part
         except UsageError:
-            self.messages.pop()  # the conversation continues without it
+            self.messages.pop()  # the conversation continues without this message
             raise
         self.messages.append({"role": "assistant", "content": answer})

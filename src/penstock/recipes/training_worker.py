@@ -12,7 +12,7 @@ from penstock.terminal.progress import working
 
 
 def main() -> int:
-    """Train with the file's settings; the first process writes the result next to it."""
+    """Train with the settings in a file; the first process writes the result next to this file."""
     parser = argparse.ArgumentParser()
     parser.add_argument("settings", type=Path)
     parser.add_argument("--rank", type=int, help="rank of this process, if torchrun's variables are not set")
@@ -32,7 +32,7 @@ def main() -> int:
     result = given.settings.parent / "result.json"
     try:
         found = fit_here(read_settings(given.settings), holds_folder=True)
-    # any error is reported by the process that started this one
+    # the process that started this one reports the error
     except Exception as error:
         if writes:
             write_result(result, error)

@@ -68,14 +68,14 @@ def test_losses_that_are_no_numbers_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "is no line of metrics"),
-        ("[1]", "is no line of metrics"),
-        ("[" * 100_000, "is no line of metrics"),
-        (json.dumps(plan(stages=0)), r"is no line of kind plan \(Expected `int` >= 1 - at `\$\.stages`\)"),
-        (json.dumps(plan(migrate_s=float("inf"))), "is no line of kind plan"),
-        (json.dumps(plan(epoch=2**60)), "is no line of kind plan"),
-        (json.dumps({"kind": "plan", "step": 1}), "is no line of kind plan .*missing required field `epoch`"),
-        (json.dumps(epoch(0, rate="quick")), "is no line of kind epoch"),  # type: ignore[arg-type]
+        ("{", "is not a line of metrics"),
+        ("[1]", "is not a line of metrics"),
+        ("[" * 100_000, "is not a line of metrics"),
+        (json.dumps(plan(stages=0)), r"is not a line of kind plan \(Expected `int` >= 1 - at `\$\.stages`\)"),
+        (json.dumps(plan(migrate_s=float("inf"))), "is not a line of kind plan"),
+        (json.dumps(plan(epoch=2**60)), "is not a line of kind plan"),
+        (json.dumps({"kind": "plan", "step": 1}), "is not a line of kind plan .*missing required field `epoch`"),
+        (json.dumps(epoch(0, rate="quick")), "is not a line of kind epoch"),  # type: ignore[arg-type]
     ],
 )
 def test_lines_that_no_training_writes(tmp_path: Path, line: str, message: str) -> None:
@@ -83,8 +83,8 @@ def test_lines_that_no_training_writes(tmp_path: Path, line: str, message: str) 
     file.write_text(file.read_text() + line + "\n")
     with pytest.raises(DataError, match=message) as error:
         read_plans(tmp_path)
-    assert str(error.value).startswith(f"line 2 of {file} is no line")
-    assert str(error.value).endswith("take it out, or copy the file again")
+    assert str(error.value).startswith(f"line 2 of {file} is not a line")
+    assert str(error.value).endswith("remove it, or copy the file again")
 
 
 def test_what_is_no_text(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ def test_a_plan_that_another_took_the_place_of_has_a_row(tmp_path: Path) -> None
         (trained(), [
             "12 epochs, from 4 stages × 1 replica with 0 of 12 layers frozen to 1 stage × 4 replicas with 11 of 12 "
             "layers frozen and cached. 30 images/s became 224.",
-            "To change plans took 1.6 s and moved 24.8 MB.", "To fill caches took 2.5 s.",
+            "Plan changes took 1.6 s and moved 24.8 MB.", "Filling caches took 2.5 s.",
         ]),
         ([plan(), epoch(0)], ["1 epoch, 4 stages × 1 replica with 0 of 12 layers frozen."]),
     ],

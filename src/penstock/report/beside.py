@@ -18,12 +18,12 @@ from penstock.report.stream.measured import MeasuredStream, measure_stream
 from penstock.tracing.trace import Run, Span, read_run
 from penstock.units import format_bytes, format_seconds
 
-_SHOWN = 25  # operators
+_SHOWN = 25  # number of operators shown
 
 
 @dataclass(frozen=True)
 class Named:
-    """A run that was read, and how it is called among the others."""
+    """A run, and its name in the comparison."""
 
     name: str
     run: Run
@@ -31,7 +31,7 @@ class Named:
 
     @cached_property
     def plain(self) -> MeasuredStream:
-        """The stream without the steps that the profiler slowed down, unless it saw all of them."""
+        """The stream without the steps that the profiler slowed down, unless it profiled all steps."""
         profiled = {(span.stage, span.microbatch) for span in self.run.spans if span.kind == "profile"}
         stages = []
         for stage in self.stream.stages:
@@ -45,17 +45,17 @@ class Named:
         return self.run.facts.num_rows / self.run.facts.total_s
 
     def of_all_stages(self, field: str) -> float:
-        """Return the mean seconds, or bytes, of a microbatch, of all stages together."""
+        """Return the mean seconds or bytes per microbatch, summed over all stages."""
         return sum(stage.share * stage.mean(field) for stage in self.plain.stages)
 
     def peaks(self) -> list[float]:
-        """Return the most memory that each process was seen to have."""
+        """Return the peak of the sampled memory of each process."""
         return [process.peak_bytes for process in self.run.processes if process.peak_bytes]
 
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """Costs of an operator for one microbatch, in all stages: calls, seconds without callees, bytes."""
+    """Costs of an operator per microbatch, in all stages: calls, seconds without callees, bytes."""
 
     calls: float = 0.0
     seconds: float = 0.0
@@ -78,13 +78,13 @@ class Beside:
 
 
 def write_beside(folders: Sequence[str | os.PathLike[str]], file: str | os.PathLike[str]) -> Beside:
-    """Write a page on several streams, compared with the first one.
+    """Write a page that compares several streams with the first.
 
     Example:
         write_beside(["runs/serial", "runs/four"], "beside.html").lead
 
-    Writes the page, and next to it the tables as Markdown. Raises `DataError` for a folder without a complete run,
-    `UsageError` for the run of a training, and if the page cannot be written.
+    Writes the page, and next to it the tables as Markdown. Raises `DataError` if a folder has no complete run,
+    `UsageError` for a training run, or if the page cannot be written.
     """
     named = _read([Path(folder) for folder in folders])
     lead = _lead(named)
@@ -123,7 +123,7 @@ def _figures(each: Named) -> list[Figure]:
 
 
 def _lead(named: Sequence[Named]) -> list[str]:
-    """Describe each run against the first one."""
+    """Describe each run compared with the first."""
     first, *others = named
     lines = [f"{first.name}: {_shape(first)}, {first.rows_per_s:.4g} rows/s."]
     for each in others:
@@ -156,7 +156,7 @@ def _how(named: Sequence[Named]) -> Text:
 
 
 def differences(named: Sequence[Named]) -> Table:
-    """Return the costs of each run, a column each."""
+    """Return the costs of the runs, one column per run."""
     first = named[0]
     rows: list[tuple[Cell, ...]] = [
         ("number of stages", *(len(each.stream.stages) for each in named)),
@@ -224,7 +224,7 @@ def operators_of(run: Run, stream: MeasuredStream) -> Mapping[str, Operator]:
 
 
 def own_seconds(spans: Iterable[Span]) -> list[tuple[Span, float]]:
-    """Return spans of one thread with their seconds, less those of spans within them."""
+    """Return the spans of a thread with their seconds, minus the seconds of spans inside them."""
     found: list[tuple[Span, float]] = []
     within: list[tuple[Span, float]] = []  # open spans, with the seconds of contained ones
 

@@ -1,4 +1,4 @@
-"""The page of `penstock bench --report`: one process and pipelines, policies and stage counts, in words."""
+"""The page of `penstock bench --report`, which compares one process and pipelines by policy and stage count."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ _COLORS = {
 def write_comparison(
     path: str | os.PathLike[str], settings: Mapping[str, Any], rows: Sequence[tuple[Mapping[str, Any], Run | None]]
 ) -> Path:
-    """Write the page that compares a bench's rows; those of pipelines have a recorded run.
+    """Write the page that compares a bench's rows; rows of pipelines come with a recorded run.
 
     Example:
         write_comparison("bench.html", {"model": "timm:deit_tiny_patch16_224"}, rows)
@@ -57,7 +57,7 @@ def write_comparison(
 
 
 def _lead(serial: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Describe the throughput of one process and of the best pipeline, and the equality of their outputs."""
+    """Describe the throughput of one process and of the best pipeline, and whether their outputs are equal."""
     lines = [f"One process: {serial['images_per_second']:.4g} images/s."]
     pipelines = [row for row in rows if row["mode"] == "pipeline"]
     if pipelines:
@@ -75,7 +75,7 @@ def _lead(serial: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[
 
 
 def speedups(rows: Sequence[Mapping[str, Any]]) -> Figure:
-    """Draw the speed-up over one process by stage count, a bar for each policy, with n as a line."""
+    """Draw the speed-up over one process by stage count: a bar for each policy, and the ideal n as a line."""
     pipelines = [row for row in rows if row["mode"] != "serial"]
     counts = sorted({row["stages"] for row in pipelines})
     names = list(dict.fromkeys(_series(row) for row in pipelines))
@@ -117,7 +117,7 @@ def _series(row: Mapping[str, Any]) -> str:
 
 
 def losses(traced: Sequence[Compared]) -> Figure:
-    """Draw the parts of n times for each pipeline: the speed-up, and the cost of each cause."""
+    """Draw for each pipeline how n times is divided into the speed-up and the cost of each cause."""
     names = [item.name for item in traced]
     data: list[dict[str, Any]] = [{
         "type": "bar", "name": "reached", "x": names, "y": [round(item.account.speedup, 4) for item in traced],
@@ -173,7 +173,7 @@ def loads(traced: Sequence[Compared]) -> Figure:
 
 
 def split_points(traced: Sequence[Compared]) -> Table:
-    """Return each pipeline's cuts, each stage's part of the counted work, and the bytes that cross after it."""
+    """Return each pipeline's cuts, each stage's share of the counted work, and the bytes that cross after it."""
     rows: list[tuple[Cell, ...]] = []
     for item in traced:
         shares, crossing, cuts = (item.row.get(key, []) for key in ("shares", "crossing_bytes", "cuts"))

@@ -1,4 +1,4 @@
-"""Description of a bench's results, with every number computed from its rows."""
+"""Description of a bench's results in sentences; all numbers are computed from its rows."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,13 +9,13 @@ from penstock.report.stream.account import TITLES, Account
 from penstock.report.stream.measured import MeasuredStream
 from penstock.units import format_bytes, format_seconds
 
-# a cause that costs less of n is not worth a word
+# causes that cost less than this are not mentioned
 _WORTH = 0.02
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """A row of the bench, with what its last pass recorded, put together and accounted for."""
+    """A row of the bench, with the recording of its last pass, its measurements and its account."""
 
     row: Mapping[str, Any]
     stream: MeasuredStream
@@ -23,12 +23,12 @@ class Compared:
 
     @property
     def name(self) -> str:
-        """Name it as people do."""
+        """Display name of the row."""
         return name_of(self.row)
 
 
 def name_of(row: Mapping[str, Any]) -> str:
-    """Name a row as people do.
+    """Return the display name of a row.
 
     >>> name_of({"mode": "pipeline", "stages": 2, "policy": "balanced"})
     '2 stages, balanced'
@@ -132,7 +132,7 @@ def _alone_s(item: Compared) -> float:
 
 
 def _unsteady(longer: float) -> str:
-    """Describe what stages took longer alone: all rows do the same operations, so it is not the policy's doing."""
+    """Describe that stages took longer alone: all rows run the same operations, so the policy is not the cause."""
     if longer < _WORTH:
         return ""
     return f"; all its stages alone took {longer:.1%} longer for the same operations, which is the machine's doing"

@@ -1,4 +1,4 @@
-"""The complete report of a run's folder: page, trace, tables, pictures."""
+"""The report of a run's folder: page, trace, tables, pictures."""
 
 import os
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ from penstock.tracing.trace import RUN_FILE, Run, read_run
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The written files, the account, and the plans if the folder is also that of an elastic training."""
+    """The written files, the account, and the plans if the run is also an elastic training run."""
 
     account: Account
     lead: tuple[str, ...]
@@ -48,7 +48,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class PlansReport:
-    """The report of an elastic training without a trace."""
+    """The report of an elastic training run without a trace."""
 
     lead: tuple[str, ...]
     files: tuple[Path, ...]
@@ -56,7 +56,7 @@ class PlansReport:
 
 
 def write_any_report(folder: str | os.PathLike[str], *, pictures: bool = True) -> Report | PlansReport:
-    """Write the report of a traced run, or without a trace that of an elastic training's plans.
+    """Write the report of a traced run; without a trace, the report of an elastic training run's plans.
 
     Example:
         write_any_report("runs/one").files
@@ -76,7 +76,7 @@ def write_report(folder: str | os.PathLike[str], *, pictures: bool = True) -> Re
     Example:
         write_report("runs/one").account.speedup
 
-    Raises `DataError` for a folder without a complete run, `UsageError` if a package is not installed.
+    Raises `DataError` if the folder has no complete run, `UsageError` if a package is not installed.
     """
     place = Path(folder)
     run = read_run(place)
@@ -87,7 +87,7 @@ def write_report(folder: str | os.PathLike[str], *, pictures: bool = True) -> Re
     lead = [*found.lead, *profiled_lines(run)]
     advice, to_do = found.advice, [*found.advice.to_do, *advise_memory(run)]
     texts = [Text("advice", "What to do", to_do)] if to_do else []
-    # the largest loss is in the lead already
+    # the lead already names the largest cause
     page = make_page(found.title, [*lead, *advice.known[1:]], figures, found.tables, texts)
     tables = [account_table(found.account), *(f.table for f in figures if f.key in {"loads", "plans"}), *found.tables]
     files = _write_files(place, page, tables)
@@ -101,7 +101,7 @@ def write_report(folder: str | os.PathLike[str], *, pictures: bool = True) -> Re
 
 
 def write_plans_report(folder: Path, timeline: PlanTimeline) -> PlansReport:
-    """Write the page and the tables of an elastic training without a trace.
+    """Write the page and the tables of an elastic training run without a trace.
 
     Raises `UsageError` if a package is not installed, or the folder cannot be written.
     """
@@ -115,7 +115,7 @@ def write_plans_report(folder: Path, timeline: PlanTimeline) -> PlansReport:
 
 
 def _write_files(place: Path, page: str, tables: Sequence[Table]) -> list[Path]:
-    """Write the page, the tables for a README, and each for a spreadsheet; return the files."""
+    """Write the page, and the tables as Markdown and CSV; return the files."""
     texts = {"report.html": page, "tables.md": markdown(tables)} | {f"{t.key}.csv": t.csv() for t in tables}
     try:
         for name, text in texts.items():
@@ -131,7 +131,7 @@ def _not_written(place: Path, error: OSError) -> UsageError:
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """Contents of a run's page; `tables` are those without a figure."""
+    """Contents of a run's page; `tables` are the tables without a figure."""
 
     title: str
     account: Account
@@ -162,7 +162,7 @@ def stream_contents(run: Run) -> Contents:
 
 
 def training_contents(run: Run) -> Contents:
-    """Return everything about a training."""
+    """Return the contents of a training run's page."""
     training = measure_training(run)
     account = make_training_account(run, training)
     facts, replicas = run.facts, len(training.replicas)
@@ -191,7 +191,7 @@ def profiled_lines(run: Run) -> list[str]:
 
 
 def lead_lines(account: Account, done: str) -> list[str]:
-    """Describe in two sentences the run's speed-up and its largest loss."""
+    """Describe the run's speed-up and the largest cause of lost time, in two sentences."""
     return [
         f"{done}: {account.speedup:.2f} times one device (ideal: {account.num_times:.2f}).",
         f"Most is lost to {account.largest.title} ({account.largest.times:.2f}): {account.largest.why}.",

@@ -1,1 +1,1 @@
-"""Figures, tables and the page that holds them."""
+"""Figures, tables and the page that contains them."""

@@ -1,7 +1,7 @@
-"""One trace of all processes in the format that Perfetto and Chrome read.
+"""A merged trace of all processes in the format of Perfetto and Chrome.
 
 Each stage is a row; `F3` is the forward of microbatch 3, `B3` its backward. An arrow connects the sending and the
-receiving of a message. https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU has the format.
+receiving of a message. Specification: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
 
 import json
@@ -16,10 +16,10 @@ from penstock.tracing.trace import Run, Span
 
 Event = dict[str, Any]
 _PID = 1
-# names of the format's own colours, by microbatch round-robin
+# colour names of the format, used round-robin for microbatches
 _COLORS = ("thread_state_running", "rail_response", "rail_animation", "thread_state_iowait", "rail_idle", "rail_load",
            "cq_build_passed", "startup")  # fmt: skip
-# rows after those of the stages: concurrent activities of the driver
+# rows after the stages' rows: concurrent activities of the driver
 _FEEDING = {"load": (0, "loading"), "send": (1, "feeding"), "buffer": (1, "feeding")}
 _RESULTS = (2, "results")
 
@@ -65,7 +65,7 @@ def write_chrome_trace(run: Run, path: Path) -> None:
 
 
 def label(span: Span) -> str:
-    """Name a span as pictures of pipelines do: `F3`, or what else it is."""
+    """Return a span's label as in pipeline diagrams, such as `F3`, or its kind."""
     if span.kind == "compute":
         return f"{span.name}{span.microbatch}"
     if span.kind in {"unit", "profile"}:
@@ -74,12 +74,12 @@ def label(span: Span) -> str:
 
 
 def _is_end(run: Run, span: Span) -> bool:
-    """Return True if this is the message of the stream's end, which has no microbatch."""
+    """Return True if this is the END message of the stream, which has no microbatch."""
     return run.facts.kind == "stream" and span.microbatch >= run.facts.num_microbatches
 
 
 class _Rows:
-    """Rows of spans: one for each stage, then those of other activities of the processes."""
+    """Rows of spans: one per stage, then rows for other activities of the processes."""
 
     def __init__(self, run: Run) -> None:
         facts = run.facts
@@ -104,7 +104,7 @@ class _Rows:
             self.names |= {len(held) + place: name for place, name in {*_FEEDING.values(), _RESULTS}}
 
     def before(self, span: Span, last: int) -> int:
-        """Return the sending stage of a received message; `last` is a training's last one."""
+        """Return the sending stage of a received message; `last` is the last stage, in training."""
         if self._trains:
             return last if span.stage == FEEDER_STAGE else span.stage + (1 if span.name == "B" else -1)
         route = self._routes[self._turns[span.microbatch % len(self._turns)]]
@@ -168,6 +168,6 @@ def _arrows(spans: Sequence[tuple[int, Span]], origin_s: float, rows: _Rows) -> 
         number += 1
         common = {"name": "message", "cat": "message", "id": number, "pid": _PID}
         yield {**common, "ph": "s", "ts": _us(source.begin_s - origin_s), "tid": rows.tid(source_rank, source)}
-        # clocks are known up to an error: an arrow never points back in time
+        # clock offsets have an error: make sure that an arrow never points back in time
         at = max(span.begin_s, source.begin_s)
         yield {**common, "ph": "f", "bp": "e", "ts": _us(at - origin_s), "tid": rows.tid(rank, span)}

@@ -1,4 +1,4 @@
-"""The page's figures as plotly's own JSON; the library itself is bundled into the page."""
+"""The page's figures as plotly JSON; plotly's script is embedded in the page."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,10 +14,10 @@ from penstock.units import format_seconds
 # distinguishable in light and dark, and with colour blindness (Okabe and Ito 2008, Tol 2021)
 LOST, KEPT, WAIT, MOVE = "#d55e00", "#0072b2", "#b8b8b8", "#e69f00"
 SYNCHRONIZE, UPDATE, LOAD = "#7f7f7f", "#333399", "#999933"
-# of microbatches, devices and policies round-robin: none is the colour of another activity than computing
+# colours for microbatches, devices and policies, used round-robin; none is used for other activities
 PALETTE = (KEPT, "#009e73", "#cc79a7", "#56b4e9", "#882255", "#8c564b", "#117733")
 COMPUTING = "computing, a colour for each microbatch"
-# a browser draws about this many bars quickly; a longer stream only repeats what these show
+# a browser draws about this many bars quickly; longer streams only repeat the pattern
 MAX_DRAWN = 200
 TEXT_INSIDE = {
     "textposition": "inside", "insidetextanchor": "middle", "textangle": 0, "constraintext": "none",
@@ -62,7 +62,7 @@ def timeline(run: Run, stream: MeasuredStream) -> Figure:
 
 
 def timeline_layout(title: str, view: list[float], *, num_rows: int) -> dict[str, Any]:
-    """Return how a timeline looks that shows these seconds first."""
+    """Return the layout of a timeline whose initial view is this range of seconds."""
     return {
         "barmode": "overlay", "bargap": 0.3, "hovermode": "closest", "dragmode": "pan",
         "xaxis": {"title": {"text": title}, "range": view},
@@ -72,7 +72,7 @@ def timeline_layout(title: str, view: list[float], *, num_rows: int) -> dict[str
 
 
 def journey(stream: MeasuredStream, microbatch: int, generation: GenerationFacts | None = None) -> str:
-    """Describe what happened to one microbatch, stage by stage."""
+    """Describe the path of a microbatch, stage by stage."""
     what = ""
     if generation is not None:
         kind, lane = generation.microbatches[microbatch]
@@ -126,7 +126,7 @@ def _computing(stream: MeasuredStream, shown: int, journeys: Sequence[str]) -> d
 
 
 def _first_view(stream: MeasuredStream) -> list[float]:
-    """Show the filling of the pipeline and a little more; the rest is a pan away."""
+    """Return the initial view: the filling of the pipeline and a little more; the user can pan to the rest."""
     few = min(stream.num_microbatches - 1, 4 * len(stream.stages))
     return [0.0, round(1.05 * (max(step.end_s for _, step in stream.steps_of(few)) - stream.begin_s), 4)]
 
@@ -158,7 +158,7 @@ def _signed(times: float) -> str:
 
 
 def loads(run: Run, stream: MeasuredStream, table: Table) -> Figure:
-    """Draw the seconds of each stage per microbatch, alone and additional ones, with the cuts' names."""
+    """Draw the seconds per microbatch of each stage, alone and additional, with the names of the cuts."""
     names = [
         f"stage {s.index}" + (f"<br>{_bounds(run, s.index)}" if _bounds(run, s.index) else "") for s in stream.stages
     ]
@@ -197,7 +197,7 @@ def _bounds(run: Run, stage: int) -> str:
 
 
 def throughput(run: Run) -> Figure:
-    """Draw rows per second over time: over a window of a few results."""
+    """Draw rows per second over time, averaged over a window of a few results."""
     moments = run.facts.results_s
     rows = run.facts.num_rows / max(1, run.facts.num_microbatches)
     window = max(1, min(len(moments) // 5, 20))

@@ -1,4 +1,4 @@
-"""Tables of a generation: what its microbatches were, how long its readers waited, and its caches."""
+"""Tables of a generation run: kinds of microbatches, latencies of requests, and caches."""
 
 import statistics
 from collections import Counter
@@ -11,7 +11,7 @@ from penstock.units import format_bytes, format_seconds
 
 
 def generation_tables(run: Run) -> list[Table]:
-    """Return the tables of a stream of text; none of other streams."""
+    """Return the tables of a generation run; empty for other streams."""
     facts = run.facts.generation
     if facts is None:
         return []
@@ -31,7 +31,7 @@ def _requests(facts: GenerationFacts) -> Table:
 
 
 def _three(values: Sequence[float], show: Callable[[float], str]) -> tuple[Cell, Cell, Cell]:
-    """Return the median, the 99th percentile and the largest of some values."""
+    """Return the median, the 99th percentile and the maximum of values."""
     if not values:
         return None, None, None
     ordered = sorted(values)

@@ -1,7 +1,7 @@
-"""The page: one file that works without a network, for eyes, keyboards, screen readers, phones and the dark.
+"""The page: one file that works offline, with keyboards, screen readers, phones and dark mode.
 
-Names of hosts, devices and models are untrusted. They are text everywhere: the template escapes its values, the
-figures' data is escaped for plotly, which interprets some HTML, and for the script element that holds it, and the
+Names of hosts, devices and models are untrusted and always treated as text: the template escapes its values; the
+figures' data is escaped for plotly, which interprets some HTML, and for the script element that contains it; and the
 page's content security policy allows only the scripts embedded here.
 """
 
@@ -22,13 +22,13 @@ from penstock.report.page.tables import Table, show
 from penstock.text import plain
 
 _ASSETS = Path(__file__).parent / "assets"
-# what our own texts for plotly are made of; everything else that looks like a tag is somebody's name
+# the tags in our own texts for plotly; all other text that looks like a tag is part of a name
 _MARKUP = re.compile(r"&lt;(br|extra|/extra)&gt;")
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Sentences under a title."""
+    """Paragraphs under a title."""
 
     key: str
     title: str
@@ -40,7 +40,7 @@ def make_page(
 ) -> str:
     """Write the page.
 
-    Raises `UsageError` if jinja2 or plotly, whose script is bundled into it, is not installed.
+    Raises `UsageError` if jinja2, or plotly, whose script is embedded, is not installed.
     """
     try:
         import jinja2
@@ -57,7 +57,7 @@ def make_page(
         {"key": f.key, "data": f.data, "layout": f.layout, "journeys": f.journeys} for f in figures
     ])  # fmt: skip
     scripts = [_inline(script) for script in (_asset("before.js"), _plotly(), _asset("page.js"))]
-    # an untrusted name cannot contain a digest of itself
+    # a digest of the text, which an untrusted name in the text cannot contain
     nonce = _digest(title + document)
     return environment.get_template("page.html").render(
         title=title, lead=lead, figures=figures, tables=tables, texts=texts,
@@ -66,7 +66,7 @@ def make_page(
 
 
 def _policy(scripts: Sequence[str], nonce: str) -> str:
-    """Allow these scripts by their digests and styles by the nonce, and nothing from anywhere else."""
+    """Return a policy that allows these scripts by digest and styles by nonce, and no external resources."""
     digests = " ".join(f"'sha256-{_digest(script)}'" for script in scripts)
     return (
         f"default-src 'none'; script-src {digests}; style-src 'nonce-{nonce}'; img-src data: blob:; "
@@ -79,7 +79,7 @@ def _digest(text: str) -> str:
 
 
 def _data(value: Any) -> str:
-    """Encode JSON such that no text in it can end the element or become markup."""
+    """Encode JSON so that no text in it can end the script element or become markup."""
     text = json.dumps(_for_plotly(value))  # all non-ASCII is escaped as \\u, including JavaScript's line terminators
     for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")
@@ -87,7 +87,7 @@ def _data(value: Any) -> str:
 
 
 def _for_plotly(value: Any) -> Any:
-    """Escape texts for plotly, which takes some HTML in every one of them, but for the tags of our own."""
+    """Escape texts for plotly, which interprets some HTML in all texts; our own tags are kept."""
     if isinstance(value, str):
         return _MARKUP.sub(r"<\1>", html.escape(plain(value), quote=False))
     if isinstance(value, dict):

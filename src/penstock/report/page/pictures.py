@@ -1,4 +1,4 @@
-"""The page's pictures for papers: the account, the timeline and the stages' loads as PNG and SVG."""
+"""Pictures for papers: the account, the timeline and the loads of stages, as PNG and SVG."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from penstock.text import plain
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A computation: its row, its seconds, its label; backwards are striped."""
+    """A bar of the timeline, for a computation: its row, begin and end, and label; backwards are striped."""
 
     row: int
     begin_s: float
@@ -26,7 +26,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A timeline by rows, and loads by names: each part's label, colour, and seconds for every name."""
+    """Content of the pictures: a timeline by rows, and loads by name with each part's label, colour and values."""
 
     rows: Sequence[str]
     bars: Sequence[Bar]
@@ -62,7 +62,7 @@ def draw_pictures(folder: Path, account: Account, picture: Picture) -> list[Path
     except ImportError:
         raise UsageError("pictures need matplotlib; install penstock[report], or use --no-pictures") from None
     mpl.use("Agg")
-    mpl.rcParams["svg.hashsalt"] = "penstock"  # the same run gives the same file
+    mpl.rcParams["svg.hashsalt"] = "penstock"  # the same run always produces the same file
     mpl.rcParams["text.parse_math"] = False  # a name with dollar signs is not a formula
     import matplotlib.pyplot as plt
 

@@ -1,4 +1,4 @@
-"""The timeline of an elastic training's plans: layers frozen, stages and replicas, and what epochs reached."""
+"""The timeline of an elastic training run's plans: frozen layers, stages, replicas, and results of epochs."""
 
 import math
 from collections.abc import Sequence
@@ -11,17 +11,17 @@ from penstock.units import format_bytes, format_seconds
 
 _COLUMNS = ("epoch", "frozen", "layers", "stages × replicas", "cached", "units/s", "accuracy", "migrate s", "moved",
             "fill s", "why")  # fmt: skip
-# heights of the rows in parts of the figure, and the gap between two of them
+# relative heights of the rows, and the gap between rows
 _BAND, _ROW, _GAP = 0.45, 1.0, 0.28
-_PIXELS = 130  # of a row
-# colours of the palette with enough contrast to white
+_PIXELS = 130  # height of a row
+# colours of the palette with enough contrast with white
 _COLORS = tuple(PALETTE[place] for place in (0, 1, 4, 5, 6, 2))
-# with more epochs plotly chooses the labelled ones
+# with more epochs, plotly chooses which are labelled
 _MAX_TICKS = 20
 
 
 def plans_figure(timeline: PlanTimeline) -> Figure:
-    """Draw plans and their results, in rows over the same epochs."""
+    """Draw plans and results in rows with a common epoch axis."""
     spans = [span for span in timeline.spans() if span.begin < span.end]
     rows = [(_ROW, *_frozen(spans)), (_BAND, *_bands(spans))]
     rows += [(_ROW, *drawn) for drawn in (_rates(timeline), _accuracies(timeline)) if drawn is not None]
@@ -50,14 +50,14 @@ def plans_figure(timeline: PlanTimeline) -> Figure:
 
 
 def plans_table(timeline: PlanTimeline) -> Table:
-    """Return each epoch with its plan; costs and reason of a change are in its first row."""
+    """Return each epoch with its plan; the first row of a plan has the costs and the reason of the change."""
     rows: list[tuple[Cell, ...]] = []
     epochs = {epoch.epoch: epoch for epoch in timeline.epochs}
     for span in timeline.spans():
         plan = span.plan
         kept = (plan.frozen_layers, plan.num_layers, _size(plan), "yes" if plan.cached else "no")
         cost = (_finite(plan.migrate_s), format_bytes(plan.moved_bytes), _finite(plan.fill_s), plan.why)
-        # a plan that was replaced immediately has a row too
+        # including a plan that was replaced immediately
         numbers = [n for n in epochs if span.begin <= n < span.end and n > span.begin]
         for number in (span.begin, *numbers):
             reached = epochs.get(number) if span.begin < span.end else None
@@ -67,7 +67,7 @@ def plans_table(timeline: PlanTimeline) -> Table:
 
 
 def plans_lines(timeline: PlanTimeline) -> list[str]:
-    """Describe the first and the last throughput of a training, and the costs of changes."""
+    """Describe the first and last throughput of a run, and the costs of changes."""
     plans, epochs = timeline.plans, timeline.epochs
     count = "1 epoch" if len(epochs) == 1 else f"{len(epochs)} epochs"
     lines = [f"{count}, {_way(plans)}."]
@@ -76,9 +76,9 @@ def plans_lines(timeline: PlanTimeline) -> list[str]:
     migrate_s, fill_s = sum(plan.migrate_s for plan in plans), sum(plan.fill_s for plan in plans)
     if migrate_s:
         moved = format_bytes(sum(plan.moved_bytes for plan in plans))
-        lines.append(f"To change plans took {format_seconds(migrate_s)} and moved {moved}.")
+        lines.append(f"Plan changes took {format_seconds(migrate_s)} and moved {moved}.")
     if fill_s:
-        lines.append(f"To fill caches took {format_seconds(fill_s)}.")
+        lines.append(f"Filling caches took {format_seconds(fill_s)}.")
     return lines
 
 
@@ -134,7 +134,7 @@ def _accuracies(timeline: PlanTimeline) -> tuple[dict[str, Any], dict[str, Any]]
 def _line(
     points: Sequence[tuple[int, float | None]], title: str, color: str, range_mode: str
 ) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """Draw a value for each epoch; None if no epoch has one."""
+    """Draw a value for each epoch; None if no epoch has the value."""
     if all(value is None for _, value in points):
         return None
     trace = {
@@ -154,7 +154,7 @@ def _size(plan: PlanLine) -> str:
 
 
 def _way(plans: Sequence[PlanLine]) -> str:
-    """Describe the first plan and the last one."""
+    """Describe the first and the last plan."""
     first, last = _describe(plans[0]), _describe(plans[-1])
     return f"from {first} to {last}" if first != last else first
 
@@ -173,7 +173,7 @@ def _told(span: PlanSpan) -> str:
 def _alt(spans: Sequence[PlanSpan], titles: Sequence[str]) -> str:
     return (
         f"Epochs {spans[0].begin} to {spans[-1].end - 1} from left to right, {_way([span.plan for span in spans])}; "
-        f"from the top {', '.join(titles)}. Striped plans keep in a cache what frozen layers compute."
+        f"from the top {', '.join(titles)}. Striped plans cache the outputs of frozen layers."
     )
 
 

@@ -1,4 +1,4 @@
-"""A run's figures as tables: the account, the stages, the links, the memory; for people, papers and spreadsheets."""
+"""Tables of a run: account, stages, links, memory; formatted for pages, Markdown and CSV."""
 
 import csv
 import html
@@ -21,7 +21,7 @@ Cell = str | float | int | None
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table: a title that names it, column names, rows."""
+    """A table: its title, column names and rows."""
 
     key: str
     title: str
@@ -29,13 +29,13 @@ class Table:
     rows: tuple[tuple[Cell, ...], ...]
 
     def markdown(self) -> str:
-        """Write it for a README."""
+        """Return the table as Markdown."""
         lines = [f"| {' | '.join(self.columns)} |", f"|{' --- |' * len(self.columns)}"]
         lines += [f"| {' | '.join(_markdown(show(cell)) for cell in row)} |" for row in self.rows]
         return "\n".join(lines) + "\n"
 
     def csv(self) -> str:
-        """Write it for a spreadsheet, numbers in full."""
+        """Return the table as CSV, with numbers in full precision."""
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow(self.columns)
@@ -44,14 +44,14 @@ class Table:
 
 
 def show(cell: Cell) -> str:
-    """Write a cell for people."""
+    """Format a cell for display."""
     if cell is None:
         return ""
     return f"{cell:.3f}" if isinstance(cell, float) else str(cell)
 
 
 def _markdown(text: str) -> str:
-    """Write a cell so that nothing in a name is markup, HTML or the end of the cell."""
+    """Escape a cell, so that no name is interpreted as markup or HTML, or ends the cell."""
     escaped = _MARKUP.sub(r"\\\g<0>", plain(text))
     return html.escape(escaped, quote=False)
 
@@ -93,7 +93,7 @@ def bounds_of(run: Run, stage: int) -> tuple[str, str] | None:
 
 
 def link_table(run: Run, stream: MeasuredStream) -> Table:
-    """Return each cut's messages: bytes, seconds in flight, the rate in use, and the link's bandwidth."""
+    """Return each cut's messages: bytes, seconds in flight, the used rate, and the link's bandwidth."""
     rows: list[tuple[Cell, ...]] = []
     for edge, wires in stream.wires.items():
         first = edge[0] < 0
@@ -128,7 +128,7 @@ def environment_table(run: Run) -> Table:
 
 
 def plan_table(run: Run, stream: MeasuredStream) -> Table:
-    """Return the stages with their devices and parts of the work."""
+    """Return the stages with their devices and shares of the work."""
     loads = loads_alone(stream)
     work = sum(stage.share * stage.alone_s for stage in stream.stages)
     rows: list[tuple[Cell, ...]] = []
@@ -142,14 +142,14 @@ def plan_table(run: Run, stream: MeasuredStream) -> Table:
 
 
 def predicted_loads(run: Run) -> dict[str, float]:
-    """Return the plan's prediction for each device, in seconds per microbatch; nothing without a plan."""
+    """Return the plan's prediction for each device, in seconds per microbatch; empty without a plan."""
     if run.facts.plan is None:
         return {}
     return {load["device"]: float(load["load_s"]) for load in run.facts.plan["prediction"]["devices"]}
 
 
 def memory_of(run: Run, rank: int) -> str | None:
-    """Return the most memory that a process was seen to have."""
+    """Return the peak of a process's sampled memory."""
     most = max((process.peak_bytes for process in run.processes if process.rank == rank), default=0.0)
     return format_bytes(most) if most else None
 
@@ -164,5 +164,5 @@ def _bandwidth(run: Run, stream: MeasuredStream, end: int) -> float | None:
 
 
 def markdown(tables: Sequence[Table]) -> str:
-    """Write tables one below the other, each with its title."""
+    """Return tables as Markdown, each under its title."""
     return "\n".join(f"## {table.title}\n\n{table.markdown()}" for table in tables)

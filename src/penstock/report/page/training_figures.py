@@ -1,4 +1,4 @@
-"""The figures and tables of a training's page: every action of every step, and each device's seconds by activity."""
+"""Figures and tables of a training run's page: all actions of all steps, and each device's seconds by activity."""
 
 import statistics
 from collections.abc import Sequence
@@ -29,20 +29,20 @@ from penstock.report.training.training_account import Usual, usual_seconds
 from penstock.tracing.trace import Run
 from penstock.units import format_bytes, format_seconds
 
-# pattern of a bar in its microbatch's colour: forwards plain, backwards striped
+# pattern of bars in the microbatch's colour: forwards plain, backwards striped
 _PATTERNS = {"F": "", "R": ".", "B": "/", "I": "/", "W": "x"}
 _OTHER_KINDS = {"I": "I the half of a backward for the inputs", "W": "W the half for the weights",
-                "R": "R a forward that is computed again"}  # fmt: skip
+                "R": "R a recomputed forward"}  # fmt: skip
 
 
 def training_figures(run: Run, training: MeasuredTraining, account: Account) -> list[Figure | None]:
-    """Draw a training."""
+    """Draw the figures of a training run."""
     return [waterfall(account, account_table(account)), timeline(run, training), loads(run, training),
             throughput(training), memory_figure(run)]  # fmt: skip
 
 
 def training_tables(run: Run, training: MeasuredTraining) -> list[Table]:
-    """Return the tables that belong to no figure."""
+    """Return the tables without a figure."""
     return [link_table(training), clock_table(run), environment_table(run)]
 
 
@@ -54,9 +54,7 @@ def _row(run: Run, training: MeasuredTraining, rank: int, stage: int) -> str:
 
 
 def timeline(run: Run, training: MeasuredTraining) -> Figure:
-    """Draw the activities of every stage over time: forwards and backwards by microbatch, messages, waiting,
-    all-reduces.
-    """
+    """Draw the activities of every stage over time: forwards and backwards, messages, waiting, all-reduces."""
     first = training.steps[0]
     each = max(1, len({done.microbatch for part in first.parts.values() for done in part.done}))
     steps = training.steps[: max(1, MAX_DRAWN // (2 * each))]
@@ -115,7 +113,7 @@ def timeline(run: Run, training: MeasuredTraining) -> Figure:
 
 
 def _journey(run: Run, training: MeasuredTraining, number: int, microbatch: int, origin_s: float) -> str:
-    """Describe what happened to one microbatch in one step, in the order in which it happened."""
+    """Describe the path of a microbatch in a step, in order."""
     (step,) = (step for step in training.steps if step.number == number)
     found: list[tuple[Done, int]] = [
         (done, rank) for rank, part in step.parts.items() for done in part.done if done.microbatch == microbatch
@@ -146,7 +144,7 @@ def _shares(part: Part) -> tuple[float, ...]:
 
 
 def device_shares(training: MeasuredTraining, rank: int) -> list[float]:
-    """Return the mean seconds per step of each of a device's activities."""
+    """Return a device's mean seconds per step for each activity."""
     found = [_shares(step.parts[rank]) for step in training.steps]
     return [statistics.fmean(values) for values in zip(*found, strict=True)]
 
@@ -213,7 +211,7 @@ def throughput(training: MeasuredTraining) -> Figure:
 
 
 def link_table(training: MeasuredTraining) -> Table:
-    """Return each stage's messages in a step, and their seconds in flight, observed when a receiver waited."""
+    """Return each stage's messages in a step with their seconds in flight, as observed when a receiver waited."""
     rows: list[tuple[Cell, ...]] = []
     for (source, to, direction), seconds in sorted(training.lines_s.items()):
         what = "activations" if direction == "F" else "gradients"
@@ -228,7 +226,7 @@ def link_table(training: MeasuredTraining) -> Table:
 
 
 def training_picture(run: Run, training: MeasuredTraining) -> Picture:
-    """Return the content of the pictures for papers: the first counted step."""
+    """Return the content of the pictures: the first measured step."""
     step = training.steps[0]
     origin_s = min((d.asked_s for part in step.parts.values() for d in part.done), default=0.0)
     held = [(rank, stage) for replica in training.replicas for stage, rank in enumerate(replica)]

@@ -1,1 +1,1 @@
-"""A recorded stream: measurements from its spans, the account of its time, and advice."""
+"""Analysis of a recorded stream: measurements from its spans, the account of its time, and advice."""

@@ -1,7 +1,7 @@
-"""The account: n times, minus the measured speed-up, split by cause.
+"""The account: the difference between n times and the measured speed-up, split by cause.
 
-Each line is the difference between two replays of the same run, of which the second has one cost more; so the
-lines add up exactly. `docs/account.md` has the definition.
+Each line is the difference between two replays of the same run, the second with one more cost; so the lines add up
+exactly. `docs/account.md` has the definition.
 """
 
 import statistics
@@ -32,7 +32,7 @@ TITLES = {
     "remainder": "not explained",
 }
 _ALIKE = 0.25
-# replays of a stream: each counts one more
+# replays of a stream: each includes one more cost
 _ORDER = ("bubble", "slower", "communication_cpu", "overhead", "loading", "communication")
 _COUNTED = {
     "bubble": {"alone"}, "slower": {"slower"}, "communication_cpu": {"bytes"}, "overhead": {"fixed"},
@@ -42,7 +42,7 @@ _COUNTED = {
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One cause: its cost in multiples of one device, and a sentence with its figures."""
+    """A cause: its cost in multiples of one device, and a sentence with the figures."""
 
     key: str
     times: float
@@ -50,15 +50,15 @@ class Line:
 
     @property
     def title(self) -> str:
-        """The cause in words."""
+        """Title of the cause."""
         return TITLES[self.key]
 
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """`num_times` minus the sum of the lines is `speedup`, exactly.
+    """The account of a run: `num_times` minus the sum of the lines is exactly `speedup`.
 
-    `baseline_s` is the single-device baseline: the whole model on the mean device, seconds per microbatch.
+    `baseline_s` is the single-device baseline: seconds per microbatch of the whole model on the mean device.
     """
 
     num_times: float
@@ -72,7 +72,7 @@ class Account:
 
     @property
     def largest(self) -> Line:
-        """The cause that cost most, the remainder apart."""
+        """The cause that cost most, except the remainder."""
         return max((line for line in self.lines if line.key != "remainder"), key=lambda line: line.times)
 
     @property
@@ -83,11 +83,11 @@ class Account:
 
 @dataclass(frozen=True, slots=True)
 class _Costs:
-    """A stage's mean seconds per microbatch: alone, slower, for bytes, fixed for each message, and loading.
+    """A stage's mean seconds per microbatch: alone, slower, per byte, fixed per message, and loading.
 
-    The seconds of a step are split with two more: `inflation_s` is added to computing by its process's other threads,
-    `foreign_part` is the part of the time outside computing in which other work had the core. `backlog` is the work
-    after each step.
+    Two more values split the seconds of a step: `inflation_s` is what other threads of the process add to computing,
+    `foreign_part` the fraction of the time outside computing in which other processes had the core. `backlog` is the
+    work after each step.
     """
 
     alone_s: float
@@ -100,13 +100,13 @@ class _Costs:
     backlog: Sequence[Backlog]
 
     def split(self, compute_s: float, beside_s: float) -> dict[str, float]:
-        """Return the parts of a step with these seconds of computing and outside computing."""
+        """Return the parts of a step with these seconds in and outside computing."""
         messages_s = beside_s * (1 - self.foreign_part) + self.inflation_s
         slower_s = compute_s - self.inflation_s - self.alone_s + beside_s * self.foreign_part
         return {"alone": self.alone_s, "slower": slower_s, **self._messages(messages_s)}
 
     def after(self, place: int) -> dict[str, float]:
-        """Return the parts of the work that must follow one of the stage's steps and that nothing waits for."""
+        """Return the parts of the work after a step for which no message waits."""
         backlog = self.backlog[place]
         return {"slower": backlog.early_s, "load": backlog.load_s, **self._messages(backlog.others_s)}
 
@@ -116,7 +116,7 @@ class _Costs:
 
 
 def make_account(run: Run, stream: MeasuredStream | None = None) -> Account:
-    """Compute the account of a traced run, measuring its stream unless it is given.
+    """Compute the account of a traced run; measures its stream unless `stream` is given.
 
     Example:
         account = make_account(read_run("runs/one"))
@@ -148,14 +148,14 @@ def make_account(run: Run, stream: MeasuredStream | None = None) -> Account:
 
 
 def _reference(stream: MeasuredStream, run: Run) -> tuple[list[float], float]:
-    """Return devices' speeds, and the whole model's seconds on the mean device."""
+    """Return the speeds of devices, and the seconds of the whole model on the mean device."""
     speed = device_speeds({stage.rank: stage.machine for stage in stream.stages}, run.facts.hosts)
     work = sum(stage.share * stage.alone_s * speed[stage.rank] for stage in stream.stages)
     return list(speed.values()), work / (sum(speed.values()) / len(speed))
 
 
 def device_speeds(machines: Mapping[int, Machine], names: Sequence[str]) -> dict[int, float]:
-    """Return relative speeds of devices by rank, in an arbitrary unit; `names` are every rank's host, or empty."""
+    """Return relative speeds of devices by rank, in an arbitrary unit; `names` has every rank's host, or is empty."""
     hosts = {rank: names[rank] if names else str(rank) for rank in machines}
     # processes of one host are equally fast, regardless of a measurement
     rounds = {
@@ -163,13 +163,13 @@ def device_speeds(machines: Mapping[int, Machine], names: Sequence[str]) -> dict
         for host in hosts.values()
     }
     usual = statistics.median(rounds.values())
-    # so short a calibration is known to a quarter: what differs by less is taken as alike
+    # the short calibration is accurate to a quarter: smaller differences are treated as equal
     known = all(rounds.values()) and any(abs(seconds / usual - 1) > _ALIKE for seconds in rounds.values())
     return {r: share(m) / (rounds[hosts[r]] if known else 1.0) for r, m in machines.items()}
 
 
 def loads_alone(stream: MeasuredStream) -> dict[int, float]:
-    """Return each device's seconds per microbatch of the stream alone, by rank."""
+    """Return by rank the seconds per microbatch of the stream that each device needs for its stages alone."""
     loads: dict[int, float] = defaultdict(float)
     for stage in stream.stages:
         loads[stage.rank] += stage.share * stage.alone_s
@@ -193,8 +193,8 @@ def _stage_costs(
 ) -> _Costs:
     """Split the seconds of a stage per microbatch.
 
-    If it computes for longer than its CPU time explains, its process's other threads may have had the core: they handle
-    messages. The rest of the excess over alone has other causes: other processes, caches, heat.
+    If it computes longer than its CPU time explains, other threads of its process, which handle messages, may have had
+    the core. The remaining difference from running alone has other causes: other processes, caches, heat.
     """
     part = share(stage.machine)
     compute_s, beside_s = stage.mean("compute_s"), stage.mean("beside_s")
@@ -214,7 +214,7 @@ def _stage_costs(
 
 
 def _recorded(stream: MeasuredStream, costs: Mapping[int, _Costs]) -> list[list[Recorded]]:
-    """Return the recorded work of a stream, part by part: of the driver, then of each device."""
+    """Return the recorded work of a stream by parts: first of the driver, then of each device."""
     num = stream.num_microbatches
     firsts = [stream.routes[stream.turns[m % len(stream.turns)]].start for m in range(num)]
     feeder = [
@@ -237,7 +237,7 @@ def _recorded(stream: MeasuredStream, costs: Mapping[int, _Costs]) -> list[list[
 def _reasons(
     stream: MeasuredStream, costs: Mapping[int, _Costs], speeds: list[float], speedups: list[float]
 ) -> dict[str, str]:
-    """Return a sentence with the figures of every cause."""
+    """Return for every cause a sentence with the figures."""
     num = stream.num_microbatches
     loads = loads_alone(stream)
     busiest = max(loads, key=lambda rank: loads[rank])
@@ -266,7 +266,7 @@ def _reasons(
 
 
 def _slower_reason(stage: MeasuredStage, costs: _Costs) -> str:
-    """Describe a stage's computing seconds, the part charged to slower computing, and the rest."""
+    """Describe a stage's computing seconds, the part attributed to slower computing, and the rest."""
     compute_s = stage.mean("compute_s")
     text = (
         f"stage {stage.index} on {stage.device} computes {format_seconds(compute_s)} per microbatch, "
@@ -291,14 +291,14 @@ def shape_of(stream: MeasuredStream) -> str:
 
 
 def edge_name(edge: Edge) -> str:
-    """Name a cut by the stages around it."""
+    """Return the name of a cut, from the stages around it."""
     if edge[0] < 0:
         return f"into stage {edge[1]}"
     return f"from stage {edge[0]} {f'to stage {edge[1]}' if edge[1] >= 0 else 'back to the driver'}"
 
 
 def imbalance_reason(stream: MeasuredStream, loads: dict[int, float], busiest: int, speeds: list[float]) -> str:
-    """Describe whether the busiest device has more of the work, or is slower than the others."""
+    """Describe whether the busiest device has more work or is slower than the others."""
     ranks = list(dict.fromkeys(stage.rank for stage in stream.stages))
     mean_speed = sum(speeds) / len(speeds)
     speed = speeds[ranks.index(busiest)] / mean_speed

@@ -1,4 +1,4 @@
-"""Advice from replanning with a run's measurements, and a list of devices near their memory limit."""
+"""Advice: replanning with a run's measurements, and devices near their memory limit."""
 
 import statistics
 from collections.abc import Sequence
@@ -22,13 +22,13 @@ from penstock.tracing.trace import ProcessTrace, Run
 from penstock.units import format_bytes
 
 _WORTH = 0.01
-# a run does not measure free memory
+# a run does not record free memory
 _ANY_MEMORY = 2**50
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """Sentences on a run: what is known, and what is worth doing."""
+    """Sentences about a run: findings, and recommendations."""
 
     known: tuple[str, ...]
     to_do: tuple[str, ...] = ()
@@ -40,7 +40,7 @@ class Advice:
 
 
 def advise(run: Run, stream: MeasuredStream, account: Account) -> Advice:
-    """Replan with the measurements and return the outcome in sentences.
+    """Replan with the measurements, and describe the outcome.
 
     Example:
         print("\\n".join(advise(run, stream, make_account(run)).lines))
@@ -61,7 +61,7 @@ def advise(run: Run, stream: MeasuredStream, account: Account) -> Advice:
         return Advice((*known, f"The planner finds no plan: {error}."))
     measured = run.facts.num_rows / run.facts.total_s
     predicted, reached = (plan.prediction.num_rows / plan.prediction.total_s for plan in (now, choice.plan))
-    # a plan is better if it beats this run both as predicted and as measured, by more than the two differ
+    # a plan is better if it beats both the prediction and the measurement of this run by more than these differ
     off, gain = abs(predicted / measured - 1), reached / max(predicted, measured) - 1
     if gain > max(off, _WORTH):
         pipeline = choice.plan.pipelines[0]
@@ -84,7 +84,7 @@ def advise(run: Run, stream: MeasuredStream, account: Account) -> Advice:
 
 
 def _as_it_ran(like: Plan, run: Run, cluster: Cluster) -> Plan:
-    """Return the plan of a run, on the devices that were observed, with everything else like another one."""
+    """Return the plan of a run on the observed devices; other fields are taken from `like`."""
     pipelines = []
     names = [device.name for device in cluster.devices]
     for place, route in enumerate(run.facts.routes):
@@ -99,11 +99,11 @@ def _as_it_ran(like: Plan, run: Run, cluster: Cluster) -> Plan:
 
 
 def observed_profile(run: Run, stream: MeasuredStream) -> Profile:
-    """Return the units' seconds: counted work, in proportion, so that each stage's add up to what it takes alone."""
+    """Return a profile with counted work, scaled so that the units of each stage add up to its seconds alone."""
     units = run.facts.units
     places = {name: index for index, (name, _, _) in enumerate(units)}
     bounds = [0, *(places[cut] for cut in run.facts.cuts if cut in places), len(units)]
-    if len(bounds) != len(stream.stages) + 1:  # cut sets in rotation: one factor for all
+    if len(bounds) != len(stream.stages) + 1:  # cut sets in rotation: the same factor for all stages
         bounds = [0, len(units)]
     seconds: list[float] = []
     stages = list(stream.stages)
@@ -128,7 +128,7 @@ def observed_profile(run: Run, stream: MeasuredStream) -> Profile:
 
 
 def observed_cluster(run: Run, stream: MeasuredStream) -> Cluster:
-    """Return the devices as fast as they computed: a device that something else slowed counts as slow."""
+    """Return devices with their observed speeds: a device that other processes slowed down counts as slow."""
     devices = []
     names = [as_name(stage.device) for stage in stream.stages]
     for stage, own in zip(stream.stages, names, strict=True):
@@ -151,15 +151,16 @@ def _distinct(names: Sequence[str]) -> list[str]:
     return found
 
 
-# a device that holds more of its memory than this may run out at the next larger input
+# a device that uses more than this fraction of its memory may run out at the next larger input
 NEAR = 0.85
-# usable part of a sufficiently large memory
+# usable fraction of a sufficiently large memory
 _ROOM = 0.7
 
 
 def advise_memory(run: Run) -> list[str]:
-    """Describe each device near its limit, with its usage, its limit, and a sufficient memory. Processes of one host
-    share its memory. Their usage is counted for each, including shared libraries.
+    """Describe each device near its memory limit, with its usage, its limit, and a sufficient memory.
+
+    Processes of one host share its memory; shared libraries are counted for each process.
     """
     hosts: dict[str, list[ProcessTrace]] = {}
     for process in run.processes:

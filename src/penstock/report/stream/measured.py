@@ -1,4 +1,4 @@
-"""Measurements of each stage and each message, from the spans of a stream."""
+"""Measurements of stages and messages, from the spans of a stream."""
 
 import statistics
 from collections import defaultdict
@@ -17,7 +17,7 @@ NO_WAIT_S = 5e-5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One microbatch on one stage: when its message had come, and the seconds of each part."""
+    """A microbatch on a stage: when its message arrived, and the seconds of each part."""
 
     microbatch: int
     asked_s: float
@@ -29,23 +29,23 @@ class Step:
     buffer_s: float
     give_s: float
     gap_s: float
-    between_cpu_s: float  # of the thread, since the last computation
+    between_cpu_s: float  # CPU time of the thread since the last computation
     num_bytes_in: int
     num_bytes_out: int
 
     @property
     def begin_s(self) -> float:
-        """When it began to compute."""
+        """Time at which it began to compute."""
         return self.arrived_s + self.read_s
 
     @property
     def beside_s(self) -> float:
-        """Seconds for its two messages, and between spans."""
+        """Seconds spent on its two messages and between spans."""
         return self.message_s + self.gap_s
 
     @property
     def busy_s(self) -> float:
-        """Seconds in which it did not wait."""
+        """Seconds without waiting."""
         return self.compute_s + self.beside_s
 
     @property
@@ -55,13 +55,13 @@ class Step:
 
     @property
     def wait_s(self) -> float:
-        """Seconds until its message arrived, and until a buffer was free for its result."""
+        """Seconds of waiting for its message, and for a free buffer for its result."""
         return self.arrived_s - self.asked_s + self.buffer_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredStage:
-    """A stage during a stream: its steps, its seconds alone, its device, its part of all microbatches."""
+    """A stage during a stream: its steps, its seconds alone, its device, its share of the microbatches."""
 
     index: int
     rank: int
@@ -69,7 +69,7 @@ class MeasuredStage:
     steps: tuple[Step, ...]
     alone_s: float
     machine: Machine
-    cpu_s: float  # of its whole process, per microbatch, loading apart
+    cpu_s: float  # CPU time of its whole process per microbatch, except loading
     load_cpu_s: float
     share: float = 1.0
 
@@ -80,9 +80,9 @@ class MeasuredStage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredStream:
-    """A stream: its stages in order, the loading seconds of data, the seconds in flight of each message.
+    """A stream: its stages in order, the seconds of loading data, and the time in flight of each message.
 
-    `routes` are the stages of each of several parallel pipelines, and `turns` their order for microbatches.
+    `routes` are the stages of each parallel pipeline, `turns` the order in which pipelines take microbatches.
     """
 
     stages: tuple[MeasuredStage, ...]
@@ -173,7 +173,7 @@ def _stage(
 
 
 def _alone_s(run: Run, index: int, process: ProcessTrace, steps: Sequence[Step]) -> float:
-    """Return the seconds of a stage alone, or its CPU time if other work had the core even then."""
+    """Return the seconds of a stage alone, or its CPU time if other processes had the core even then."""
     alone = next((alone for alone in process.alone if alone.stage == index), None)
     if alone is None:
         return statistics.median(step.compute_s for step in steps)
@@ -182,7 +182,7 @@ def _alone_s(run: Run, index: int, process: ProcessTrace, steps: Sequence[Step])
 
 
 def share(machine: Machine) -> float:
-    """Return the part of a core that one thread gets on a device."""
+    """Return the fraction of a core that a thread gets on a device."""
     return min(1.0, machine.cpus)
 
 
@@ -192,10 +192,10 @@ def _wires(
     through: Sequence[int],
     depth: int,
 ) -> dict[Edge, tuple[float, ...]]:
-    """Return the seconds in flight of each message, from when it could be sent.
+    """Return the time in flight of each message, from when it could be sent.
 
-    They are observed if the receiver waited. Otherwise the message arrived in time: the usual seconds are used, or less
-    if it must have been faster.
+    If the receiver waited, the time is observed. Otherwise the message arrived early: the usual time is used, or less
+    if the message must have been faster.
     """
     wires: dict[Edge, tuple[float, ...]] = {}
     made = [found["load", FEEDER_STAGE][m].end_s for m in through]
@@ -227,7 +227,7 @@ def _wire(
         waited = arrived - asked > NO_WAIT_S
         seen.append(max(0.0, arrived - begin) if waited else None)
         most.append(max(0.0, asked - begin))
-        # without a wait the time of arrival is unknown: no later than the request
+        # without a wait, the message arrived at an unknown time before it was requested
         usual = statistics.median([value for value in seen if value is not None] or [0.0])
         last = arrived if waited else min(asked, begin + usual)
     known = [value for value in seen if value is not None]

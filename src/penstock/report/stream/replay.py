@@ -1,20 +1,20 @@
-"""Replay of a recorded run with other costs: the time of the same work in the same order.
+"""Replay of a recorded run with other costs: the time that the same work takes in the same order.
 
 A device runs its jobs in order. For each it waits until its message has arrived, computes, waits for a free buffer and
 sends the result. A cut holds `depth` messages at the sender and as many at the receiver, as in the engine:
 
-    sent[k]   once it is made, the one before it is over, and the receiver has passed on message k - depth
+    sent[k]   once it is computed, message k - 1 has been sent, and the receiver has passed on message k - depth
     done[k]   not before message k - depth has been sent
 
-Work that remains after a step shows in the waits of its stages. No process is faster than its CPU seconds over its
-CPUs, but a step may be: the need of its process's other threads, and its lead over its share of a core, are its
-backlog. A delayed step reduces it, and so does a wait:
+Work that remains after a step is done during the waits of its stages. A process cannot be faster than its CPU seconds
+divided by its CPUs, but a single step can: the CPU time that its process's other threads still need, and its lead over
+its share of a core, are its backlog. Delayed steps and waits reduce the backlog:
 
-    backlog grows by   (CPU seconds of the step, and of other threads meanwhile) / CPUs  -  the step's seconds
+    backlog grows by   (CPU seconds of the step, and of other threads in this time) / CPUs  -  the step's seconds
             falls by   the stage's waits for space or for a message; it is never below zero
 
-Backlog reduced by a wait is attributed after the step before it: in a replay with a shorter wait, the next step must
-begin later. So it is as uneven as in the run, and never more than the stage's wait there.
+Backlog that a wait reduces is attributed to the step before the wait: in a replay with a shorter wait, the next step
+must begin later. So the backlog is as uneven as in the run, and never more than the stage's wait there.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,10 +27,10 @@ from penstock.report.stream.measured import MeasuredStage, Step, share
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recorded:
-    """A stage's work for a microbatch, as a sum of parts by name, so that parts can be left out; seconds.
+    """A stage's work for a microbatch, in seconds, as named parts that can be left out.
 
-    `after` is work that the device needs before its next job and that nothing waits for; it also proceeds while the
-    device waits for a free buffer.
+    `after` is work before the device's next job for which no message waits; it also proceeds while the device waits for
+    a free buffer.
     """
 
     source: Edge | None
@@ -39,7 +39,7 @@ class Recorded:
     after: Mapping[str, float] = field(default_factory=dict)
 
     def job(self, counted: frozenset[str], channels: Mapping[Edge, Channel]) -> Job:
-        """Convert this to a job of the simulator, with the counted parts."""
+        """Convert to a job of the simulator, with the counted parts."""
         return Job(
             seconds=_sum(self.parts, counted), after_s=_sum(self.after, counted),
             source=channels[self.source] if self.source is not None else None, target=channels[self.target],
@@ -53,9 +53,9 @@ def _sum(parts: Mapping[str, float], counted: frozenset[str]) -> float:
 def replay(
     devices: Sequence[Sequence[Recorded]], counted: frozenset[str], wires: Mapping[Edge, Sequence[float]], *, depth: int
 ) -> float:
-    """Replay every device's work with the counted parts; return the total seconds.
+    """Replay the work of all devices with the counted parts; return the total seconds.
 
-    `wires[edge][k]` are the seconds in flight of message `k`, zero if an edge is missing.
+    `wires[edge][k]` is the time in flight of message `k`; 0 if the edge is missing.
 
     Example:
         seconds = replay(devices, frozenset({"compute"}), {}, depth=2)
@@ -67,7 +67,7 @@ def replay(
         for edge in (done.source, done.target):
             if edge is not None and edge not in channels:
                 channels[edge] = Channel(wire_s=wires.get(edge) or (0.0,))
-                # the driver's loads and received results do not wait for its own buffers
+                # the driver's loading and receiving do not wait for its own buffers
                 if edge[0] >= 0:
                     channels[edge].at_sender = depth
                 if edge[1] >= 0:
@@ -83,7 +83,7 @@ def replay(
 
 @dataclass(frozen=True, slots=True)
 class Backlog:
-    """Seconds that follow a step: for computing that was early, for the process's other threads, for loading."""
+    """Seconds of work after a step: for computing that was early, for the process's other threads, for loading."""
 
     early_s: float
     others_s: float
@@ -91,7 +91,7 @@ class Backlog:
 
 
 def backlog_in_waits(mates: Sequence[MeasuredStage], threads: int) -> dict[int, list[Backlog]]:
-    """Return for each stage of one process what waits have paid after each of its steps.
+    """Return for each stage of a process the backlog that waits reduced after each step.
 
     Example:
         backlog_in_waits([stage], threads=1)[stage.index][microbatch].others_s
@@ -108,7 +108,7 @@ def backlog_in_waits(mates: Sequence[MeasuredStage], threads: int) -> dict[int, 
 
 
 def other_threads_cpu_s(mates: Sequence[MeasuredStage]) -> float:
-    """Return the CPU seconds per step of a process's threads that do not compute, loading apart."""
+    """Return the CPU seconds per step of a process's threads that do not compute, except loading."""
     own_s = sum(mate.mean("cpu_s") + mate.mean("between_cpu_s") for mate in mates)
     return max(0.0, mates[0].cpu_s - own_s) / len(mates)
 
@@ -116,18 +116,18 @@ def other_threads_cpu_s(mates: Sequence[MeasuredStage]) -> float:
 def _lacks(
     stage: MeasuredStage, step: Step, others_cpu_s: float, num_mates: int, threads: int
 ) -> tuple[float, float, float]:
-    """Return a step's missing seconds, cumulatively: its own computing, other threads, loading."""
+    """Return a step's missing seconds, as cumulative sums: computing, other threads, loading."""
     without = (step.cpu_s + step.between_cpu_s + others_cpu_s) / stage.machine.cpus - step.busy_s
     early = step.cpu_s / share(stage.machine) - step.compute_s if threads == 1 else 0.0
     return min(early, without), without, without + stage.load_cpu_s / stage.machine.cpus / num_mates
 
 
 def _paid(steps: Sequence[Step], lacks: Sequence[float]) -> list[float]:
-    """Return the backlog reduced by waits after each step."""
+    """Return the backlog that waits reduced after each step."""
     paid: list[float] = []
     backlog_s = 0.0
     for step, lack in zip(steps, lacks, strict=True):
-        if paid:  # the first one waits for the stream to begin
+        if paid:  # the first wait is for the beginning of the stream
             before_s = min(backlog_s, step.arrived_s - step.asked_s)
             paid[-1] += before_s
             backlog_s -= before_s

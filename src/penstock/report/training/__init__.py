@@ -1,1 +1,1 @@
-"""A recorded training: measurements from its spans, the account of its time, and advice."""
+"""Analysis of a recorded training run: measurements from its spans, the account of its time, and advice."""

@@ -1,4 +1,4 @@
-"""The plans of an elastic training and the results of its epochs, from the lines of its metrics."""
+"""Plans of an elastic training run and results of its epochs, read from its metrics."""
 
 import json
 import os
@@ -12,7 +12,7 @@ import msgspec
 from penstock.errors import DataError
 
 METRICS_FILE = "metrics.jsonl"
-# as large as a browser's numbers are exact
+# the largest integers that a browser represents exactly
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, lt=1e12)]
 Positive = Annotated[int, msgspec.Meta(ge=1, lt=2**53)]
@@ -20,10 +20,10 @@ T = TypeVar("T")
 
 
 class PlanLine(msgspec.Struct, frozen=True, kw_only=True):
-    """A plan that was decided on after a step: at the start of the run, and after each epoch that was looked at.
+    """A plan that was chosen after a step: at the start of the run, and at each epoch with a decision.
 
-    `epoch` had been reached by then. To change to the plan took `migrate_s`, in which `moved_bytes` went from process
-    to process; to fill the cache of what frozen layers compute took `fill_s`.
+    `epoch` is the epoch reached by then. The change to the plan took `migrate_s` and moved `moved_bytes` between
+    processes; filling the cache of frozen layers' outputs took `fill_s`.
     """
 
     step: Count
@@ -40,7 +40,7 @@ class PlanLine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EpochLine(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of a finished epoch's line that is shown with plans; `step` is its last one."""
+    """The part of a finished epoch's line that is shown with plans; `step` is the epoch's last step."""
 
     epoch: Count
     step: Count
@@ -51,7 +51,7 @@ class EpochLine(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class PlanSpan:
-    """A plan, and its epochs from `begin` to before `end`; none if it was replaced immediately."""
+    """A plan, and its epochs from `begin` up to `end` (exclusive); none if it was replaced immediately."""
 
     plan: PlanLine
     begin: int
@@ -60,32 +60,32 @@ class PlanSpan:
 
 @dataclass(frozen=True, slots=True)
 class PlanTimeline:
-    """Plans and epochs in the order of their steps, with at least one plan."""
+    """Plans and epochs in the order of steps, with at least one plan."""
 
     plans: tuple[PlanLine, ...]
     epochs: tuple[EpochLine, ...]
 
     def spans(self) -> list[PlanSpan]:
-        """Return the epochs of each plan; a last plan after all epochs is for an unfinished one."""
+        """Return the epochs of each plan; a plan after all epochs belongs to an unfinished epoch."""
         begins = [self._begin(plan) for plan in self.plans]
         last = max([begins[-1], *(epoch.epoch for epoch in self.epochs)])
         ends = [*begins[1:], last + 1]
         return [PlanSpan(plan, a, b) for plan, a, b in zip(self.plans, begins, ends, strict=True)]
 
     def _begin(self, plan: PlanLine) -> int:
-        """Return the epoch of the step after a plan: steps are exact even if a run was resumed within an epoch."""
+        """Return the epoch of the step after a plan, found by steps, which are exact even if a run was resumed."""
         if not self.epochs:
             return plan.epoch
         return next((e.epoch for e in self.epochs if e.step > plan.step), self.epochs[-1].epoch + 1)
 
 
 def read_plans(folder: str | os.PathLike[str]) -> PlanTimeline | None:
-    """Read the plans of a training's folder; None if it has no metrics, or no plan among them.
+    """Read the plans in a training run's folder; None if it has no metrics, or metrics without plans.
 
     Example:
         read_plans("runs/vit").plans[-1].frozen_layers
 
-    Raises `DataError` for lines that a training does not write; a last line without an end is left out.
+    Raises `DataError` for lines that are not metrics; an incomplete last line is ignored.
     """
     file = Path(folder) / METRICS_FILE
     if not file.is_file():
@@ -101,16 +101,16 @@ def read_plans(folder: str | os.PathLike[str]) -> PlanTimeline | None:
 
 def _read(file: Path, number: int, line: str) -> tuple[int, dict[str, Any]]:
     try:
-        document = json.loads(line)  # which takes NaN, as losses may be
+        document = json.loads(line)  # accepts NaN, which losses may be
     except (ValueError, RecursionError):
         document = None
     if not isinstance(document, dict):
-        raise DataError(f"line {number} of {file} is no line of metrics; take it out, or copy the file again")
+        raise DataError(f"line {number} of {file} is not a line of metrics; remove it, or copy the file again")
     return number, document
 
 
 def _of_kind(file: Path, found: Sequence[tuple[int, dict[str, Any]]], kind: str, read_as: type[T]) -> tuple[T, ...]:
-    """Return the lines of one kind in the order of their steps."""
+    """Return the lines of one kind in the order of steps."""
     made = []
     for number, document in found:
         if document.get("kind") == kind:
@@ -118,6 +118,6 @@ def _of_kind(file: Path, found: Sequence[tuple[int, dict[str, Any]]], kind: str,
                 made.append(msgspec.convert(document, read_as))
             except msgspec.ValidationError as error:
                 raise DataError(
-                    f"line {number} of {file} is no line of kind {kind} ({error}); take it out, or copy the file again"
+                    f"line {number} of {file} is not a line of kind {kind} ({error}); remove it, or copy the file again"
                 ) from None
     return tuple(sorted(made, key=lambda line: line.step))  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Measurements of each step from the spans of a training: every action of every device, and the time between them."""
+"""Measurements of each training step from spans: all actions of all devices, and the time between them."""
 
 import statistics
 from collections import defaultdict
@@ -10,11 +10,11 @@ from penstock.errors import DataError
 from penstock.report.stream.measured import NO_WAIT_S
 from penstock.tracing.trace import ProcessTrace, Run, Span
 
-# the first steps make connections and buffers
+# the first steps, which create connections and buffers
 _WARM_UP = 2
-# number of steps in an account; more would only repeat the same
+# number of steps in an account; more steps would only repeat the pattern
 MAX_STEPS = 200
-# direction of an action's input and output messages: activations, gradients
+# directions of an action's input and output messages: activations, gradients
 _DIRECTION = {"F": "F", "B": "B", "I": "B"}
 # sending stage, receiving stage, direction
 Line = tuple[int, int, str]
@@ -22,7 +22,7 @@ Line = tuple[int, int, str]
 
 @dataclass(slots=True)
 class Done:
-    """One action of a device: F, B, I, W, or R, a forward that is computed again; seconds and bytes."""
+    """An action of a device: F, B, I, W, or R (a recomputed forward), with seconds and bytes."""
 
     kind: str
     stage: int
@@ -35,37 +35,37 @@ class Done:
     read_s: float = 0.0
     buffer_s: float = 0.0
     give_s: float = 0.0
-    gave_s: float = 0.0  # the moment at which its message had left
+    gave_s: float = 0.0  # time at which its message was sent
     num_bytes: int = 0
 
     @property
     def wait_s(self) -> float:
-        """Seconds until its message arrived, and until a buffer was free for its result."""
+        """Seconds of waiting for its message, and for a free buffer for its result."""
         return max(0.0, self.arrived_s - self.asked_s) + self.buffer_s
 
     @property
     def message_s(self) -> float:
-        """Seconds for its two messages."""
+        """Seconds spent on its two messages."""
         return self.read_s + self.give_s
 
     @property
     def label(self) -> str:
-        """Name it as pictures of pipelines do."""
+        """Label as in pipeline diagrams."""
         return f"{self.kind}{self.microbatch}"
 
 
 @dataclass(slots=True)
 class Part:
-    """One device's part of a step, from the end of the step before to its own."""
+    """A device's part of a step, from the end of the previous step to the end of this step."""
 
     rank: int
     begin_s: float
     end_s: float
     load_s: float = 0.0
-    update_s: float = 0.0  # the optimizer's, after the step before
+    update_s: float = 0.0  # the optimizer's update after the previous step
     synchronize_s: float = 0.0
-    rest_s: float = 0.0  # within the step, of the executor
-    between_s: float = 0.0  # outside it, of the caller's code
+    rest_s: float = 0.0  # other time of the executor within the step
+    between_s: float = 0.0  # time of the caller's code between steps
     done: list[Done] = field(default_factory=list)
 
     @property
@@ -86,9 +86,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredTraining:
-    """Steps without the first ones; `replicas` are the ranks of each pipeline's stages, `lines_s` the seconds of
-    messages in flight.
-    """
+    """Steps after warm-up; `replicas` has the ranks of each pipeline's stages, `lines_s` the times of messages."""
 
     steps: tuple[Step, ...]
     replicas: tuple[tuple[int, ...], ...]
@@ -102,16 +100,16 @@ class MeasuredTraining:
 
     @property
     def num_rows(self) -> int:
-        """The rows of the steps together."""
+        """Total rows of the steps."""
         return sum(step.num_rows for step in self.steps)
 
     def of_stage(self, rank: int, stage: int) -> list[Done]:
-        """Return everything that a stage did on a device."""
+        """Return all actions of a stage on a device."""
         return [done for step in self.steps for done in step.parts[rank].done if done.stage == stage]
 
 
 def measure_training(run: Run) -> MeasuredTraining:
-    """Combine a training's spans, step by step.
+    """Combine a run's spans, step by step.
 
     Example:
         measure_training(read_run("runs/vit")).seconds
@@ -135,7 +133,7 @@ def measure_training(run: Run) -> MeasuredTraining:
     usual = {rank: statistics.median(part.between_s for part in own.values()) for rank, own in parts.items()}
     for number in numbers:
         here = {rank: own[number] for rank, own in parts.items()}
-        # the caller's occasional work, such as evaluation, is not part of a step
+        # occasional work of the caller, such as evaluation, is not part of a step
         apart = min(max(0.0, part.between_s - usual[rank]) for rank, part in here.items())
         seconds = statistics.fmean(part.end_s - part.begin_s for part in here.values()) - apart
         for rank, part in here.items():
@@ -152,7 +150,7 @@ def _rows(process: ProcessTrace) -> dict[int, int]:
 
 
 def _parts(process: ProcessTrace) -> dict[int, Part]:
-    """Return a process's steps by number, without the first one."""
+    """Return a process's steps by number, without the first step."""
     spans: dict[int, list[Span]] = defaultdict(list)
     for span in process.spans:
         spans[span.step].append(span)
@@ -160,7 +158,7 @@ def _parts(process: ProcessTrace) -> dict[int, Part]:
     parts = {}
     for before, step in pairwise(ends):
         part = Part(process.rank, before.end_s, step.end_s, done=_actions(spans[step.step]))
-        # loads of an evaluation have the number of the following step
+        # loading for an evaluation has the number of the following step
         part.load_s = next((s.seconds for s in reversed(spans[step.step]) if s.kind == "load"), 0.0)
         part.update_s = sum(s.seconds for s in spans[before.step] if s.kind == "update")
         part.synchronize_s = sum(
@@ -200,7 +198,7 @@ def _actions(spans: Sequence[Span]) -> list[Done]:
 
 
 def _lines(steps: Sequence[Step], replicas: Sequence[Sequence[int]]) -> dict[Line, float]:
-    """Return the usual seconds in flight of messages between two stages, observed when a receiver waited."""
+    """Return the usual times in flight of messages between stages, as observed when a receiver waited."""
     seen: dict[Line, list[float]] = defaultdict(list)
     for step in steps:
         for replica in replicas:

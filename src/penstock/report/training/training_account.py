@@ -1,4 +1,4 @@
-"""The account of a training: n devices, minus the speed-up of its steps, split by cause.
+"""The account of a training run: the difference between n devices and the speed-up of its steps, split by cause.
 
 As for a stream, each line is the difference between two speed-ups, the second with one more cost. The replays use the
 simulator: each step's own actions, in the devices' recorded order. `docs/account.md` has the definition.
@@ -19,13 +19,13 @@ from penstock.report.training.steps import Done, MeasuredTraining, Part, Step
 from penstock.tracing.trace import Run
 from penstock.units import format_bytes, format_seconds
 
-# replays of a step: each counts one more
+# replays of a step: each includes one more cost
 _ORDER = ("bubble", "slower", "communication_cpu", "overhead", "between", "loading", "communication", "synchronization")
 _COUNTED = {
     "bubble": "alone", "slower": "slower", "communication_cpu": "bytes", "overhead": "fixed", "between": "between",
     "loading": "load", "communication": "lines", "synchronization": "synchronize",
 }  # fmt: skip
-# pseudo-microbatch of a device's work before its first scheduled action
+# pseudo-microbatch for a device's work before its first scheduled action
 _BEFORE = -1
 _AS_SCHEDULED: Mapping[str, Kind] = {"F": "F", "B": "B", "I": "I", "W": "W", "R": "U"}
 
@@ -41,15 +41,15 @@ class Usual:
         return self.seconds[rank, done.stage, done.kind]
 
     def load(self, part: Part) -> float:
-        """Return the seconds of a device's part of a step alone, without the optimizer's update."""
+        """Return the seconds of a device's part of a step when alone, without the optimizer's update."""
         return sum(self.of(part.rank, done) for done in part.done)
 
 
 def usual_seconds(training: MeasuredTraining, threads: int) -> Usual:
     """Estimate the seconds of actions on an otherwise idle machine.
 
-    Nothing is run again, which would change gradients and statistics. With one thread the CPU seconds are used, else
-    the fastest tenth.
+    No action is rerun, because that would change gradients and statistics. With one thread, CPU seconds are used,
+    otherwise the fastest tenth of the actions.
     """
     found: dict[tuple[int, int, str], list[Done]] = {}
     for step in training.steps:
@@ -64,7 +64,7 @@ def usual_seconds(training: MeasuredTraining, threads: int) -> Usual:
 
 
 def make_training_account(run: Run, training: MeasuredTraining) -> Account:
-    """Account for a traced training; `baseline_s` is a step on the mean device.
+    """Compute the account of a traced training run; `baseline_s` is a step on the mean device.
 
     Example:
         make_training_account(run, measure_training(run)).largest.title
@@ -74,7 +74,7 @@ def make_training_account(run: Run, training: MeasuredTraining) -> Account:
     mean_speed = statistics.fmean(speeds.values())
     parts = [step.parts for step in training.steps]
     work = sum(usual.load(part) * speeds[rank] for step in parts for rank, part in step.items())
-    # one device would update each weight once, not once for each replica
+    # a single device would update each weight once, not once per replica
     updates = sum(step[rank].update_s * speeds[rank] for step in parts for rank in set(training.replicas[0]))
     baseline_s, num_times = (work + updates) / mean_speed, sum(speeds.values()) / mean_speed
     seconds = [baseline_s / num_times]
@@ -95,9 +95,9 @@ def make_training_account(run: Run, training: MeasuredTraining) -> Account:
 
 
 def play_step(training: MeasuredTraining, step: Step, usual: Usual, counted: set[str]) -> float:
-    """Replay a step with the counted costs; return its seconds."""
+    """Replay a step with the counted costs; return the seconds."""
     seconds = max(_play_replica(training, step, replica, usual, counted) for replica in training.replicas)
-    # the last rank does not wait: its remaining seconds are the cost of the sum
+    # the last rank does not wait: its remaining seconds are the cost of the reduction
     still_s = min(part.synchronize_s for part in step.parts.values())
     return seconds + (still_s if "synchronize" in counted else 0.0)
 
@@ -127,7 +127,7 @@ def _play_replica(
 
 
 def _before_s(part: Part, counted: set[str]) -> float:
-    """Return the seconds of a device's work before its first action, including the update of the step before."""
+    """Return the seconds of a device's work before its first action, including the previous step's update."""
     more = {"fixed": part.rest_s, "between": part.between_s, "load": part.load_s}
     return part.update_s + sum(seconds for name, seconds in more.items() if name in counted)
 
@@ -141,7 +141,7 @@ def _action_s(training: MeasuredTraining, rank: int, done: Done, usual: Usual, c
 
 
 def _reasons(run: Run, training: MeasuredTraining, usual: Usual, speedups: list[float]) -> dict[str, str]:
-    """Return a sentence with the figures of every cause."""
+    """Return for every cause a sentence with the figures."""
     steps, devices = training.steps, run.facts.devices
     num = len(steps)
 
@@ -192,7 +192,7 @@ _WORTH = 0.01
 
 
 def advise_training(run: Run, training: MeasuredTraining, account: Account) -> Advice:
-    """Describe what most is lost to, and which schedule or number of microbatches would lose less.
+    """Describe the largest cause of lost time, and a schedule or number of microbatches that would lose less.
 
     Example:
         print("\\n".join(advise_training(run, training, account).lines))
@@ -206,11 +206,11 @@ def advise_training(run: Run, training: MeasuredTraining, account: Account) -> A
     num = len({done.microbatch for done in training.steps[0].parts[devices[0]].done})
 
     def played(schedule: str, count: int) -> float:
-        # more microbatches are smaller in proportion
+        # with more microbatches, each is proportionally smaller
         return num / count * simulate(make_schedule(schedule, len(replica), count), seconds).makespan_s
 
     here = played(run.facts.schedule, num)
-    # the simulator's error on the measured schedule bounds what it can say about another
+    # the simulator's error on the measured schedule limits its accuracy for other schedules
     error = abs(here / statistics.fmean(step.seconds for step in training.steps) - 1)
     for name in (name for name, known in SCHEDULES.items() if known.advised):
         for count in (num, 2 * num):
@@ -224,7 +224,7 @@ def advise_training(run: Run, training: MeasuredTraining, account: Account) -> A
 
 
 def _seconds(training: MeasuredTraining) -> Duration:
-    """Return the mean seconds of an action."""
+    """Return the mean seconds of each action."""
     replica = training.replicas[0]
     forward, backward = [], []
     for stage, rank in enumerate(replica):

@@ -5,7 +5,7 @@ import sys
 
 
 def run() -> int:
-    """Run the command line without the current folder, which `-m` has put first on the path.
+    """Run the command line after removing the current folder, which `-m` puts first on the path.
 
     Files there must not shadow other modules; see `module_command`.
     """

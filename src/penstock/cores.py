@@ -1,4 +1,4 @@
-"""The cores that this process may use: by its affinity, its container's or lab host's quota, and its share of them."""
+"""The cores that this process may use: by its affinity, the quota of its container or lab host, and its share."""
 
 import contextlib
 import os
@@ -82,7 +82,7 @@ def keep_to_share(position: int, num_processes: int) -> int:
 
 
 def share(cores: Sequence[int], position: int, num_processes: int) -> set[int]:
-    """Return one of several processes its share of the cores; all of them unless they divide evenly.
+    """Return the share of the cores for one of several processes; all cores unless they divide evenly.
 
     >>> share([0, 1, 2, 3], position=1, num_processes=2)
     {2, 3}

@@ -6,11 +6,11 @@
     │   ├── CutError          a cut that does not exist or is not allowed, or more stages than cuts
     │   ├── ModelError        a model, its source or its weights cannot be loaded
     │   ├── DataError         a data set, an image or a text cannot be read
-    │   ├── ClusterError      a cluster or lab file, or its demands on this machine
+    │   ├── ClusterError      a cluster or lab file is invalid, or demands more than this machine supports
     │   ├── ProfileError      a profile cannot be read or is inconsistent
-    │   └── CacheError        a cache on disk cannot be used, or is another's; training continues without one
+    │   └── CacheError        a cache on disk cannot be used, or belongs to another run; training continues without it
     ├── PlanError             no plan satisfies the limits, or a plan contradicts itself or its inputs
-    ├── ProgramError          a stage program or bundle is damaged, forged or of another plan
+    ├── ProgramError          a stage program or bundle is damaged, forged or belongs to another plan
     └── RunError              something failed while running
         ├── TransportError    a message was lost, repeated, damaged or out of order
         │   └── ConnectionBroken   a connection broke; another process may know the reason
@@ -69,7 +69,7 @@ class ProfileError(UsageError):
 
 
 class CacheError(UsageError):
-    """A cache on disk cannot be used, or is another's; training continues without one."""
+    """A cache on disk cannot be used, or belongs to another run; training continues without it."""
 
 
 class PlanError(PenstockError):

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, whenever the process or the machine dies."""
+"""Atomic writes: a file is complete or absent, even if the process or the machine dies; and lock files."""
 
 import contextlib
 import errno
@@ -15,39 +15,38 @@ from typing import IO
 
 from penstock.errors import UsageError
 
-_BEING_MADE_S = 5.0  # in which a file that was made has been locked
+_BEING_MADE_S = 5.0  # a younger temporary file may not be locked yet
 
 
 @contextlib.contextmanager
 def written_whole(target: Path) -> Iterator[IO[bytes]]:
-    """Open a file beside `target` that takes its place when the block ends, and is on the disk by then.
+    """Open a temporary file next to `target`; at the end of the block, sync it to disk and rename it to `target`.
 
-    An earlier `target` stays as it is until then, and where the block or the disk fails. Permissions are those that
-    `open` would give.
+    An existing `target` is unchanged until then, and if the block or the disk fails. Permissions are as with `open`.
 
     Example:
         with written_whole(Path("model.safetensors")) as file:
             file.write(data)
 
-    Raises `OSError` where it cannot be written.
+        Raises `OSError` if it cannot be written.
     """
     drop_left(target)
     beside = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
     try:
-        # "x" creates it or fails, so that nobody's file is written to, and asks the umask as every other file does
+        # "x" never opens an existing file, and applies the umask
         with beside.open("xb") as file:
             _lock(file)
             yield file
             file.flush()
             os.fsync(file.fileno())
-            os.replace(beside, target)  # while it is locked
+            os.replace(beside, target)  # while the file is locked
     finally:
         beside.unlink(missing_ok=True)
     flush(target.parent)
 
 
 def drop_left(target: Path) -> None:
-    """Remove temporary files of killed processes next to a file; a running process keeps its own locked."""
+    """Remove temporary files next to a file that killed processes left; a running process keeps its own locked."""
     for path in target.parent.glob(f".{glob.escape(target.name)}.{'[0-9a-f]' * 16}"):
         with contextlib.suppress(OSError), path.open("rb") as file:
             if _lock(file) and time.time() - path.stat().st_mtime > _BEING_MADE_S:
@@ -55,7 +54,7 @@ def drop_left(target: Path) -> None:
 
 
 def _lock(file: IO[bytes]) -> bool:
-    """Lock a file until it is closed; return whether this could be done, which some network file systems cannot."""
+    """Lock a file until it is closed; return False if this is impossible, as on some network file systems."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -66,10 +65,10 @@ def _lock(file: IO[bytes]) -> bool:
 def write_whole(path: Path, data: str | bytes) -> None:
     """Write a file atomically; a device or pipe such as /dev/stdout is written directly.
 
-    Raises `OSError` where it cannot be written.
+    Raises `OSError` if it cannot be written.
     """
     data = data.encode() if isinstance(data, str) else data
-    target = path.resolve()  # the file that a link leads to
+    target = path.resolve()  # the target of a link
     if target.exists() and not target.is_file():
         target.write_bytes(data)
         return
@@ -78,14 +77,14 @@ def write_whole(path: Path, data: str | bytes) -> None:
 
 
 def read_private(path: Path, make: str) -> str:
-    """Read a private file; raises `UsageError` if others can read it. `make` is the command that creates one."""
+    """Read a private file; raises `UsageError` if others can read it. `make` tells how to create one."""
     try:
         mode, text = path.stat().st_mode, path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         said = error.strerror if isinstance(error, OSError) else "it is not text"
         raise UsageError(f"key {path} cannot be read ({said}); {make}") from None
     if stat.S_IMODE(mode) & 0o077:
-        raise UsageError(f"a key must be its owner's alone, but others may read {path}; chmod 600 {path}")
+        raise UsageError(f"a key must be readable by its owner only, but other users may read {path}; chmod 600 {path}")
     return text
 
 
@@ -102,13 +101,13 @@ def flush(path: Path) -> None:
 def locked(path: Path) -> Iterator[None]:
     """Hold a lock file while the block runs; processes on other machines that share the folder see it too.
 
-    The lock ends with this process, however it ends, and what it has forked does not have it. The file stays.
+    The lock is released when this process ends, for any reason; forked processes do not inherit it. The file stays.
 
     Example:
         with locked(Path("runs/a/run.lock")):
             ...
 
-    Raises `BlockingIOError` if another process holds it, with what that one has written into it as `filename`.
+    Raises `BlockingIOError` if another process holds the lock; its `filename` is then the text written by the holder.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     try:
@@ -118,7 +117,7 @@ def locked(path: Path) -> Iterator[None]:
             if error.errno in (errno.EACCES, errno.EAGAIN):
                 holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
                 raise BlockingIOError(error.errno, os.strerror(error.errno), holder) from None
-            if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):  # some network file systems
+            if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):  # as on some network file systems
                 raise
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
@@ -128,25 +127,25 @@ def locked(path: Path) -> Iterator[None]:
 
 
 class LineFile:
-    """A text file that grows by whole lines, each with the operating system when `write` returns.
+    """A text file to append whole lines to; `write` returns when the operating system has the line.
 
-    Of a line that cannot be written nothing stays behind, so what is in the file can be read and gone on with.
+    A line that cannot be written completely is removed again, so the file can be read and continued.
 
     Example:
         with LineFile(Path("metrics.jsonl"), append=True) as file:
             file.write("{}\\n")
 
-    Raises `OSError` where it cannot be opened.
+    Raises `OSError` if it cannot be opened.
     """
 
     def __init__(self, path: Path, *, append: bool = False) -> None:
-        # without a buffer, which would hold on to a line that did not fit and try again at the close
+        # unbuffered: a buffer would keep a line that did not fit and write it again on close
         self._file = path.open("ab" if append else "wb", buffering=0)
         self._end = self._file.tell()
 
     def write(self, line: str) -> None:
-        """Append a line; raises `OSError` where it does not fit."""
-        rest = memoryview(line.encode(errors="surrogateescape"))  # names of files may hold bytes that are no text
+        """Append a line; raises `OSError` if it does not fit on the disk."""
+        rest = memoryview(line.encode(errors="surrogateescape"))  # file names may contain bytes that are not text
         end = self._end + len(rest)
         try:
             while rest:

@@ -25,13 +25,13 @@ def peak_bytes() -> int:
     own = _kilobytes("/proc/self/status", "VmHWM")
     if own is not None:
         return own
-    # on Linux this one begins at the parent's peak, so it is used only without /proc
+    # on Linux `ru_maxrss` starts at the parent's peak, so it is used only without /proc
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
 
 def anonymous_bytes(process: int | str = "self") -> int | None:
-    """Return the anonymous memory of a process in bytes, without programs and libraries.
+    """Return the anonymous memory of a process in bytes, which excludes programs and libraries.
 
     None on systems that do not report it, and for a process that has exited.
     """
@@ -71,7 +71,7 @@ def limit_bytes() -> int | None:
 def _number(path: Path) -> int | None:
     try:
         return int(path.read_text(encoding="ascii"))
-    except (OSError, ValueError):  # also "max", which is none
+    except (OSError, ValueError):  # also "max": no limit
         return None
 
 

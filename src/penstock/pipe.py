@@ -21,16 +21,16 @@ class Pipe(nn.Module):
         loss = F.cross_entropy(pipe(images), labels)        # on the last device
         loss.backward()
 
-    A stage is a run of children on one device; a child without parameters and buffers joins the previous one.
-    Each device has one thread, and the CPU counts as a separate device for each of its stages. `balance` sets the
-    number of children of each stage instead, as in `Pipe(model, split_size=4, balance=[2, 3])`, so that one
-    device, such as the CPU, can hold several stages.
+    A stage is a series of consecutive children on one device; a child without parameters and buffers belongs to the
+    stage before it. Each device has one thread, and the CPU counts as a separate device for each of its stages.
+    `balance` sets the number of children of each stage instead, as in `Pipe(model, split_size=4, balance=[2, 3])`, so
+    that one device, such as the CPU, can hold several stages.
 
-    The input is a tensor, or several, with the same number of rows; the last microbatch may have fewer rows. The
-    output, a tensor or a tuple of them, has all rows again. Gradients flow as through the module itself.
-    Autograd uses one thread for each GPU but a single one for the CPU, so on a CPU only the forward runs
-    in parallel; `penstock.Pipeline` trains CPUs in parallel. Dropout in several stages on one CPU draws from one
-    generator in an order that changes from run to run.
+    The input is one tensor, or several with the same number of rows; the last microbatch may have fewer rows. The
+    output, a tensor or a tuple of tensors, has all rows. Gradients flow as through the module itself. Autograd uses one
+    thread for each GPU but a single one for the CPU, so on a CPU only the forward runs in parallel; `penstock.Pipeline`
+    trains CPUs in parallel. Dropout in several stages on one CPU draws from one generator in an order that changes from
+    run to run.
 
     An exception of a child is raised in the caller unchanged, and no thread is left running. Raises `UsageError` for
     anything but an `nn.Sequential` with children, a child on several devices, or a balance that does not add up.
@@ -53,7 +53,7 @@ class Pipe(nn.Module):
 
     @property
     def stages(self) -> list[tuple[torch.device, nn.Sequential]]:
-        """Current stages, since children may move to other devices at any time."""
+        """Current stages, computed at every call because children may be moved to other devices."""
         children = list(self.module)
         devices = _devices(children)
         bounds = self._balance or [
@@ -80,10 +80,10 @@ class Pipe(nn.Module):
 
 
 def _rows_of(tensor: Tensor, size: int) -> list[Tensor]:
-    """Split a tensor into rows that the first child may modify in place, as it might the whole.
+    """Split a tensor into microbatches that the first child may modify in place.
 
-    Parts of a tensor with a history are copies, since autograd may need the whole unchanged. Others share the tensor's
-    memory, with a separate version counter; torch itself refuses writes to a leaf that requires gradients.
+    If the tensor has an autograd history the parts are copies, since autograd may need it unchanged. Otherwise they
+    share its memory, with a separate version counter; torch itself refuses writes to a leaf that requires gradients.
     """
     parts = [tensor[start : start + size] for start in range(0, len(tensor), size)]
     if not (tensor.requires_grad and torch.is_grad_enabled()):
@@ -102,7 +102,7 @@ def _ticks(num_microbatches: int, num_stages: int) -> Iterator[list[tuple[int, i
 
 
 def _run(stages: Sequence[tuple[torch.device, nn.Module]], microbatches: Sequence[tuple[Tensor, ...]]) -> list[Any]:
-    """Submit the tasks to the workers in the order of the ticks; each waits for the one that produces its input."""
+    """Submit the tasks to the workers in the order of the ticks; each waits for the task that produces its input."""
     context = _Context()
     results: dict[tuple[int, int], Future[Any]] = {}
     with _workers([device for device, _ in stages]) as workers:
@@ -157,7 +157,7 @@ class _Context:
 
 
 def _devices(children: Sequence[nn.Module]) -> list[torch.device]:
-    """Return each child's device; those without tensors use the previous one's, leading ones the next one's."""
+    """Return each child's device; a child without tensors gets the previous child's, at the start the next child's."""
     own: list[torch.device | None] = []
     for index, child in enumerate(children):
         held = dict.fromkeys(tensor.device for tensor in [*child.parameters(), *child.buffers()])

@@ -79,8 +79,8 @@ def _takes(
 class Pipeline:
     """A model cut into stages that run in separate processes, with this one as the driver.
 
-    Started alone it makes one new worker process per stage. Under torchrun it uses the existing processes, on one
-    machine or many; the first one is the driver, and the same script runs in all of them.
+    Started alone it starts one worker process per stage. Under torchrun it uses the existing processes, on one machine
+    or many; rank 0 is the driver, and all processes run the same script.
 
     Example:
         with penstock.Pipeline(model, (image,), stages=4) as pipe:
@@ -89,60 +89,61 @@ class Pipeline:
 
     Arguments:
         model: any module that `torch.export` accepts; its parameters may be on the meta device if `weights` is given.
-            Or a list of modules, one per stage, called in sequence: the route for models that do not export. They run
-            as threads of this process, or under torchrun in the processes, which all have the list.
+            Or a list of modules, one per stage, called in sequence, for models that cannot be exported. They run in
+            threads of this process, or under torchrun in one process each; every process then needs the whole list.
         args, kwargs: an example call with the largest microbatch that will be streamed.
-        stages: number of stages; by default one per process under torchrun, 4 for a stream started alone.
-        policy, cuts: cuts of the model, by a policy or by hand, as for `penstock.split`.
-        plan: a plan of `penstock plan`, or the path of its file, in place of stages, policy, cuts and depth; for
-            training, made with `--schedule`, also of replicas, schedule and microbatches.
+        stages: number of stages; default: one per process under torchrun, 4 for a stream started alone.
+        policy, cuts: where to cut the model, by a policy or by hand, as for `penstock.split`.
+        plan: a plan from `penstock plan`, or the path of its file; replaces stages, policy, cuts and depth. A plan for
+            training, made with `--schedule`, also replaces replicas, schedule and microbatches.
         dynamic: further symbolic dimensions, as for `penstock.capture`.
-        world: already connected processes; by default this one joins or starts some.
-        weights: source of tensors, read one at a time; default: the model itself.
-        threads: per stage; default: by this machine's cores.
-        depth: microbatches that may wait at a cut.
-        device: of the stages, `cpu` or `cuda`: then each process takes the GPU of its number on its machine, and shares
-            it if there are fewer. Outputs are on the CPU. A list of modules computes on the modules' own devices.
-        runtime: of the stages of a stream: `eager`, `onnxruntime`, or `onnxruntime:int8`, linear layers in 8 bits. A
-            plan has its own, stage by stage.
+        world: already connected processes; default: join those of torchrun, or start new ones.
+        weights: where tensors are read from, one at a time; default: the model itself.
+        threads: threads per stage; default: by this machine's cores.
+        depth: number of microbatches that may wait at a cut.
+        device: device of the stages, `cpu` or `cuda`. With `cuda` each process uses the GPU with its local rank;
+            processes share GPUs if there are fewer. Outputs are on the CPU. A list of modules computes on the modules'
+            own devices.
+        runtime: how stages of a stream compute: `eager`, `onnxruntime`, or `onnxruntime:int8`, with linear layers in 8
+            bits. A plan sets this for each stage.
         between_gpus: transport of tensors between GPUs: `gloo`, through the hosts; `nccl`, which needs a GPU for each
-            process; or `auto`, the second if possible. NCCL is unverified, as it has never run on two GPUs, so it must
-            be requested.
-        trace: a folder for the timeline of a stream, read by `penstock report`; each stream replaces the last. A
-            training is written when the pipeline is closed.
+            process; or `auto`: NCCL if possible. NCCL is not the default, as it has never run on two GPUs.
+        trace: a folder for the timeline, read by `penstock report`. Each stream replaces the previous one; a training
+            run is written when the pipeline is closed.
         trace_units: also record every operation, which costs a few percent.
-        trace_profile: also run torch.profiler for a few microbatches, in training for one step: operators with their
-            shapes and memory.
-        on_loss: policy for a lost device: `stop` raises `DeviceLost`; `continue` replans for the survivors, places the
-            stages there and continues (a stream with the same bits, a training with the same batches); `wait` first
-            waits `wait_s` for another device to join (`penstock worker --join`, in training the same script with
-            PENSTOCK_JOIN). With the latter two, joining devices are admitted, and in a stream a device that has become
-            slower gets less work. In training migrated state is read from replicas, or everything from the last
-            checkpoint. Not for lists of modules, traces, or under torchrun's agents, which end all processes. The loss
-            of rank 0 always ends the run.
-        profile, cluster: inputs of the planner after a loss, or the paths of their files, as with `plan`; a training
-            takes both. Without them costs of parts are counted from shapes, and devices are assumed equal until their
-            speeds are observed.
-        stall_s: longest time without any progress while a result is due and no stage computes, before a message counts
-            as lost; must exceed the time of one message on the slowest link. In training, while all wait.
+        trace_profile: also run torch.profiler for a few microbatches, in training for one step; it records operators
+            with their shapes and memory.
+        on_loss: policy for a lost device: `stop` raises `DeviceLost`; `continue` replans for the surviving devices,
+            moves the stages to them and continues (a stream with the same bits, a training run with the same batches);
+            `wait` first waits `wait_s` for another device to join (`penstock worker --join`, in training the same
+            script with PENSTOCK_JOIN). With `continue` and `wait`, devices may join, and in a stream a device that has
+            become slower gets less work. In training the state of moved stages is read from replicas; if no replica
+            has it, all state is read from the last checkpoint. Not for lists of modules, traces, or under torchrun's
+            agents, which end all processes. If rank 0 is lost, the run always ends.
+        profile, cluster: inputs of the planner after a device was lost, or the paths of their files, as with `plan`; a
+            training run needs both or neither. Without them costs are counted from shapes, and devices are assumed
+            equal until their speeds are observed.
+        stall_s: longest time without any progress while a result is due and no stage computes (in training, while all
+            processes wait), before a message counts as lost; must exceed the time of one message on the slowest link.
 
     A model in training mode, or a function that makes one, can be trained: see the methods from `optimizer` on. The
-    first call decides between training and streaming. For training, all processes run the same script, and alone this
-    one does everything.
+    first call decides between training and streaming. For training under torchrun, all processes run the same script;
+    started alone, this process does everything.
 
     Arguments of training:
         replicas: number of whole pipelines that share each batch; default: as many as fit with `stages`.
         schedule: a name that `penstock schedule --help` lists, or a custom schedule: its text, or the path of a file.
-            A line for each device, with its actions in order: F a forward, B a backward (or I and W, its halves: the
-            gradient of inputs, then of weights), with a microbatch, and after a dot a stage if a device has several.
-        microbatches: number of microbatches of a replica's rows of a batch; default: two for each stage.
-        seed: of dropout and of the order of data.
+            It has one line for each device with its actions in order: F for forward, B for backward (or I and W for its
+            halves, the gradients of inputs and of weights), then the microbatch, and after a dot the stage if a device
+            has several.
+        microbatches: number of microbatches that each replica splits its rows of a batch into; default: two per stage.
+        seed: seed of dropout and of the order of data.
         autocast: a dtype for `torch.autocast`, such as torch.bfloat16; default: no autocast.
         checkpointing: keep only a stage's inputs until its backward, and recompute the forward then.
 
     Raises `CaptureError` and `CutError` as `penstock.split` does, `RunError` if the processes fail to connect, and
     `DeviceLost` while streaming if one of them is lost. After a `RunError` nothing more can be streamed; after an
-    exception of the caller's own the next stream works.
+    exception raised by the caller's code the next stream works.
     """
 
     def __init__(
@@ -209,7 +210,7 @@ class Pipeline:
         if isinstance(self._pipe, TrainingPipeline):
             return self._pipe
         raise UsageError(
-            "this pipeline streams; to train, make one of a module after model.train(): a list of modules only streams"
+            "this pipeline only streams; to train, make one from a module after model.train(), not from a list"
         )
 
     @property
@@ -230,7 +231,7 @@ class Pipeline:
 
     @property
     def model_name(self) -> str:
-        """Name of the model in a run's files, by default that of its class."""
+        """Name of the model in a run's files; default: the name of its class."""
         return self._pipe.model_name
 
     @model_name.setter
@@ -241,10 +242,10 @@ class Pipeline:
         """Yield the model's output for every input, in order, while later inputs are in flight.
 
         Each input is one microbatch: a tensor, a tuple of positional inputs, or a dict of keyword inputs. The batch
-        size may be smaller than the example's at any time. In a worker process `inputs` is not read and nothing is
-        yielded: it serves its stage until the stream has ended. Leaving the loop early cancels microbatches in flight,
-        as does an exception of `inputs` or of the caller's loop, which is then raised; the pipeline stays ready for
-        another stream. Only an interrupt while this waits for microbatches or results abandons the pipeline.
+        size may be smaller than the example's at any time. A worker process does not read `inputs` and yields nothing;
+        it serves its stage until the stream has ended. Leaving the loop early, or an exception in `inputs` or in the
+        loop, cancels microbatches in flight; the pipeline stays ready for another stream. Only an interrupt while
+        waiting for microbatches or results abandons it.
 
         Example:
             for output in pipe.stream(images.split(1)):  # image by image, in order
@@ -253,14 +254,14 @@ class Pipeline:
         Raises `UsageError` for a closed pipeline, an input unlike the example and a second simultaneous stream.
         """
         if isinstance(self._pipe, TrainingPipeline):
-            # a model in training mode that is streamed first is not meant to be trained
+            # a model in training mode that is streamed first will not be trained
             world, name = self._pipe.release(), self._pipe.model_name
             self._pipe = self._stream_instead(world)
             self._pipe.model_name = name
         yield from self._pipe.stream(inputs)
 
     def __call__(self, *args: Any, microbatch_size: int = 1, **kwargs: Any) -> Any:
-        """Run one batch of any size: cut into microbatches, streamed, and concatenated again.
+        """Run one batch of any size: cut it into microbatches, stream them, and concatenate the outputs.
 
         Returns None in a worker process. A pipeline that trains returns the outputs of its current weights in
         evaluation mode, for this replica's rows, on every process of the replica.
@@ -281,13 +282,13 @@ class Pipeline:
 
     @property
     def changes(self) -> Sequence[Any]:
-        """Changes of devices, a `StreamChange` of the last stream or a `TrainingChange` each; empty with `stop`."""
+        """Changes of devices: each a `StreamChange` of the last stream, or a `TrainingChange`; empty with `stop`."""
         return self._pipe.changes
 
     @property
     def joins_at(self) -> str | None:
-        """Address by which another device joins, a stream with `penstock worker --join`, a training with PENSTOCK_JOIN;
-        None if it cannot.
+        """Address at which other devices join, with `penstock worker --join` or in training with PENSTOCK_JOIN; None if
+        they cannot.
         """
         return self._pipe.joins_at
 
@@ -310,10 +311,10 @@ class Pipeline:
     def elastic(self, loader: Loader, options: ElasticOptions) -> ElasticTraining:
         """Freeze converged layers, and replan with the freed resources, at the beginning of each epoch.
 
-        Call this once, after `optimizer` and `loader`; the loop is unchanged. Layers are the model's blocks, frozen
-        from the first on: they run as in evaluation, without dropout and with fixed BatchNorm statistics. The planner
-        then chooses stages and replicas again for the remaining epochs, and decides whether outputs of frozen layers
-        are read from a cache on disk. Apart from freezing, none of this changes what is learned.
+        Call this once, after `optimizer` and `loader`; the loop is unchanged. Layers are the model's blocks, frozen in
+        order from the first; frozen layers run as in evaluation, without dropout and with fixed BatchNorm statistics.
+        The planner then chooses stages and replicas again for the remaining epochs, and decides whether outputs of
+        frozen layers are read from a cache on disk. Apart from freezing, none of this changes what is learned.
 
         Example:
             loader = pipe.loader(dataset, batch_size=64, shuffle=True)
@@ -326,10 +327,9 @@ class Pipeline:
 
         The keyword arguments are the fields of `penstock.elastic.options.ElasticOptions`.
 
-        Raises `UsageError` for a training with a trace or a custom schedule, for optimizers whose groups differ between
-        processes, and if a frozen layer shares a weight with a trained one. If a cache cannot be written, a note is
-        printed and training continues without it. After He et al. 2021, PipeTransformer
-        (https://arxiv.org/abs/2102.03161).
+        Raises `UsageError` with a trace or a custom schedule, if optimizer groups differ between processes, and if a
+        frozen layer shares a weight with a trained layer. If a cache cannot be written, a note is printed and training
+        continues without it. After He et al. 2021, PipeTransformer (https://arxiv.org/abs/2102.03161).
         """
         return ElasticTraining(self._training.trainer, loader, options)
 
@@ -340,7 +340,7 @@ class Pipeline:
 
     @property
     def trainer(self) -> Trainer:
-        """The training of this pipeline, started by the first call that needs it."""
+        """The trainer of this pipeline, started by the first call that needs it."""
         return self._training.trainer
 
     def close(self) -> None:
@@ -361,12 +361,12 @@ class Pipeline:
 
 
 def _read(read: Callable[[str | Path], _Result], given: "_Result | str | Path | None") -> _Result | None:
-    """Return the value, read from its file if it is a path."""
+    """Return the value; if it is a path, the value read from that file."""
     return read(given) if isinstance(given, (str, Path)) else given
 
 
 def _example(args: Any, kwargs: Mapping[str, Any] | None) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    """Read the example call: a lone tensor is its one positional input, a mapping its keyword inputs."""
+    """Read the example call: a tensor is the only positional input, a mapping the keyword inputs."""
     if isinstance(args, torch.Tensor):
         return (args,), kwargs or {}
     if isinstance(args, Mapping):

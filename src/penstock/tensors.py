@@ -7,9 +7,9 @@ Weights and values of a stage are on its device. Messages are laid out, checked 
 If every process has a separate GPU, outputs are sent directly to the next stage's GPU instead (`transport/nccl.py`).
 Stages within one process pass tensors without a copy.
 
-Some operators return other last bits for another memory layout, so a tensor arrives with the strides of the sender. One
-that covers its memory without gaps (any order of dimensions, those repeated by `expand` counted once) is sent
-unchanged; one with gaps is packed and unpacked again.
+Some operators return other last bits for another memory layout, so a tensor arrives with the sender's strides. A tensor
+that covers its memory without gaps (in any order of dimensions, counting those repeated by `expand` once) is sent
+unchanged; a tensor with gaps is packed and unpacked again.
 """
 
 import hashlib
@@ -29,9 +29,9 @@ KINDS = ["cpu", "cuda"]
 
 
 def find_device(name: str | torch.device, position: int = 0) -> torch.device:
-    """Return the device of a name in one process; `position` is the process's number on its machine.
+    """Return the device of this name for one process; `position` is its local rank.
 
-    `cuda` is one GPU for each process, shared if there are fewer; `cuda:1` is the same one for all of them.
+    `cuda` gives each process its own GPU, shared if there are fewer; `cuda:1` gives all of them the same GPU.
 
     >>> find_device("cpu", position=3)
     device(type='cpu')
@@ -40,9 +40,7 @@ def find_device(name: str | torch.device, position: int = 0) -> torch.device:
     """
     kind, _, number = str(name).partition(":")
     if kind not in KINDS or not (number.isdecimal() or (not number and str(name) == kind)):
-        raise UsageError(
-            f"the device of stages must be {' or '.join(KINDS)}; got {str(name)!r}; give one of these, or cuda:N"
-        )
+        raise UsageError(f"the device of stages must be {' or '.join(KINDS)} or cuda:N; got {str(name)!r}")
     if kind == HOST.type:
         return HOST
     module = torch.get_device_module(kind)
@@ -66,7 +64,7 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
 def synchronize(device: torch.device) -> None:
     """Wait for all operations queued on a device, since on a GPU they return before completion."""
     if device.type != HOST.type:
-        # only of the computing stream: a message to another device may stay on its own stream for long
+        # wait only for the computing stream: a message to another device may stay on its own stream for long
         torch.get_device_module(device).current_stream(device).synchronize()
 
 
@@ -84,7 +82,7 @@ def _memory(device: torch.device) -> Any:
     return torch.get_device_module(device)
 
 
-ALIGNMENT = 64  # what torch's own allocations have; some kernels choose their path by it
+ALIGNMENT = 64  # that of torch's own allocations; some kernels choose an algorithm by it
 
 
 def aligned(num_bytes: int) -> int:
@@ -120,7 +118,7 @@ def num_payload_bytes(shape: Sequence[int], strides: Sequence[int], itemsize: in
 
 
 def num_spread_bytes(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
-    """Return the bytes that are allocated to unpack a tensor of this layout; one without gaps is a view.
+    """Return the bytes allocated to unpack a tensor of this layout; a tensor without gaps is a view.
 
     >>> num_spread_bytes((2, 3), (3, 1), 4), num_spread_bytes((2, 3), (300, 1), 4)
     (0, 1212)
@@ -129,13 +127,13 @@ def num_spread_bytes(shape: Sequence[int], strides: Sequence[int], itemsize: int
     if 0 in stored or is_dense(stored, strides):
         return 0
     reach = 1 + sum((size - 1) * stride for size, stride in zip(stored, strides, strict=True))
-    # if elements share memory their places are also listed, as int64: once for the memory, once for the elements
+    # if elements share memory, two int64 lists of their offsets are added: for the memory and for the elements
     places = 8 * (reach + math.prod(stored)) if _overlaps(stored, strides) else 0
     return reach * itemsize + places
 
 
 def place(tensor: Tensor, target: Tensor) -> tuple[Tensor, list[int] | None]:
-    """View a flat uint8 buffer of `num_payload_bytes` as the target of copying tensors of this layout.
+    """View a flat uint8 buffer of `num_payload_bytes` as the target for copying this tensor.
 
     Returns the view, and the shape to copy if it is not the tensor's own.
     """
@@ -171,7 +169,7 @@ def copy_exactly(tensor: Tensor, device: torch.device | None = None) -> Tensor:
         return tensor.clone() if here else tensor.to(device)
     shape, strides = stored_shape(tensor.shape, tensor.stride()), tensor.stride()
     stored = tensor.as_strided(shape, strides)
-    # on its way to another device it loses gaps, and nothing else
+    # copying to another device removes gaps, and changes nothing else
     stored = _spread(stored if here else stored.to(device), strides)
     return stored.as_strided(tensor.shape, strides)
 
@@ -181,7 +179,7 @@ def _spread(tensor: Tensor, strides: Sequence[int]) -> Tensor:
     copy = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
     if not _overlaps(tensor.shape, strides):
         return copy.copy_(tensor)
-    # as from `unfold`: elements share memory, which `copy_` refuses; equal values may be written twice
+    # as after `unfold`: elements share memory, which `copy_` refuses; here equal values are written twice
     memory = copy.as_strided((copy.untyped_storage().nbytes() // copy.itemsize,), (1,))
     places = torch.arange(memory.numel(), device=memory.device).as_strided(tensor.shape, strides)
     memory[places.flatten()] = tensor.flatten()

@@ -10,14 +10,14 @@ _SHOWN = {
     code: f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
     for code in _CONTROLS
 }  # fmt: skip
-# text that a spreadsheet evaluates; a number or a quantity, such as -3.2% or +12 ms, is none
+# text that a spreadsheet evaluates; numbers and quantities, such as -3.2% or +12 ms, are excluded
 _FORMULA = re.compile(r"'*[=+\-@\t\r\n]")
 _QUANTITY = re.compile(r"[+-]?\d[\d.,]*([eE][+-]?\d+)?( ?[A-Za-z%/µ]{1,8})?")
 _SURROGATES = range(0xD800, 0xE000)
 
 
 def plain(text: str, *, lines: bool = False) -> str:
-    """Return text with every control character written out, such as \\x1b for an escape; with `lines` they may end.
+    """Return text with every control character written out, such as \\x1b for an escape; `lines` keeps line ends.
 
     >>> plain("cat\\x1b[2J.jpg")
     'cat\\\\x1b[2J.jpg'
@@ -25,12 +25,12 @@ def plain(text: str, *, lines: bool = False) -> str:
     if lines:
         return "\n".join(plain(line) for line in text.split("\n"))
     shown = text.translate(_SHOWN)
-    # bytes of a file's name that are no text: most streams refuse to write them
+    # bytes of a file name that are not text: most streams refuse to write them
     return "".join(f"\\x{ord(c) & 0xFF:02x}" if ord(c) in _SURROGATES else c for c in shown)
 
 
 def plain_cell(text: str) -> str:
-    """Return text for a cell of a CSV file that a spreadsheet takes for no formula; numbers stay as they are.
+    """Return text for a cell of a CSV file that a spreadsheet does not take for a formula; numbers stay as they are.
 
     >>> plain_cell("=cmd|' /C calc'!A0")
     "'=cmd|' /C calc'!A0"
@@ -72,7 +72,7 @@ def first_line(error: BaseException) -> str:
 
 
 def nearest(name: str, candidates: Iterable[str], num_names: int = 3, otherwise: str = "") -> str:
-    """Return the names most like a wrong one, as the end of an error message, or `otherwise` if none is like it.
+    """Return the names most like a wrong name, as the end of an error message; `otherwise` if no name is similar.
 
     >>> nearest("vit_tiny_patch16", ["vit_tiny_patch16_224", "resnet18"])
     '; did you mean vit_tiny_patch16_224?'

@@ -51,7 +51,7 @@ def rebuilt(tree: Any, values: list[Any]) -> Any:
 
 
 def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
-    """Apply a function to every leaf; a container that nothing changes in is returned as it is.
+    """Apply a function to every leaf; a container without changes is returned itself.
 
     >>> mapped(lambda x: x + 1, {"a": [1, 2], "b": (3,)})
     {'a': [2, 3], 'b': (4,)}
@@ -93,7 +93,7 @@ def structure(tree: Any) -> Any:
 
 
 def plain(tree: Any, known: Callable[[type], bool]) -> Any:
-    """Return a tree with each mapping of a type that is not `known` as a dict."""
+    """Return a tree in which each mapping of a type that is not `known` is replaced by a dict."""
     entries = children(tree)
     if entries is None or not (isinstance(tree, (Mapping, list, tuple))):
         return tree

@@ -30,7 +30,7 @@ def write_bytes(num_bytes: int) -> str:
 
 
 def format_rate(bytes_per_s: float) -> str:
-    """Write a bandwidth in bits per second, as networks are sold.
+    """Write a bandwidth in bits per second, the usual unit of networks.
 
     >>> format_rate(125_000_000)
     '1 Gbit/s'

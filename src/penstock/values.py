@@ -1,7 +1,7 @@
 """Tensors by name, dtype and shape, with sizes as small expressions over the symbols of a capture, such as `197*batch`.
 
-A size never crosses a cut: every stage has the symbols' values for its microbatch and computes the rest. The JSON form
-is an integer, a symbol's name, or a list `[operator, operand, ...]`.
+Sizes are never sent between stages: every stage has the symbols' values for its microbatch and computes the sizes. The
+JSON form is an integer, a symbol's name, or a list `[operator, operand, ...]`.
 """
 
 import math

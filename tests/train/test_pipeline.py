@@ -257,7 +257,7 @@ def test_what_is_called_first_decides() -> None:
     x = torch.randn(2, 4)
     with penstock.Pipeline(model, x, stages=2, threads=1) as made:
         assert torch.allclose(next(iter(made.stream([x]))), model(x))
-        with pytest.raises(UsageError, match="this pipeline streams"):
+        with pytest.raises(UsageError, match="this pipeline only streams"):
             made.train_step(x, x, F.mse_loss)
     with penstock.Pipeline(model, x):
         pass  # neither

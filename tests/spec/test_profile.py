@@ -63,7 +63,7 @@ def test_lines_are_kept(rows: int, start: float, slope: float) -> None:
         ({"feed_s": -1.0}, "feed_s must be a number of at least 0; got -1"),
         (
             {"feed_s": 0.1, "own_input_s": 0.1, "own_output_s": 0.1},
-            r"own_input_s and own_output_s are at most stage_overhead_s, feed_s and result_s together, not 0.2 of 0.1",
+            r"own_input_s \+ own_output_s must be at most stage_overhead_s \+ feed_s \+ result_s; got 0.2 and 0.1",
         ),
         ({"threads": 0}, "threads must be at least 1; got 0"),
         ({"version": 2}, "must be 1; got 2"),

@@ -2,7 +2,7 @@
 
 name = "office"                   # optional
 feeder = "desk"                   # the driver: loads the data and receives the results; optional, else the first device
-bandwidth = "1 Gbit/s"            # of every device without one; optional, else not limited
+bandwidth = "1 Gbit/s"            # default for every device; optional, else not limited
 latency = "0.2 ms"                # optional
 [[devices]]
 name = "desk"
@@ -11,17 +11,17 @@ memory = "8 GiB"                  # memory for penstock
 threads = 4                       # optional
 address = "192.168.1.10"          # optional
 ssh = "pi@board0"                 # optional: its `ssh` target, if not its address or name
-folder = "penstock"               # optional: folder on the machine, relative to the home folder; users who share it
+folder = "penstock"               # optional: folder on the machine, relative to the home folder; users of one account
 venv = "penstock/.venv"           #   need separate ones; and the virtual environment
 python = "python3"                # optional: interpreter that makes the virtual environment
-runtimes = ["onnxruntime:int8"]   # optional: its runtimes besides eager; default: all in a profile
+runtimes = ["onnxruntime:int8"]   # optional: its runtimes other than eager; default: all in a profile
 bandwidth = "100 Mbit/s"          # optional, as is latency
 [[links]]                         # optional: a specific link between two devices
 between = ["desk", "board"]
 bandwidth = "300 Mbit/s"
 latency = "2 ms"
 
-A lab file is also a cluster file: its hosts are devices, their share of a core is their speed.
+A lab file is also a cluster file: its hosts are the devices, and a host's share of a core is its speed.
 """
 
 import math
@@ -50,15 +50,15 @@ from penstock.units import parse_bytes, parse_rate, parse_seconds, write_bytes
 _CLUSTER_FIELDS = ("name", "feeder", "bandwidth", "latency", "devices", "hosts", "links")
 _REACHED = ("ssh", "folder", "venv", "python")
 _DEVICE_FIELDS = ("name", "speed", "memory", "threads", "address", "bandwidth", "latency", "runtimes", *_REACHED)
-HOST_FIELDS = ("name", "cpu", "memory", "bandwidth", "arch")  # of a lab's file
+HOST_FIELDS = ("name", "cpu", "memory", "bandwidth", "arch")  # fields of a host in a lab file
 _LINK_FIELDS = ("between", "bandwidth", "latency")
 
 
 class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One device: its speed in multiples of the profiled one's, its memory, and its link to the others.
+    """One device: its speed as a multiple of the profiled device's, its memory, and its link to other devices.
 
-    `bandwidth_bytes_per_s` is per direction, None if unlimited. `runtimes` are those available besides eager, None for
-    all in a profile.
+    `bandwidth_bytes_per_s` is per direction, None if unlimited. `runtimes` lists the available runtimes other than
+    eager; None means all in a profile.
 
     >>> Device(name="board", speed=0.25, memory_bytes=2**30).threads
     1
@@ -96,7 +96,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A symmetric link between two devices, in place of their own."""
+    """A symmetric link between two devices, which replaces the bandwidth and latency of these devices."""
 
     between: tuple[str, str]
     bandwidth_bytes_per_s: float | None = None
@@ -146,11 +146,11 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def feeding(self) -> Device:
-        """The device that loads the data and takes the results."""
+        """The device that loads the data and receives the results."""
         return self.device(self.feeder) if self.feeder else self.devices[0]
 
     def device(self, name: str) -> Device:
-        """Return the device of a name; raises `ClusterError` if not found."""
+        """Return the device with this name; raises `ClusterError` if there is none."""
         for device in self.devices:
             if device.name == name:
                 return device
@@ -158,15 +158,15 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         raise ClusterError(f"device {name!r} not found in {self.name}{nearest(name, names, 1, RENAME)}")
 
     def at_speeds(self, speeds: Mapping[str, float]) -> "Cluster":
-        """Return the cluster with devices of these names at other speeds."""
+        """Return the cluster with new speeds for the named devices."""
         devices = tuple(msgspec.structs.replace(one, speed=speeds.get(one.name, one.speed)) for one in self.devices)
         return msgspec.structs.replace(self, devices=devices)
 
     def at_mean_speeds(self, speeds: Sequence[float]) -> "Cluster":
-        """Return the cluster with other speeds; devices with equal speeds before stay equal, at their mean.
+        """Return the cluster with new speeds; devices that had equal speeds get the mean of their new speeds.
 
-        Of two identical processes on equal devices one may be some percent faster throughout, which does not carry over
-        to the next process.
+        Of two identical processes on equal devices one may be a few percent faster for its whole life, but the next
+        process on that device may not be.
 
         >>> text = "".join(f"[[devices]]\\nname='{name}'\\nmemory='1 GiB'\\nspeed={speed}\\n"
         ...                for name, speed in [("a", 1), ("b", 1), ("c", 0.5)])
@@ -194,7 +194,7 @@ def parse_cluster(text: str) -> Cluster:
     >>> parse_cluster('[[devices]]\\nname = "a"\\nspeed = 0.5\\nmemory = "1 GiB"').devices[0].speed
     0.5
 
-    Raises `ClusterError` when it is not TOML, names an unknown field or holds a wrong value.
+    Raises `ClusterError` if the text is not TOML, or has an unknown field or a wrong value.
     """
     try:
         table = msgspec.toml.decode(text)
@@ -298,7 +298,7 @@ def _link_lines(bandwidth_bytes_per_s: float | None, latency_s: float) -> list[s
 
 
 def _plain(value: float) -> str:
-    """Write a number without an exponent, as many digits as it needs."""
+    """Write a number without an exponent, with as many digits as needed."""
     return format(Decimal(repr(float(value))), "f")
 
 

@@ -1,4 +1,4 @@
-"""Reading and writing of specs: files, fields of hand-written ones, names, and fingerprints."""
+"""Reading and writing of specs: files, fields of hand-written files, names, and fingerprints."""
 
 import hashlib
 import os
@@ -13,7 +13,7 @@ from penstock.errors import ClusterError, PenstockError, UsageError
 from penstock.files import write_whole
 from penstock.text import nearest
 
-# advice for a name that is like no known one
+# advice for a name without a similar known name
 RENAME = "; remove or rename it"
 _Number = TypeVar("_Number", int, float)
 
@@ -61,13 +61,13 @@ def read_quantity(what: str, value: object, parse: Callable[[str], _Number]) -> 
 
 
 def read_number(what: str, value: object, kind: type[_Number]) -> _Number:
-    """Return a number of a kind; raises `ClusterError` for anything else."""
+    """Return a number of type `kind`; raises `ClusterError` for anything else."""
     if isinstance(value, bool) or not isinstance(value, (int, kind)):
         raise ClusterError(f"{what} must be a {'whole ' if kind is int else ''}number; got {value!r}; correct it")
     return kind(value)
 
 
-# no separators of paths, no space, no leading dot or dash: neither another folder nor an option of a command
+# no slash, no space, no leading dot or dash: a name can be neither another folder nor a command's option
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:+@-]{0,127}", re.ASCII)
 NAME_RULE = "be 1 to 128 letters, digits or . _ : + @ - and start with a letter, a digit or _"
 
@@ -102,12 +102,12 @@ _FINGERPRINT_LENGTH = 16
 
 
 def fingerprint(value: msgspec.Struct | str) -> str:
-    """Name a spec or a text by its content: equal ones have equal fingerprints, others differ.
+    """Return a hash of the content of a spec or a text.
 
     Example:
         plan.profile == fingerprint(profile)
 
-    The first 16 hexadecimal digits of the SHA-256, of a spec that of its JSON.
+    It is the first 16 hexadecimal digits of the SHA-256 of the text, or of the spec's JSON.
     """
     data = value.encode() if isinstance(value, str) else msgspec.json.encode(value)
     return hashlib.sha256(data).hexdigest()[:_FINGERPRINT_LENGTH]

@@ -13,17 +13,17 @@ Precision = Literal["float32", "float16", "bfloat16", "int8", "int4"]
 
 
 class CutSet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Cuts of a pipeline, by name and in order, and the part of the microbatches that use them."""
+    """Cuts of a pipeline, by name and in order, and the fraction of microbatches that use them."""
 
     cuts: tuple[str, ...]
     weight: float = 1.0
 
 
 class Stage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One stage: the devices that share its microbatches round-robin, and each one's part.
+    """One stage: the devices that share its microbatches round-robin, and each device's fraction.
 
     With an interleaved schedule a device holds several stages of a pipeline, far apart in the model. With int8 the
-    layers in `keep`, modules by their paths, stay in float32.
+    layers in `keep`, a list of module paths, stay in float32.
     """
 
     devices: tuple[str, ...]
@@ -43,7 +43,7 @@ def runtime_name(runtime: str, precision: str, keep: Sequence[str] = ()) -> str:
 
 
 class Pipeline(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Successive stages, their cuts, and the pipeline's part of all microbatches."""
+    """Successive stages, their cuts, and the pipeline's fraction of all microbatches."""
 
     stages: tuple[Stage, ...]
     cut_sets: tuple[CutSet, ...]
@@ -97,10 +97,10 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A plan: stages, devices and cuts of a model.
 
-    `profile` and `cluster` are the fingerprints of its inputs, `graph` that of the model's graph. Microbatches have
-    `microbatch_rows` rows, a cut holds `depth` messages on each side; a training step has `num_microbatches`, of which
-    each pipeline takes its share. Data is loaded on the device `loader`, results are written on `writer`. A language
-    model that generates has its caches in `generation`; a row is then a token.
+    `profile`, `cluster` and `graph` are fingerprints of the planner's inputs and of the model's graph. Microbatches
+    have `microbatch_rows` rows; a cut holds `depth` messages on each side. A training step has `num_microbatches`, of
+    which each pipeline takes its share. Data is loaded on the device `loader`, and results are written on `writer`. For
+    a language model that generates, `generation` describes the caches, and a row is a token.
 
     Example:
         plan = read_plan("plan.json")
@@ -130,17 +130,17 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def microbatches(self) -> tuple[int, ...]:
-        """Number of a training step's microbatches for each pipeline."""
+        """Number of microbatches of each pipeline in a training step."""
         return tuple(round(pipeline.share * (self.num_microbatches or 0)) for pipeline in self.pipelines)
 
     @property
     def batch_rows(self) -> int:
-        """The rows of a training step, of all pipelines together."""
+        """Number of rows of a training step, over all pipelines."""
         return self.microbatch_rows * (self.num_microbatches or 0)
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """The names of the devices that hold stages, in the order of pipelines and stages, each once."""
+        """Names of the devices with stages, without repetition, in the order of pipelines and stages."""
         names = (name for pipeline in self.pipelines for stage in pipeline.stages for name in stage.devices)
         return tuple(dict.fromkeys(names))
 
@@ -157,7 +157,7 @@ def encode_plan(plan: Plan) -> bytes:
 
 
 def decode_plan(data: bytes) -> Plan:
-    """Decode a plan from JSON; raises `PlanError` for other data. Use `check_plan` to check its contents."""
+    """Decode a plan from JSON; raises `PlanError` for invalid data. Use `check_plan` to check its contents."""
     return decode_json(data, Plan, "a plan", PlanError)
 
 

@@ -13,9 +13,9 @@ from penstock.spec.plan import Generation, Precision, runtime_name
 
 
 class Boundary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A place between two units, or one of the model's ends: its name and the bytes of one message across it.
+    """A place between two units, or the model's input or output: its name and the bytes of one message across it.
 
-    In training a `gradient` of the same size returns, unless everything before is frozen.
+    If `gradient` is set, training sends a gradient of the same size back; not so if everything before is frozen.
 
     >>> Boundary(name="blocks.0:after", bytes_per_row=100, constant_bytes=8).num_bytes(3)
     308
@@ -34,12 +34,12 @@ class Boundary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 class Unit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Costs between two boundaries: seconds at each of the profile's batch sizes, and bytes.
 
-    - `forward_s[i]`, `backward_s[i]`: median seconds for `profile.rows[i]` rows; no backward, no training plan;
+    - `forward_s[i]`, `backward_s[i]`: median seconds for `profile.rows[i]` rows; plans for training need both;
     - `forward_spread_s`, `backward_spread_s`: interquartile range of the measurements, or empty;
-    - `parameters`: names and bytes of the tensors it uses; a name that several units use is one tensor;
-    - `fixed_bytes`: of weights that are not trained, without gradients and optimizer state;
-    - `kept_bytes_per_row`: kept by its forward for its backward, or the caches of a sequence;
-    - `working_bytes_per_row`, `working_bytes`: of its values while it runs, per row and constant.
+    - `parameters`: names and bytes of the tensors that the unit uses; a name used by several units is one tensor;
+    - `fixed_bytes`: bytes of weights that are not trained, and so have no gradients and optimizer state;
+    - `kept_bytes_per_row`: bytes of activations kept from the forward for the backward, or of a sequence's caches;
+    - `working_bytes_per_row`, `working_bytes`: bytes of temporary values while the unit runs, per row and constant.
     """
 
     forward_s: tuple[float, ...]
@@ -54,10 +54,10 @@ class Unit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class RuntimeColumn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Seconds of the whole model on another runtime than eager, and the error of its outputs relative to eager.
+    """Seconds of the whole model on a runtime other than eager, and the error of its outputs relative to eager.
 
-    - `forward_s[i]`: median seconds for `profile.rows[i]` rows, with `eager_s[i]` of the same minute;
-    - `error`: the length of the difference of outputs, as a part of the length of eager's.
+    - `forward_s[i]`: median seconds for `profile.rows[i]` rows; `eager_s[i]` was measured in the same minute;
+    - `error`: norm of the difference of the outputs, relative to the norm of eager's outputs.
     """
 
     runtime: str
@@ -76,20 +76,19 @@ class RuntimeColumn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Costs of a model on one kind of device: `boundaries[u]` and `boundaries[u + 1]` enclose `units[u]`.
 
-    The first boundary is the model's input and the last its output; those between are cuts by name.
-    Seconds are this kind of device's at speed 1:
+    The first boundary is the model's input and the last its output; the others are cuts, by name. Seconds are for this
+    kind of device, which has speed 1:
 
     - `loader_s_per_row`: to read and preprocess a row on the loading device;
     - `feed_s`, `result_s`: to send a microbatch, and to receive and write its result;
     - `send_s_per_byte`, `receive_s_per_byte`: CPU time of the two sides of a message;
-    - `stage_overhead_s`: of a stage per microbatch, without its units;
-    - `own_input_s`, `own_output_s`: savings of a driver that holds the first or the last stage, since nothing crosses
-      between the two;
-    - `sum_s_per_byte`: of gradients, to copy them into a bucket and to add another device's;
-    - `update_s_per_byte`: of weights, for AdamW's step after a step of training;
-    - `base_bytes`: of a process before it holds a stage;
-    - `script_bytes`: additional memory of a process with the model's library and graph: the driver, or one that trains;
-    - `calibration_s`: of a round of reference work, for comparing other devices' speeds; 0 if not measured.
+    - `stage_overhead_s`: of a stage per microbatch, excluding its units;
+    - `own_input_s`, `own_output_s`: savings if the driver holds the first or the last stage, as nothing is sent;
+    - `sum_s_per_byte`: to copy gradients into a bucket and add another device's gradients;
+    - `update_s_per_byte`: for AdamW's update, per byte of weights;
+    - `base_bytes`: memory of a process before it holds a stage;
+    - `script_bytes`: additional memory for the model's library and graph, in the driver or in every training process;
+    - `calibration_s`: for a round of reference work, to compare the speeds of other devices; 0 if not measured.
 
     `runtimes` has a column for each other runtime that was measured, `generation` the caches with which the steps of a
     language model were measured; of these a plan takes only the length.
@@ -177,8 +176,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         spared_s, most_s = self.own_input_s + self.own_output_s, self.stage_overhead_s + self.feed_s + self.result_s
         if spared_s > most_s * (1 + _EQUAL):
             raise ProfileError(
-                "own_input_s and own_output_s are at most stage_overhead_s, feed_s and result_s together, not "
-                f"{spared_s} of {most_s}; profile again"
+                "own_input_s + own_output_s must be at most stage_overhead_s + feed_s + result_s; got "
+                f"{spared_s} and {most_s}; profile again"
             )
         for column in self.runtimes:
             where = f"the runtime {column.name}"
@@ -202,9 +201,9 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 def interpolate(rows: Sequence[int], seconds: Sequence[float], wanted: int) -> float:
-    """Return the seconds at a batch size, on straight lines between those measured.
+    """Return the seconds at a batch size by linear interpolation between measured sizes.
 
-    Beyond them the nearest line is extrapolated; with one measurement seconds are proportional to rows.
+    Outside their range the nearest line is extrapolated; with one measurement seconds are proportional to rows.
 
     >>> interpolate((1, 4), (2.0, 5.0), 3)
     4.0
@@ -233,7 +232,7 @@ def write_profile(path: str | os.PathLike[str], profile: Profile) -> None:
     write_json(path, profile)
 
 
-# sums of the same numbers in another order
+# tolerance for sums of the same numbers in another order
 _EQUAL = 1e-9
 _NUMBERS = (
     "base_bytes", "script_bytes", "loader_s_per_row", "feed_s", "result_s", "send_s_per_byte", "receive_s_per_byte",

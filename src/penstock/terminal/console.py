@@ -1,4 +1,4 @@
-"""A console for tables and progress in which nothing in a name is obeyed by the terminal."""
+"""A console for tables and progress that prevents names from controlling the terminal."""
 
 from typing import Any
 

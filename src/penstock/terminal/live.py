@@ -1,4 +1,4 @@
-"""Live view of the stages: busy time, queue and rate of each; and progress of a training.
+"""Live view of the stages (busy time, queue and rate of each), and progress of a training run.
 
 Processes report progress with every heartbeat, once a second; the view only reads these reports.
 """
@@ -27,11 +27,11 @@ _REFRESH_PER_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class StageState:
-    """Counters of a stage so far: computed microbatches, seconds of computing, bytes sent.
+    """Counters of a stage so far: computed microbatches, seconds spent computing, bytes sent.
 
-    `queue` is the number of microbatches waiting before it; the two ends of a cut count at different times, so this is
-    only as exact as their heartbeats, and at most the capacity of the cut's buffers. A driver without a stage computes
-    nothing.
+    `queue` is the number of microbatches that wait for the stage. The two ends of a cut report at different times, so
+    it is only as exact as their heartbeats; it is limited to the capacity of the cut's buffers. A driver without a
+    stage computes nothing.
     """
 
     name: str
@@ -50,7 +50,7 @@ class LiveView:
             for output in pipe.stream(images):
                 view.advance()
 
-    Without a terminal it prints one line about that and shows nothing.
+    Without a terminal it prints one line that says so, and shows nothing.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class LiveView:
         if self._shown and self._console.is_terminal:
             self._live.start()
         elif self._shown:
-            self._console.print("--live needs a terminal; going on without it", markup=False)
+            self._console.print("--live needs a terminal; continuing without it", markup=False)
         return self
 
     def __exit__(self, *_error: object) -> None:
@@ -85,7 +85,7 @@ class LiveView:
     def render(self) -> RenderableType:
         """Draw the current state."""
         now_s, states = self._clock(), self._look()
-        # unchanged states are from the same heartbeat
+        # equal states are from the same heartbeat
         if not self._seen or states != self._seen[-1][1]:
             self._seen.append((now_s, states))
         while len(self._seen) > 2 and now_s - self._seen[1][0] > _WINDOW_S:
@@ -129,9 +129,9 @@ def _clock(seconds: float) -> str:
 
 
 class FitProgress:
-    """Progress of training, without a terminal by a line every half a minute; only on the first process.
+    """Progress of training on the first process; without a terminal, a line every half minute.
 
-    With `look`, which returns the states of the stages, it shows them too.
+    With `look`, which returns the states of the stages, the stages are shown too.
 
     Example:
         with FitProgress(100, "images", shown=True) as progress:
@@ -178,7 +178,7 @@ class FitProgress:
         return how_far(self._done, self._left, "steps", time.monotonic() - self._began_s) + self._now
 
     def advance(self, *, loss: float, rate: float) -> None:
-        """One more step is done."""
+        """Count one more completed step."""
         self._done, self._now = self._done + 1, f", loss {loss:.4f}"
         now = f"loss {loss:.4f}, {rate:.1f} {self._unit}/s"
         self._progress.update(self._task, advance=1, now=now)

@@ -1,4 +1,4 @@
-"""Output of lines: all prints pass through here or `console.py`, so that names cannot control the terminal."""
+"""Printing of lines: everything is printed here or in `console.py`, so that names cannot control the terminal."""
 
 import sys
 

@@ -1,1 +1,1 @@
-"""Recording of a run's timeline, independent of the stages' work and of the network."""
+"""Recording of a run's timeline; knows neither stages nor the network."""

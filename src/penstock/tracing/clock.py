@@ -4,9 +4,9 @@
                 ╲                               ╱
     there        received ──────────── answered
 
-If both ways take the same time, the other clock is ahead by the mean of (received - sent) and (answered - returned); if
-they do not, the error is at most half of the two ways together. The fastest of many exchanges is the one that waited
-least (Mills 1991, the Network Time Protocol's clock filter).
+If both ways take the same time, the other clock is ahead by the mean of (received - sent) and (answered - returned);
+otherwise the error is at most half of the time on the way. Of many exchanges the fastest waited least and is used
+(Mills 1991, the Network Time Protocol's clock filter).
 """
 
 from collections.abc import Sequence
@@ -24,12 +24,12 @@ class Exchange(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def way_s(self) -> float:
-        """Seconds on the way, there and back."""
+        """Seconds on the way there and back, without the time at the other side."""
         return (self.returned_s - self.sent_s) - (self.answered_s - self.received_s)
 
 
 class Reading(msgspec.Struct, frozen=True, array_like=True):
-    """An offset: at `at_s` on the other clock, adding `offset_s` gives this one, with an error of at most `error_s`."""
+    """An offset: at `at_s` on the other clock, this clock shows `offset_s` more, with an error up to `error_s`."""
 
     at_s: float
     offset_s: float
@@ -37,7 +37,7 @@ class Reading(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Alignment(msgspec.Struct, frozen=True):
-    """A clock as a linear function of another one; `error_s` is the largest error."""
+    """A clock as a linear function of another clock; `error_s` is the largest error."""
 
     at_s: float = 0.0
     offset_s: float = 0.0
@@ -45,7 +45,7 @@ class Alignment(msgspec.Struct, frozen=True):
     error_s: float = 0.0
 
     def align(self, seconds: float) -> float:
-        """Convert a moment of the other clock to this one."""
+        """Convert a time on the other clock to this clock."""
         return seconds + self.offset_s + self.drift * (seconds - self.at_s)
 
 
@@ -61,7 +61,7 @@ def read_clock(exchanges: Sequence[Exchange]) -> Reading:
 
 
 def fit_clock(readings: Sequence[Reading]) -> Alignment:
-    """Fit a line through the first and the last reading; between them its error does not exceed theirs.
+    """Fit a line through the first and the last reading; between them its error does not exceed their errors.
 
     >>> fit_clock([Reading(0.0, 5.0, 0.1), Reading(10.0, 5.001, 0.2)]).drift
     0.0001

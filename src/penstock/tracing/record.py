@@ -7,21 +7,21 @@ from dataclasses import dataclass
 from penstock.memory import peak_bytes, resident_bytes
 
 Clock = Callable[[], float]
-# Largest memory of recording in a process, which plans keep free. A span takes 170 bytes, and on its way to the driver
-# twice 70 more: MAX_SPANS of them 15 MB, some 8,000 microbatches of a stage.
+# Largest memory for recording in a process; plans keep it free. A span takes 170 bytes, and 2 x 70 more while sent to
+# the driver: MAX_SPANS spans take 15 MB, which is some 8,000 microbatches of a stage.
 RECORDING_BYTES = 32 * 2**20
 MAX_SPANS = 50_000
-# inputs of one microbatch for each set of cuts, kept for a rerun; then the buffer that flushes the caches in between
+# a rerun keeps the inputs of one microbatch for each set of cuts, and a buffer to flush the caches
 KEPT_BYTES = 6 * 2**20
 SCRATCH_BYTES = 12 * 2**20
-# shortest interval of memory samples, taken between microbatches
+# shortest interval between memory samples, which are taken between microbatches
 SAMPLE_S = 0.1
-# the driver, which has no stage of its own; -2, -3 and so on for further parallel pipelines
+# stage number of the driver's own spans; -2, -3 and so on for further parallel pipelines
 FEEDER_STAGE = -1
 
 
 def feeder_stage(pipeline: int) -> int:
-    """Return the driver's stage number in one of several parallel pipelines."""
+    """Return the driver's stage number for one of several parallel pipelines."""
     return FEEDER_STAGE - pipeline
 
 
@@ -34,11 +34,11 @@ class Recorder:
         ...
         recorder.span("compute", 0, 7, begin, recorder.clock(), name="F")
 
-    Kinds of spans: compute, receive and send (a message's checking and layout), wait (for a message), buffer (for space
-    for one), between (the thread's CPU time from one computation to the next), load (a microbatch's data, in training a
-    batch's), unit (one operation), profile (one of torch.profiler's, its shapes in `detail`). In training also
-    synchronize (gradients and losses), update (the optimizer), step (all of a step). Seconds are those of `clock`;
-    `step` is that of training. Beyond `limit` spans are counted in `num_dropped` and not kept.
+    Kinds of spans: compute, receive and send (check or lay out a message), wait (for a message), buffer (wait for space
+    for a message), between (the thread's CPU time from one computation to the next), load (the data of a microbatch, in
+    training of a batch), unit (one operation), profile (an operator recorded by torch.profiler, with its shapes in
+    `detail`). In training also synchronize (gradients and losses), update (the optimizer), step (a whole step). Seconds
+    are those of `clock`; `step` is the training step. Spans beyond `limit` are counted in `num_dropped` and not kept.
     """
 
     def __init__(self, clock: Clock = time.perf_counter, *, units: bool = False, limit: int = MAX_SPANS) -> None:
@@ -62,10 +62,10 @@ class Recorder:
             self.num_dropped += 1
 
     def sample(self, now_s: float) -> None:
-        """Record this process's memory, if the last sample was long enough ago."""
+        """Record this process's memory, unless the last sample is too recent."""
         if now_s >= self._next_sample_s:
             self._next_sample_s = now_s + SAMPLE_S
-            # the peak so far if the system does not report the current value
+            # the peak so far, if the system does not report the current value
             self.counters.append(("memory_bytes", now_s, float(resident_bytes() or peak_bytes())))
 
     def clear(self) -> None:
@@ -89,11 +89,11 @@ class Track:
         return self.recorder.clock()
 
     def took(self, microbatch: int, begin_s: float, arrived_s: float, num_bytes: int) -> None:
-        """Record that a message was waited for, then read."""
+        """Record the wait for a message, then its reading."""
         self.recorder.span("wait", self.stage, microbatch, begin_s, arrived_s, self.name)
         self.recorder.span("receive", self.stage, microbatch, arrived_s, self.now(), self.name, num_bytes)
 
     def gave(self, microbatch: int, begin_s: float, room_s: float, num_bytes: int) -> None:
-        """Record that a buffer was waited for, then laid out and sent."""
+        """Record the wait for a buffer, then laying out and sending a message."""
         self.recorder.span("buffer", self.stage, microbatch, begin_s, room_s, self.name)
         self.recorder.span("send", self.stage, microbatch, room_s, self.now(), self.name, num_bytes)

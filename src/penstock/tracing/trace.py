@@ -1,4 +1,4 @@
-"""Files of a traced run: one for each process, and one with the facts of the run."""
+"""Files of a traced run: one for each process, and one with facts about the run."""
 
 import os
 from collections.abc import Iterable, Sequence
@@ -37,7 +37,7 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Counter(msgspec.Struct, frozen=True, array_like=True):
-    """A value at a moment."""
+    """A value at a point in time."""
 
     name: str
     at_s: float
@@ -45,8 +45,9 @@ class Counter(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Alone(msgspec.Struct, frozen=True):
-    """Costs of a stage alone on its device, without messages, per microbatch: seconds, and CPU seconds of the computing
-    thread.
+    """Costs per microbatch of a stage that runs alone on its device, without messages.
+
+    Seconds, and CPU seconds of the computing thread.
     """
 
     stage: int
@@ -55,10 +56,10 @@ class Alone(msgspec.Struct, frozen=True):
 
 
 class Machine(msgspec.Struct, frozen=True):
-    """Capacity of a device: seconds of a round of reference work, the CPUs that it may use, CPU seconds per byte sent.
+    """Capacity of a device: seconds for a round of reference work, usable CPUs, and CPU seconds per byte sent.
 
-    `memory_bytes` is the limit of a process, 0 if unknown. `byte_s` is for one side of a message: laid out or checked,
-    and through the system's network.
+    `memory_bytes` is the limit of a process, 0 if unknown. `byte_s` is the cost at one end of a message: laying it out
+    or checking it, and passing it through the system's network code.
     """
 
     calibration_s: float = 0.0
@@ -100,7 +101,7 @@ class ProcessTrace(_Recorded, frozen=True):
 
 
 class PackedTrace(_Recorded, frozen=True, kw_only=True, rename={"packed": "spans"}):
-    """A received trace, whose spans stay encoded until read, which takes a fifth of the memory."""
+    """A received trace; its spans stay encoded until they are read, which takes a fifth of the memory."""
 
     packed: msgspec.Raw
 
@@ -126,7 +127,7 @@ StreamTrace = ProcessTrace | PackedTrace
 
 
 class StageTotals(msgspec.Struct, frozen=True):
-    """A stage's sums over a stream, as its process counted them."""
+    """Totals of a stage over a stream, counted by its process."""
 
     stage: int
     device: str
@@ -140,7 +141,7 @@ class StageTotals(msgspec.Struct, frozen=True):
 
 
 class RequestTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """A request of a generation: its tokens, and when it was asked and each token came, from the stream's beginning."""
+    """A generation request: its tokens, and the times of the request and of each token since the stream began."""
 
     num_prompt: int
     num_reused: int
@@ -149,7 +150,7 @@ class RequestTimes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GenerationFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """A generation as a stream: what each microbatch was, its requests, and the caches.
+    """A stream that generates: the kind of each microbatch, the requests, and the caches.
 
     `microbatches` has "prompt", "step" or "guess" and the lane's number, -1 for a prompt.
     """
@@ -165,12 +166,12 @@ class GenerationFacts(msgspec.Struct, frozen=True, kw_only=True):
 class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Facts of the whole run.
 
-    - `ranks`: the process of every stage, pipeline by pipeline; `pipelines`: the number of stages of each of several
-      parallel ones; microbatch m uses number `turns[m % len(turns)]`;
-    - `devices`: every rank's name, `hosts` its name in plans;
+    - `ranks`: the process of every stage, pipeline by pipeline; `pipelines`: the number of stages of each parallel
+      pipeline; microbatch m uses pipeline `turns[m % len(turns)]`;
+    - `devices`: each rank's name; `hosts`: its name in plans;
     - `bandwidths`: bytes per second of each rank's link, where known;
-    - `generation`: set if the stream was a language model's text; a row is then a token;
-    - `units`: the model between its possible cuts: the cut before, counted work, bytes that cross there.
+    - `generation`: set if a language model generated text; a row is then a token;
+    - `units`: the model's parts between possible cuts: for each, the cut before it, counted work, bytes sent there.
     """
 
     kind: str
@@ -199,7 +200,7 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def routes(self) -> tuple[range, ...]:
-        """The stages of each pipeline, by their places in `ranks`."""
+        """The stages of each pipeline, by their indices in `ranks`."""
         ends = list(accumulate(self.pipelines or (len(self.ranks),)))
         return tuple(range(begin, end) for begin, end in zip((0, *ends), ends, strict=False))
 
@@ -209,19 +210,19 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Run(msgspec.Struct, frozen=True):
-    """Contents of a run's folder: facts and processes, all on the driver's clock."""
+    """Contents of a run's folder: facts and process traces, all on the driver's clock."""
 
     facts: RunFacts
     processes: tuple[ProcessTrace, ...]
 
     @property
     def spans(self) -> list[Span]:
-        """Spans of all processes in the order of their beginnings."""
+        """Spans of all processes in the order in which they begin."""
         return sorted((s for process in self.processes for s in process.spans), key=lambda s: s.begin_s)
 
 
 def make_run(facts: RunFacts, processes: Iterable[StreamTrace]) -> Run:
-    """Assemble a run: on one clock, with stages and microbatches of parallel pipelines numbered consecutively."""
+    """Assemble a run on one clock, with the stages and microbatches of parallel pipelines numbered consecutively."""
     aligned = [process.aligned() for process in processes]
     if len(facts.routes) > 1:
         numbers = [
@@ -233,7 +234,7 @@ def make_run(facts: RunFacts, processes: Iterable[StreamTrace]) -> Run:
 
 
 def _numbered_through(process: ProcessTrace, facts: RunFacts, numbers: Sequence[Sequence[int]]) -> ProcessTrace:
-    """Return a process's trace with the numbers of the whole run instead of its pipelines' own."""
+    """Return a process's trace with its pipeline's numbers replaced by those of the whole run."""
     own = next((p for p, route in enumerate(facts.routes) if process.rank in facts.ranks[route.start : route.stop]), 0)
 
     def numbered(span: Span) -> Span:
@@ -254,7 +255,7 @@ def _numbered_through(process: ProcessTrace, facts: RunFacts, numbers: Sequence[
 
 
 def write_run(folder: str | os.PathLike[str], facts: RunFacts, processes: Sequence[StreamTrace]) -> None:
-    """Write a run's files; those of an earlier run in the same folder are replaced.
+    """Write a run's files, which replace those of an earlier run in the same folder.
 
     Example:
         write_run("runs/one", facts, traces)
@@ -274,7 +275,7 @@ def write_run(folder: str | os.PathLike[str], facts: RunFacts, processes: Sequen
 
 
 def read_run(folder: str | os.PathLike[str]) -> Run:
-    """Read a run's folder; raises `DataError` for other folders.
+    """Read a run's folder; raises `DataError` if it is not one.
 
     Example:
         read_run("runs/one").facts.total_s

@@ -119,7 +119,7 @@ def test_keys_are_files_of_one_account(tmp_path: Path) -> None:
     write_key(path)
     assert path.stat().st_mode & 0o777 == 0o600
     assert len(read_key(path)) == 40
-    with pytest.raises(UsageError, match="must not be overwritten"):
+    with pytest.raises(UsageError, match="keys are not overwritten"):
         write_key(path)
     os.chmod(path, 0o640)
     with pytest.raises(UsageError, match="others may read"):

@@ -1,10 +1,9 @@
-"""The interface between a process and the network: four methods.
+"""The interface between a process and the network.
 
-Receives are posted before the message arrives, sends return immediately; both return a `Pending`. A send is
-done when a receive has been posted for it, at the earliest. Messages between two ranks on one
-tag arrive in the order they were sent. A message may be shorter than the buffer that was posted
-for it, never longer. Tags below 0 carry buffers on devices, if a transport supports them
-(`transport/nccl.py`): such a receive must have the length of its send.
+Receives are posted before the message arrives, and sends return immediately; both return a `Pending`. A send is not
+done before its receive has been posted. Messages between two ranks on one tag arrive in the order in which they were
+sent. A message may be shorter than its posted buffer, never longer. Tags below 0 carry buffers on devices, if a
+transport supports this (`transport/nccl.py`); receive and send must then have the same length.
 """
 
 import struct
@@ -40,18 +39,18 @@ class Transport(Protocol):
         """Post a buffer for the next message on a tag."""
 
     def abort(self) -> None:
-        """End every wait of this process with `ConnectionBroken`, now and later."""
+        """Make all current and later waits of this process raise `ConnectionBroken`."""
 
     def close(self) -> None:
         """Close all connections."""
 
 
-SILENCE_S = 5.0  # after which a silent process is declared lost
-WORD_BYTES = 64 * 2**10  # of a signal, a number, a name or an error
-DOCUMENT_BYTES = 16 * 2**20  # of an exchanged document, with an entry for each rank
-JOB_BYTES = 256 * 2**20  # of a job, including the programs of a rank's stages as text
+SILENCE_S = 5.0  # a process that is silent for longer is declared lost
+WORD_BYTES = 64 * 2**10  # limit for a signal, a number, a name or an error
+DOCUMENT_BYTES = 16 * 2**20  # limit for an exchanged document, with an entry for each rank
+JOB_BYTES = 256 * 2**20  # limit for a job, including the programs of a rank's stages as text
 _BYTES_HEADER = struct.Struct("<QQ")  # length, checksum
-_WITH_HEADER = 2**12  # bytes sent in one message with their header
+_WITH_HEADER = 2**12  # up to this size data is sent in one message with its header
 
 
 def send_bytes(transport: Transport, data: bytes, to: int, tag: int = CONTROL) -> None:
@@ -60,15 +59,15 @@ def send_bytes(transport: Transport, data: bytes, to: int, tag: int = CONTROL) -
 
 
 def receive_bytes(transport: Transport, source: int, tag: int = CONTROL, *, limit: int) -> bytes:
-    """Wait for the bytes of `send_bytes`; raises `TransportError` for more than `limit` and for damaged ones.
+    """Wait for the bytes of `send_bytes`; raises `TransportError` if there are more than `limit` or they are damaged.
 
-    `limit` is the maximum length: nothing is allocated for an announcement of more.
+    Nothing is allocated if a longer message is announced.
     """
     return ArrivingBytes(transport, source, tag, limit=limit).wait()
 
 
 def post_bytes(transport: Transport, data: bytes, to: int, tag: int = CONTROL) -> Pending:
-    """Start sending bytes as `send_bytes` does: a short message with its header, the rest of a long one after it."""
+    """Start sending bytes as `send_bytes` does: the header with short data, or followed by a message of long data."""
     header = _BYTES_HEADER.pack(len(data), zlib.crc32(data))
     first, rest = header + data[:_WITH_HEADER], data[_WITH_HEADER:]
     buffers = [torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in (first, rest) if part]
@@ -111,7 +110,7 @@ def send_tensor(transport: Transport, tensor: Tensor, to: int, tag: int = CONTRO
 
 
 def receive_tensor(transport: Transport, tensor: Tensor, source: int, tag: int = CONTROL) -> None:
-    """Receive a tensor of `send_tensor` into a contiguous tensor on any device."""
+    """Receive a tensor sent by `send_tensor` into a contiguous tensor on any device."""
     arriving, pending = post_receive(transport, tensor, source, tag)
     pending.wait()
     if arriving is not tensor:
@@ -127,7 +126,7 @@ def post_send(transport: Transport, tensor: Tensor, to: int, tag: int = CONTROL)
 
 
 def post_receive(transport: Transport, tensor: Tensor, source: int, tag: int = CONTROL) -> tuple[Tensor, Pending]:
-    """Post a contiguous tensor for `send_tensor`; returns the receiving tensor: itself, or one on the host."""
+    """Post a receive for `send_tensor`; returns the tensor that receives: the given one, or a buffer on the host."""
     if not tensor.numel():
         return tensor, _Kept(tensor, None)
     arriving = tensor if tensor.is_cpu else torch.empty_like(tensor, device="cpu")
@@ -136,7 +135,7 @@ def post_receive(transport: Transport, tensor: Tensor, source: int, tag: int = C
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """A send whose buffer stays alive until it is done; without `pending` nothing was sent."""
+    """A send that keeps its buffer alive until it is done; without `pending` nothing was sent."""
 
     buffer: Tensor
     pending: Pending | None

@@ -11,7 +11,7 @@ from penstock.values import Value
 
 
 class Layout(NamedTuple):
-    """A tensor's validated layout from a header; `in_place` is set if it needs no separate memory."""
+    """A tensor's validated layout from a header; `in_place` is set if unpacking needs no separate memory."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -22,9 +22,9 @@ class Layout(NamedTuple):
 def check_layouts(
     index: int, values: Sequence[Value], symbols: Sequence[str], largest: Sequence[int], numbers: Sequence[int]
 ) -> list[Layout]:
-    """Decode the layouts of a message's tensors from its numbers: the sizes, at most `largest`, then all strides.
+    """Decode the layouts of a message's tensors from its numbers: sizes up to `largest`, then all strides.
 
-    Raises `TransportError` for sizes beyond the job's, negative strides, and gaps that this process has no memory for.
+    Raises `TransportError` for sizes beyond the job's, negative strides, and gaps too large for this process's memory.
     """
     for symbol, size, most in zip(symbols, numbers, largest, strict=False):
         if not 0 <= size <= most:

@@ -1,4 +1,4 @@
-"""Collectives of a training: sums of tensors, and exchange of small objects as JSON documents."""
+"""Collectives for training: sums of tensors, and exchange of small objects as JSON documents."""
 
 import json
 from collections.abc import Sequence
@@ -17,13 +17,13 @@ def all_reduce(transport: Transport, flat: Tensor, group: Sequence[int], tag: in
     Example:
         all_reduce(transport, torch.cat([gradient.reshape(-1) for gradient in gradients]), [0, 2], tag)
 
-    By default each rank sends parts around a ring, so that none sends more than two times the tensor
-    (Patarasuk and Yuan 2009, bandwidth-optimal all-reduce):
+    By default parts are sent around a ring, so that no rank sends more than twice the tensor's bytes (Patarasuk and
+    Yuan 2009, bandwidth-optimal all-reduce):
 
         0 ──▶ 1 ──▶ 2 ──▶ 0      first the parts are reduced around the ring, then the sums are gathered
 
-    That takes 2 (n - 1) sequential messages. With `at_once` each rank sends the whole tensor to all others,
-    which takes one, and is faster for small tensors.
+    This takes 2 (n - 1) sequential messages. With `at_once` each rank sends the whole tensor to every other rank in one
+    step, which is faster for small tensors.
     """
     ranks = sorted(group)
     if at_once:
@@ -77,7 +77,7 @@ def all_gather(transport: Transport, document: dict[str, Any]) -> list[dict[str,
     Example:
         losses = [told["loss"] for told in all_gather(transport, {"loss": 0.5})]
 
-    Every rank sends its object as JSON to all others simultaneously; a small one takes one message.
+    Every rank sends its object as JSON to all other ranks at the same time; a small object takes one message.
     """
     if transport.size == 1:
         return [document]

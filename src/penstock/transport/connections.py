@@ -1,7 +1,7 @@
 """ZeroMQ connections between the processes of a run, maintained by a libzmq thread.
 
-Each kind requires a proof before it reads a byte of the other side: a key (`transport/curve.py`), or access of this
-account (`transport/folder.py`).
+Nothing is read from the other side before it has proved a key (`transport/curve.py`) or access to this account's files
+(`transport/folder.py`).
 """
 
 import os
@@ -17,15 +17,15 @@ from penstock.errors import RunError
 from penstock.transport.base import SILENCE_S
 from penstock.transport.open_files import FULL, check_room, naming_limit, raise_file_limit, too_many_files
 
-# keys are checked in Python: a process that imports, or has little of a core, takes seconds to answer
+# keys are checked in Python: a process that is importing, or has a small share of a core, takes seconds to answer
 CONNECT_S = 30.0
 _ANSWER_BYTES = 4 * 2**20
-# open files of a process with two connections, and of one connection with those that its sockets accept
+# open files of a process with two connections; and of one further connection, with those its sockets accept
 _FIRST_FILES, _FILES = 32, 8
 _AROUND_BYTES = 1024  # overhead of encryption per part
-# libzmq's thread sends heartbeats to the other side's by itself, even while an interpreter's lock is held
+# libzmq's thread exchanges heartbeats with the other side, even while the interpreter's lock is held
 _BEAT_MS = 1000
-_OF_SILENCE = 0.8  # so that it detects a silence before its callers do
+_OF_SILENCE = 0.8  # libzmq detects a silence before its callers do
 _PROVED = zmq.EVENT_HANDSHAKE_SUCCEEDED
 _BROKEN = (
     zmq.EVENT_DISCONNECTED, zmq.EVENT_CLOSED, zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
@@ -34,16 +34,16 @@ _BROKEN = (
 
 
 class Connections:
-    """Sockets of one process that accept only peers with the proof that their kind requires.
+    """Sockets of one process that accept only authenticated peers; a subclass defines how they authenticate.
 
     Example:
         listener, port = connections.listen("192.168.1.10")
         connection = connections.connect("192.168.1.10", port, b"1")
     """
 
-    refused = "closes the connection"  # error text for a connection that breaks before it is established
+    refused = "closes the connection"  # reason in the error for a connection that breaks before it is established
     part_bytes = 4 * 2**20  # maximum length of a message part to a listening socket
-    again_s: Sequence[float] = ()  # pauses before connecting again after the other side closed the connection
+    again_s: Sequence[float] = ()  # pauses before each new attempt after the other side closed the connection
 
     def __init__(self) -> None:
         raise_file_limit()
@@ -56,11 +56,11 @@ class Connections:
         raise NotImplementedError
 
     def bind(self, socket: "zmq.Socket[bytes]", address: str, port: int) -> int:
-        """Listen on a port, any if it is 0; returns it. Raises `OSError` or `zmq.ZMQError` if it is taken."""
+        """Listen on a port (0: a free one) and return it; raises `OSError` or `zmq.ZMQError` if it is taken."""
         raise NotImplementedError
 
     def prove(self, socket: "zmq.Socket[bytes]", *, listens: bool) -> None:
-        """Configure a socket's proof, and its check of the other side's."""
+        """Configure how a socket authenticates itself and checks the other side."""
 
     def listen(self, address: str, port: int = 0) -> "tuple[zmq.Socket[bytes], int]":
         """Listen on one address; returns the socket and its port. Raises `OSError` if the port is taken."""
@@ -109,7 +109,7 @@ class Connections:
         if name:
             socket.setsockopt(zmq.IDENTITY, name)
         socket.setsockopt(zmq.RECONNECT_IVL, -1)
-        # a unique name: pyzmq's, from the file number, is still taken while another socket of that number closes
+        # a unique name: pyzmq uses the file number, whose name is in use until the earlier socket has closed
         place = f"inproc://monitor-{uuid.uuid4().hex}"
         monitor: zmq.Socket[bytes] | None = None
         try:
@@ -140,7 +140,7 @@ class Connections:
         socket.setsockopt(zmq.HEARTBEAT_IVL, _BEAT_MS)
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, round(1000 * _OF_SILENCE * silence_s))
         socket.set_hwm(0)  # credits bound the messages in flight
-        socket.setsockopt(zmq.SNDTIMEO, 0)  # so that only a lost connection blocks, which is an error
+        socket.setsockopt(zmq.SNDTIMEO, 0)  # a send would only block if the connection is lost, which is an error
         return socket
 
 
@@ -150,7 +150,7 @@ class Connection:
     def __init__(self, socket: "zmq.Socket[bytes]", monitor: "zmq.Socket[bytes]") -> None:
         self.socket, self._monitor = socket, monitor
         self.reached = self.proved = self.broken = False
-        # holds both sockets: garbage collection of a cycle would close them in any order
+        # holds both sockets: garbage collection of a cycle could close them in the wrong order
         self._close = weakref.finalize(self, _close, socket, monitor, os.getpid())
         self._close.atexit = False
         self._poller = zmq.Poller()

@@ -1,8 +1,8 @@
 """Authenticated and encrypted connections: ZeroMQ's CURVE, in a libzmq thread.
 
-Every process of a run has its key, a secret of 32 bytes. It is the listening side's key and the connecting
-side's: each proves it before a byte of the other is read, and each connection has fresh session keys
-(http://curvezmq.org, RFC 26). A process with the key may claim any rank; one without it cannot connect.
+Every process of a run has the run's key, a secret of 32 bytes. Both sides of a connection use the same key: each must
+prove it before the other reads a byte, and each connection has fresh session keys (http://curvezmq.org, RFC 26). A
+process with the key may claim any rank; a process without it cannot connect.
 """
 
 import os
@@ -29,7 +29,7 @@ def make_key() -> bytes:
 
 
 def write_key(path: Path, key: bytes | None = None) -> None:
-    """Write a key, by default a new one, to a file that only this account can read.
+    """Write a key (default: a new key) to a file that only this account can read.
 
     Raises `UsageError` if the file exists.
     """
@@ -37,13 +37,13 @@ def write_key(path: Path, key: bytes | None = None) -> None:
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write((key or make_key()) + b"\n")
     except FileExistsError:
-        raise UsageError(f"a key must not be overwritten, but {path} exists; choose another name") from None
+        raise UsageError(f"keys are not overwritten, but {path} exists; choose another name") from None
     except OSError as error:
         raise UsageError(f"{path} cannot be written ({error.strerror}); choose another place") from None
 
 
 def read_key(path: Path) -> bytes:
-    """Read a key; raises `UsageError` for a file that others can read, and for an invalid key."""
+    """Read a key; raises `UsageError` if other users can read the file, and for an invalid key."""
     text = read_private(path, "create one with penstock keys new").strip().encode()
     try:
         if len(text) != _KEY_LENGTH:
@@ -55,7 +55,7 @@ def read_key(path: Path) -> bytes:
 
 
 class Curve(Connections):
-    """Sockets of one process that accept only peers with its key.
+    """Sockets of one process that accept only peers with the same key.
 
     Example:
         curve = Curve(read_key(path))
@@ -66,7 +66,7 @@ class Curve(Connections):
     refused = "does not prove this run's key, or rejects this process's key"
     # libzmq allocates the announced length before authentication
     part_bytes = 64 * 2**10
-    again_s = (0.05, 0.2, 0.5)  # a flooded gate closes some connections that have the key
+    again_s = (0.05, 0.2, 0.5)  # a gate under attack also closes some connections of processes with the key
 
     def __init__(self, key: bytes) -> None:
         super().__init__()
@@ -92,14 +92,14 @@ class Curve(Connections):
         return f"tcp://{_host(address)}:{port}"
 
     def bind(self, socket: "zmq.Socket[bytes]", address: str, port: int) -> int:
-        """Listen on a port, any if it is 0; returns it."""
+        """Listen on a port, or on a free one if it is 0; returns it."""
         if not port:
             return socket.bind_to_random_port(f"tcp://{_host(address)}")
         socket.bind(self.place(address, port))
         return port
 
     def prove(self, socket: "zmq.Socket[bytes]", *, listens: bool) -> None:
-        """Configure a socket's key, and its check of the other side's."""
+        """Configure a socket's key, and the check of the other side's key."""
         socket.curve_secretkey, socket.curve_publickey = self._secret, self._public
         if listens:
             socket.curve_server = True

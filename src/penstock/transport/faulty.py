@@ -2,8 +2,8 @@
 
     FaultyTransport(transport, [Fault(kind="drop", rank=1, message=3)])
 
-loses the fourth message that rank 1 sends. Worker processes wrap their transports if their parent
-sets PENSTOCK_FAULTS to the result of `write_faults`, so that real processes can fail on purpose too:
+loses the fourth message that rank 1 sends. If PENSTOCK_FAULTS is set to the result of `write_faults`, worker processes
+wrap their transports, so that real processes can fail on purpose too:
 
     start_local(2, {FAULTS_VARIABLE: write_faults([Fault(kind="corrupt", rank=2, message=0)])})
 """
@@ -30,9 +30,9 @@ FAULTS_VARIABLE = "PENSTOCK_FAULTS"
 class Fault:
     """A fault of one message that a rank sends.
 
-    drop: it is never sent; delay: it and those after it are sent `delay_s` later; duplicate: it is sent
-    twice; corrupt: one byte, chosen by `seed`, arrives changed; close: the rank loses all connections.
-    Messages are counted from 0, on one tag, or by default on all but the control tag.
+    drop: the message is never sent; delay: this and later messages are sent `delay_s` later; duplicate: it is sent
+    twice; corrupt: one byte, chosen by `seed`, is changed; close: the rank loses all connections. Messages are counted
+    from 0, on one tag, or by default on all tags except the control tag.
     """
 
     kind: Literal["drop", "delay", "duplicate", "corrupt", "close"]
@@ -57,13 +57,13 @@ def read_faults(text: str) -> list[Fault]:
 
 
 def wrap_if_faulty(transport: Transport) -> Transport:
-    """Return a transport with the faults of the environment, or usually the same one."""
+    """Return a transport with the faults set in the environment; without faults, the same transport."""
     text = os.environ.get(FAULTS_VARIABLE)
     return FaultyTransport(transport, read_faults(text)) if text else transport
 
 
 class FaultyTransport:
-    """A transport that forwards all messages to another one, except for the faults of its rank."""
+    """A transport that forwards all messages to another transport, except for the faults of its rank."""
 
     def __init__(self, inner: Transport, faults: Sequence[Fault]) -> None:
         self.rank = inner.rank
@@ -102,7 +102,7 @@ class FaultyTransport:
         self._inner.close()
 
     def _due(self, tag: int) -> Fault | None:
-        """Count a message; returns the fault that applies to it."""
+        """Count a message; return the fault that applies to it, if any."""
         due = None
         with self._lock:
             for fault, left in list(self._waiting.items()):

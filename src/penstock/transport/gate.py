@@ -13,13 +13,13 @@ from typing import TypeVar
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-# maximum number of concurrent handshakes; one takes milliseconds
+# maximum number of concurrent handshakes; a handshake takes milliseconds
 MOST_UNPROVED = 64
 _POLL_MS = 100
 # Bytes that this side has sent and retransmitted: `tcpi_bytes_sent` and `tcpi_bytes_retrans` of Linux's
-# `struct tcp_info`, since 4.19. They are 64 of greeting and 170 of WELCOME before the other side has proved the
-# key, and more than 290 with READY after it. Acknowledged bytes lag: a process may receive READY before its
-# system acknowledges it.
+# `struct tcp_info`, since 4.19. Until the other side has proved the key, 64 bytes of greeting and 170 of WELCOME are
+# sent; with READY afterwards, more than 290. Acknowledged bytes lag: a process may receive READY before its system
+# acknowledges it.
 _BYTES_SENT = struct.Struct("=200xQQ")
 _SENT_BEFORE_PROOF = 270
 _Peer = tuple[object, ...]
@@ -28,12 +28,12 @@ T = TypeVar("T")
 
 
 class Gate:
-    """A guard that closes the oldest unauthenticated connection of a listening socket with more than 64 of them.
+    """Closes the oldest unauthenticated connection of a listening socket when there are more than 64.
 
-    It closes one of the source address with the most. A thread follows the socket's events until the
-    socket is closed. libzmq does not report which connection has passed its handshake, so the thread reads the sent
-    bytes from the system: only an authenticated one is sent more than the handshake's beginning. Linux before 4.19
-    does not report them, and nothing is closed there.
+    The connection to close is one from the source address that has the most. A thread follows the socket's events until
+    the socket is closed. libzmq does not report which connections have passed the handshake, so the thread reads the
+    number of sent bytes from the system: only an authenticated peer is sent more than the beginning of the handshake.
+    Linux before 4.19 does not report this number; there nothing is closed.
 
     Example:
         gate = Gate(context, listener)
@@ -44,7 +44,7 @@ class Gate:
         listener.monitor(place, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED)
         self._monitor = context.socket(zmq.PAIR)
         self._monitor.connect(place)
-        self._unproved: dict[int, _Peer] = {}  # by file number, the oldest first
+        self._unproved: dict[int, _Peer] = {}  # by file number, oldest first
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="penstock-gate", daemon=True)
         self._thread.start()
@@ -89,7 +89,7 @@ class Gate:
 
 def _is_unproved(connection: socket.socket, peer: _Peer) -> bool:
     known = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_SENT.size)
-    if len(known) < _BYTES_SENT.size:  # an older system does not report it, and no connection is closed on a guess
+    if len(known) < _BYTES_SENT.size:  # an older system that does not report it: close nothing
         return False
     sent, again = _BYTES_SENT.unpack(known)
     return connection.getpeername() == peer and bool(sent - again <= _SENT_BEFORE_PROOF)
@@ -101,7 +101,7 @@ def _end(connection: socket.socket, peer: _Peer) -> None:
 
 
 def _ask(file: int, question: Callable[[socket.socket], T]) -> T | None:
-    """Query a connection that libzmq owns and may close at any time; None if it has."""
+    """Query a connection that libzmq owns and may close at any time; None if it is closed."""
     own = -1
     try:
         own = os.dup(file)

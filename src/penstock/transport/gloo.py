@@ -16,14 +16,14 @@ from penstock.transport.watched import run_watched
 # gloo closes a connection permanently when a wait times out, so waits get no deadline; `health` watches instead
 _NO_DEADLINE = datetime.timedelta(days=365)
 _AT_ONCE = datetime.timedelta(milliseconds=1)
-# an unused tag
+# a tag that nothing else uses
 _NOBODY_SENDS = 2**31 - 1
 
 
 class GlooTransport:
     """Point-to-point messages over a separate gloo group; the process's default group is unchanged.
 
-    The ranks exchange addresses through `store`; `address` is the local one to listen on. Connecting takes at most
+    The ranks exchange addresses through `store`; `address` is the local address to listen on. Connecting takes at most
     `join_s` seconds, during which `watch` is called and may raise sooner. Raises `RunError` if the ranks cannot
     reach each other.
 
@@ -62,10 +62,10 @@ class GlooTransport:
         return self._start("recv", buffer, source, tag)
 
     def abort(self) -> None:
-        """End every wait of this process, and of others for it, by closing all connections.
+        """End all waits of this process, and waits of other processes for it, by closing all connections.
 
-        A wait that times out closes them, with an exception for operations in flight. It waits for a message that
-        no rank sends: of two waits for the same message, one would receive it and leave the other blocked.
+        A wait that times out closes the connections, and operations in flight raise. The wait here is for a message
+        that no rank sends: with two waits for the same message, one would receive it and the other stay blocked.
         """
         self._aborted = True
         group = self._group
@@ -73,7 +73,7 @@ class GlooTransport:
             return
         for peer in set(range(self.size)) - {self.rank}:
             nothing = torch.zeros(1, dtype=torch.uint8)
-            with contextlib.suppress(RuntimeError):  # the timeout, or an already closed connection
+            with contextlib.suppress(RuntimeError):  # it timed out, or the connection was closed before
                 group.recv([nothing], peer, _NOBODY_SENDS).wait(_AT_ONCE)  # type: ignore[attr-defined]
 
     def close(self) -> None:

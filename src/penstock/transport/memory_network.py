@@ -1,4 +1,4 @@
-"""A transport between threads of one process, for tests and for modules that run as threads."""
+"""A transport between threads of one process, for tests and for modules that run in threads."""
 
 import threading
 from collections import defaultdict, deque
@@ -12,8 +12,8 @@ from penstock.transport.base import Pending
 class MemoryNetwork:
     """A network of ranks within one process, which also serves as a reference transport.
 
-    As with gloo a send is done when the receiver has posted a buffer for it, and a rank that aborts
-    also ends the waits of others for it.
+    As with gloo, a send is done when the receiver has posted a buffer for it, and a rank that aborts also ends waits of
+    other ranks for it.
 
     Example:
         network = MemoryNetwork(2)
@@ -63,13 +63,13 @@ class MemoryTransport:
         return pending
 
     def abort(self) -> None:
-        """End every wait of this rank, and of others for it."""
+        """End all waits of this rank, and waits of other ranks for it."""
         with self._network.changed:
             self._network.gone.add(self.rank)
             self._network.changed.notify_all()
 
     def close(self) -> None:
-        """Release nothing, as none is held."""
+        """Do nothing: there are no resources to release."""
 
 
 class _MemoryPending:
@@ -94,7 +94,7 @@ class _MemoryPending:
 
 
 class _Lane:
-    """Sends from one rank to another on one tag, and the buffers posted for them."""
+    """Sends from one rank to another on one tag, and the buffers posted for these sends."""
 
     def __init__(self) -> None:
         self.sends: deque[_MemoryPending] = deque()

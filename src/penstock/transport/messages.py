@@ -5,7 +5,7 @@
     aligned  the body (JSON; only control messages have one)
     aligned  tensor 0, aligned tensor 1, ...
 
-Tensors sent from device to device are apart, in a device buffer, and the header has their bytes and checksum.
+Tensors sent from device to device are in a separate device buffer; the header has their bytes and checksum.
 
 Shapes are not sent: both sides know the tensors of a cut and derive them from the sizes. Received data
 is never unpickled or evaluated.
@@ -31,7 +31,7 @@ _CHECKSUM = struct.Struct("<q")
 _CHECKSUM_AT = _HEADER.size - _CHECKSUM.size
 _LAYOUTS_AT = 64
 BODY_BYTES = 64 * 1024
-# A stream uses few buffers and two microbatch sizes, the last one ragged.
+# A stream uses few buffers and two microbatch sizes: the usual one, and the last, which may be smaller.
 _KEPT_LAYOUTS = 16
 
 _T = TypeVar("_T")
@@ -78,7 +78,7 @@ class Format:
         format = Format(cut.crossing, symbols=("batch",), sizes={"batch": 4})
         buffer = torch.empty(format.largest({"batch": 4}), dtype=torch.uint8)
 
-    `sizes` are those of the job's largest microbatch; messages that claim larger ones are rejected.
+    `sizes` are the sizes of the job's largest microbatch; messages that claim larger sizes are rejected.
     """
 
     def __init__(self, values: Sequence[Value], symbols: Sequence[str], sizes: Mapping[str, int]) -> None:
@@ -99,14 +99,14 @@ class Format:
         return self._body_at + max(payload, BODY_BYTES)
 
     def largest_apart(self, sizes: Mapping[str, int]) -> tuple[int, int]:
-        """Return the bytes of the largest message without its tensors, and those of its tensors."""
+        """Return the bytes of the largest message without its tensors, and the bytes of its tensors."""
         return self._body_at + BODY_BYTES, sum(aligned(value.num_bytes(sizes)) for value in self.values)
 
     def write(self, message: Message, buffer: Tensor, apart: Tensor | None = None) -> int:
         """Write a message to a buffer and return its bytes; tensors go to `apart`, if given.
 
-        `apart` must be the same for the same `buffer`; `apart_of` returns the bytes used there. Raises
-        `RunError` for a tensor of another dtype than the program's, which the receiver would misread.
+        The same `buffer` must always come with the same `apart`; `apart_of` returns the bytes used there. Raises
+        `RunError` for a tensor whose dtype differs from the program's, since the receiver would misread it.
         """
         for value, tensor in zip(self.values, message.tensors, strict=False):
             if tensor.dtype != value.dtype:
@@ -173,7 +173,7 @@ class Format:
         return laid
 
     def read(self, buffer: Tensor, fetch: Callable[[int], Tensor] | None = None) -> Message:
-        """Read a message; its tensors are views of it, or of the buffer that `fetch` returns for their bytes apart.
+        """Read a message; its tensors are views of the buffer, or of the separate buffer that `fetch` returns.
 
         Raises `TransportError` for a damaged message.
         """
@@ -251,18 +251,18 @@ def index_of(buffer: Tensor) -> int:
 
 
 def size_of(buffer: Tensor) -> int:
-    """Return the bytes of the message in a buffer, including those apart."""
+    """Return the bytes of the message in a buffer, including tensors in a separate buffer."""
     header = _HEADER.unpack_from(memoryview(buffer.numpy()))  # type: ignore[arg-type]
     return int(header[_TOTAL]) + int(header[_APART])
 
 
 def apart_of(buffer: Tensor) -> int:
-    """Return the bytes of a message that are apart from the buffer with its header."""
+    """Return the bytes of a message's tensors that are in a separate buffer."""
     return int(_HEADER.unpack_from(memoryview(buffer.numpy()))[_APART])  # type: ignore[arg-type]
 
 
 def _keep(kept: dict[_Key, _T], key: _Key, item: _T) -> None:
-    """Cache an item for the next equal message, and drop the oldest."""
+    """Cache an item for the next equal message, and drop the oldest item."""
     if len(kept) >= _KEPT_LAYOUTS:
         kept.pop(next(iter(kept)))
     kept[key] = item

@@ -54,7 +54,7 @@ class MeteredTransport:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Mark the owner as waiting, if it is the caller; the end counts as one movement."""
+        """Mark the owner as waiting, if it is the caller; the end counts as progress."""
         owner = threading.get_ident() == self._owner
         self.waits = self.waits or owner
         try:

@@ -3,9 +3,9 @@
     stage 0 ──header──▶ host ──────gloo──────▶ host ──header──▶ stage 1
     stage 0 on a GPU ──copy──▶ buffer ──NCCL──▶ buffer on the GPU of stage 1
 
-NCCL ignores tags: messages on one communicator arrive in order, and a send that waits for its receive blocks
-all after it. So each line between two ranks has a communicator for each direction. Unverified: no machine with
-two GPUs was available.
+NCCL ignores tags: messages on one communicator arrive in order, and a send that waits for its receive blocks all later
+ones. So each line between two ranks has a communicator for each direction. Unverified: no machine with two GPUs was
+available.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ _ENVIRONMENT = threading.Lock()  # guards changes of the process's environment
 
 
 class Communicator(Protocol):
-    """The used interface of a process group of two: a sender and a receiver, in the same order."""
+    """The part of a process group that is used here; the group has two ranks: the sender, then the receiver."""
 
     def send(self, tensors: list[Tensor], to: int, tag: int, /) -> Any:
         """Start a send; returns torch's `Work`."""
@@ -45,7 +45,7 @@ class Communicator(Protocol):
         """Abort operations in flight."""
 
 
-# creates a communicator from a separate store and a rank in it, SENDER or RECEIVER
+# creates a communicator from a separate store and the rank in it, SENDER or RECEIVER
 Connect = Callable[[Store, int], Communicator]
 
 
@@ -63,7 +63,7 @@ def connect_nccl(store: Store, place: int) -> Communicator:
 
 @contextlib.contextmanager
 def _errors_left_to_us() -> Iterator[None]:
-    """Keep a group created in the block from ending the process after a lost peer: the verdict reports the loss."""
+    """Keep a group created in the block from ending the process if a peer is lost: the verdict reports that."""
     with _ENVIRONMENT:
         before = os.environ.get(_ERRORS)
         os.environ[_ERRORS] = "0"
@@ -79,9 +79,10 @@ def _errors_left_to_us() -> Iterator[None]:
 class NcclTransport:
     """A transport that sends tags below 0 from device to device, and all others through `host`.
 
-    A tag's communicator is created with its first message, for which both ends wait; if all processes create
-    theirs in one order, no deadlock occurs. A receive is started when its message is in flight. `abort` does not wait
-    for a communicator under construction: its waiters fail immediately, and its creator aborts it.
+    A tag's communicator is created with its first message, for which both ends wait; there is no deadlock if all
+    processes create communicators in the same order. A receive is started when its message is in flight. `abort` does
+    not wait for a communicator that is being created: waits for it fail immediately, and the thread that creates it
+    aborts it.
 
     Example:
         transport = NcclTransport(world.transport, world.store, name="7f3a", connect=connect_nccl)
@@ -105,14 +106,14 @@ class NcclTransport:
         return self._begin(lambda: communicator.send([buffer], RECEIVER, 0), buffer, to)
 
     def receive(self, buffer: Tensor, source: int, tag: int) -> Pending:
-        """Start a receive; on a device its length must match the send."""
+        """Start a receive; for a buffer on a device the length must be that of the send."""
         if tag >= 0:
             return self._host.receive(buffer, source, tag)
         communicator = self._communicator(source, self.rank, tag)
         return self._begin(lambda: communicator.recv([buffer], SENDER, 0), buffer, source)
 
     def abort(self) -> None:
-        """End every wait of this process, including those for a device."""
+        """End all waits of this process, including waits for a device."""
         self._host.abort()
         self._abort_all()
 
@@ -146,7 +147,7 @@ class NcclTransport:
         return self._make(line, peer, made) if found is None else made.result()
 
     def _make(self, line: tuple[int, int, int], peer: int, made: "Future[Communicator]") -> Communicator:
-        """Connect a line, which may take as long as the other end does, and notify its waiters."""
+        """Connect a line, which also waits for the other end, and notify the threads that wait for the line."""
         source, to, tag = line
         try:
             store = PrefixStore(f"{source}/{to}/{tag}", self._store)
@@ -183,7 +184,7 @@ class _DevicePending:
 
     def wait(self) -> None:
         try:
-            self._work.wait()  # NCCL's blocks the stream, not this thread
+            self._work.wait()  # with NCCL this blocks the stream, not this thread
             synchronize(self._device)
         except RuntimeError as error:
             raise ConnectionBroken(

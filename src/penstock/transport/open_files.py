@@ -1,4 +1,4 @@
-"""The limit on open files of a process, which includes sockets."""
+"""The limit on a process's open files, which include sockets."""
 
 import contextlib
 import errno
@@ -15,7 +15,7 @@ _WANTED = 4096
 
 
 def raise_file_limit() -> None:
-    """Raise the soft limit towards the hard one, if this process may; a higher one is kept."""
+    """Raise the soft limit towards the hard limit if possible; a higher soft limit is kept."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _WANTED if hard == resource.RLIM_INFINITY else min(_WANTED, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -33,7 +33,7 @@ def too_many_files() -> str:
 
 
 def check_room(number: int) -> None:
-    """Raise `RunError` unless this process can open `number` more files: libzmq would abort it otherwise."""
+    """Raise `RunError` unless this process can open `number` more files; libzmq would abort the process."""
     opened: list[int] = []
     try:
         for _ in range(number):

@@ -1,10 +1,10 @@
-"""Message tags between two ranks: messages of one tag are ordered, and separate from other tags.
+"""Message tags between two ranks: messages with one tag are ordered, and independent of other tags.
 
     0                     jobs, signals and tensors that both sides expect next
     [1, 2**30]            links between stages: sets of 4,096, one set for each opening of channels
-    [2**30 + 1, 2**31)    documents of a training, and gradients, by bucket
+    [2**30 + 1, 2**31)    documents exchanged in training, and gradients, by bucket
 
-A tag below 0 carries the tensors, from device to device, whose headers have its positive value.
+Tag -t carries tensors from device to device; their headers have tag t.
 """
 
 CONTROL = 0
@@ -30,9 +30,9 @@ def link_tag(number: int, link: int) -> int:
 
 
 def training_set(generation: int, *, evaluates: bool = False) -> int:
-    """Return the number of a training's set of channels, for its steps or for its evaluations.
+    """Return the number of the set of channels for training steps, or for evaluations during training.
 
-    Streams use their jobs' numbers, which count from 0.
+    Streams use the number of their job, which counts from 0.
     """
     return _TRAINING_SETS + (2 * generation + evaluates) % _TRAINING_SETS
 

@@ -1,4 +1,4 @@
-"""Blocking calls with a deadline and a watch function that may report a better reason."""
+"""Blocking calls with a deadline, and a watch function that may raise an error with a better reason."""
 
 import queue
 import threading
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 _POLL_S = 0.1
-# after a failure: timeout for the watch function to raise the reason
+# after a failure: time for the watch function to raise the reason
 _REASON_S = 6.0
 
 T = TypeVar("T")
@@ -20,10 +20,10 @@ class StoreSilent(RuntimeError):  # noqa: N818 -- named after the state
 def run_watched(
     function: Callable[[], T], watch: Callable[[], None], deadline_s: float, *, poll_s: float = _POLL_S
 ) -> T:
-    """Call a blocking function on a separate thread, and poll `watch`, which may raise sooner.
+    """Call a blocking function on a separate thread, and meanwhile poll `watch`, which may raise an error.
 
-    Raises the function's error, unless `watch` raises a better reason, and `StoreSilent` if it has not returned by
-    the deadline; the thread is then abandoned.
+    Raises the function's error, unless `watch` raises a better reason; and `StoreSilent` if the function has not
+    returned by the deadline, when the thread is abandoned.
     """
     ended: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
     ends_s = time.monotonic() + deadline_s
@@ -53,5 +53,5 @@ def _run(function: Callable[[], Any], ended: "queue.SimpleQueue[tuple[Any, BaseE
     except BaseException as error:
         ended.put((None, error))
     finally:
-        # the error has this frame: in a cycle through the queue, sockets of the function would stay open for a while
+        # the error refers to this frame: a reference cycle through the queue would keep the function's sockets open
         del function, ended

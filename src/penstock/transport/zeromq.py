@@ -1,7 +1,8 @@
-"""A transport over ZeroMQ connections: with a key, or in a private folder.
+"""A transport over ZeroMQ connections, authenticated by a key or by access to a private folder.
 
-Each process listens once and connects to every other. A message waits at its sender until the receiver has posted a
-buffer and sent a credit for it: messages in flight are bounded, and a send is done when a receive is posted.
+Each process has one listening socket and connects to every other process. A message waits at its sender until the
+receiver has posted a buffer and sent a credit for it: messages in flight are bounded, and a send is done when a receive
+is posted.
 
     receiver   receive(buffer, source, tag) ── credit, tag ──▶ sender
     sender     send(buffer, to, tag)        ── data, tag, parts ──▶ receiver, into the buffer
@@ -46,7 +47,7 @@ class Addresses(Protocol):
 class ZmqTransport:
     """Point-to-point messages between authenticated processes.
 
-    Messages of another `group`, a unique name, are ignored. Connecting takes at most `join_s`
+    `group` is the group's unique name; messages of other groups are ignored. Connecting takes at most `join_s`
     seconds, during which `watch` is called and may raise sooner. Raises `RunError` if the ranks cannot reach
     each other.
 
@@ -123,7 +124,7 @@ class ZmqTransport:
         return pending
 
     def abort(self) -> None:
-        """End every wait of this process with `ConnectionBroken`."""
+        """Make all waits of this process raise `ConnectionBroken`."""
         self._fail("was aborted")
 
     def close(self) -> None:
@@ -142,14 +143,14 @@ class ZmqTransport:
             raise ConnectionBroken(f"the connection to rank {peer} {self._failure or 'broke'}")
 
     def _fail(self, reason: str) -> None:
-        """Fail all operations in flight with any rank, and later ones."""
+        """Fail all current and later operations with any rank."""
         with self._lock:
             self._failure = self._failure or reason
         for peer in range(self.size):
             self._break(peer, reason)
 
     def _break(self, peer: int, reason: str = "broke") -> None:
-        """Fail all operations in flight with one rank, and later ones."""
+        """Fail all current and later operations with one rank."""
         with self._lock:
             self._broken.add(peer)
             failed = [pending for pending in self._open if pending.peer == peer]
@@ -180,7 +181,7 @@ class ZmqTransport:
             pending.finish()
 
     def _put(self, to: int, parts: "list[bytes | memoryview]") -> bool:
-        """Pass a message to libzmq, under the lock; if the connection is lost, fail its operations in flight."""
+        """Pass a message to libzmq, under the lock; if the connection is lost, fail the operations that use it."""
         try:
             self._others[to].socket.send_multipart(parts, copy=True)
         except (zmq.ZMQError, KeyError):
@@ -210,7 +211,7 @@ class ZmqTransport:
 
     def _take(self, name: bytes, header: bytes, parts: "list[zmq.Frame]") -> None:
         kind, source, group = _NAME.unpack(name)
-        if group != self._group:  # from an earlier group, or another run with the same key: its ranks are not ours
+        if group != self._group:  # from an earlier group, or another run with the same key
             return
         action, tag = _HEADER.unpack(header)
         if kind != b"r" or not 0 <= source < self.size or source == self.rank:
@@ -254,7 +255,7 @@ class _Pending:
         self._error: TransportError | None = None
 
     def finish(self, error: TransportError | None = None) -> None:
-        """Mark it as done, or as failed with an error."""
+        """Mark the operation as done, or as failed if there is an error."""
         self._error = error
         self._done.release()
 

@@ -1,1 +1,1 @@
-"""Names of models and data to objects: timm, transformers, functions, checkpoints, images."""
+"""Load models and data by name: timm, transformers, functions, checkpoints, images."""

@@ -1,4 +1,4 @@
-"""Libraries that are not part of the core: imported when something needs them."""
+"""Optional libraries, imported when they are needed."""
 
 import importlib
 from types import ModuleType
@@ -8,7 +8,7 @@ from penstock.text import one_line
 
 
 def optional_import(name: str, extra: str, error: type[PenstockError] = ModelError) -> ModuleType:
-    """Import an optional library, with an error that has the package to install.
+    """Import an optional library; the error names the package to install.
 
     Raises `error` if the library is missing.
 

@@ -1,1 +1,1 @@
-"""Names of data to samples: images, text, labelled sentences."""
+"""Load data by name: images, text, labelled sentences."""

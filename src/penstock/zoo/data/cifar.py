@@ -1,4 +1,4 @@
-"""CIFAR-10 and CIFAR-100 in the binary form in which they were published."""
+"""CIFAR-10 and CIFAR-100 in their original binary format."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -66,12 +66,12 @@ def is_names_file(name: str) -> bool:
 
 
 def records_in_folder(folder: Path, only: str | None = None) -> list[RecordFile]:
-    """Return the record files that lie directly in a folder, or the one of that name.
+    """Return the record files directly in a folder; with `only`, the one with that name.
 
     >>> [file.name for file in records_in_folder(Path("cifar-100-binary"))]  # doctest: +SKIP
     ['train.bin', 'test.bin']
 
-    Raises `DataError` when `only` is not named like a file of records.
+    Raises `DataError` if `only` is not named like a file of records.
     """
     if only is not None and not is_record_name(only):
         raise DataError(
@@ -93,7 +93,7 @@ def open_records(files: Sequence[RecordFile], texts: Mapping[str, bytes] | None 
     >>> len(open_records(records_in_folder(Path("cifar-10-batches-bin"))))  # doctest: +SKIP
     60000
 
-    Raises `DataError` if a file is not a whole number of records or both CIFARs are mixed.
+    Raises `DataError` if a file does not contain a whole number of records, or CIFAR-10 and CIFAR-100 are mixed.
     """
     ordered = sorted(files, key=lambda file: (file.leaf.startswith("test"), natural_key(file.name)))
     if len({file.num_label_bytes for file in ordered}) > 1:
@@ -128,7 +128,7 @@ def _labels(file: RecordFile, num_classes: int) -> list[int]:
 
 
 def _classes(texts: Mapping[str, bytes], num_classes: int) -> tuple[str, ...]:
-    """Return the class names from a list with the right number of them, else numbers."""
+    """Return the class names from a list of the right length, otherwise numbers."""
     for text in texts.values():
         names = tuple(text.decode("utf-8", "replace").split())
         if len(names) == num_classes:

@@ -43,7 +43,7 @@ def label_by_folder(names: Iterable[str], is_archive: bool) -> tuple[list[str], 
     while folders and all(len(parts) > depth and parts[depth] == folders[0][depth] for parts in folders):
         depth += 1
     if all(len(parts) == depth for parts in folders) and not is_archive:
-        depth = 0  # all in one place: its first folder below the opened one is the class
+        depth = 0  # all images are in one folder: its first part below the opened folder is the class
     found = [parts[depth] if len(parts) > depth else None for parts in folders]
     classes = tuple(sorted({name for name in found if name is not None}, key=natural_key))
     index = {name: position for position, name in enumerate(classes)}
@@ -61,7 +61,7 @@ def natural_key(name: str) -> list[tuple[int, int, str]]:
 
 
 def _part_key(part: str) -> tuple[int, int, str]:
-    """Order numbers by their digits, of which a name may have more than `int` takes."""
+    """Order numbers by their digits, since a name may have more digits than `int` accepts."""
     if not part.isdecimal():
         return 1, 0, part
     digits = part.lstrip("0")
@@ -84,7 +84,7 @@ def read_file(paths: Sequence[Path], index: int) -> bytes:
 
 
 def _walk(root: Path) -> Iterable[str]:
-    """Return every file below a folder, through links too, each folder once."""
+    """Return every file below a folder; links are followed, and each folder is visited once."""
     seen: set[tuple[int, int]] = set()
     for folder, subfolders, files in os.walk(root, followlinks=True):
         status = os.stat(folder)

@@ -1,4 +1,4 @@
-"""The name of a set of images to the set: folders, files, archives, CIFAR and digits."""
+"""Open a set of images by name: folders, files, archives, CIFAR and digits."""
 
 import tarfile
 from collections.abc import Sequence
@@ -21,9 +21,9 @@ _MAX_MEMBERS = 10_000_000
 def open_images(path: str | Path) -> ImageSet:
     """Open a set of images without reading the images.
 
-    `path` is a folder of images, labelled by sub-folder if it has any; one image; a .tar or .tar.gz of
-    such a folder; CIFAR-10 or CIFAR-100 in their original binary form, as one file, a folder or an
-    archive (all records, training first: give one file for a part); or the word `digits`.
+    `path` is a folder of images, labelled by sub-folder if it has any; one image; a .tar or .tar.gz of such a folder;
+    CIFAR-10 or CIFAR-100 in their original binary format, as one file, or as a folder or an archive (all records,
+    training data first); or the word `digits`.
 
     >>> open_images("photos").name(0)  # doctest: +SKIP
     'cats/1.jpg'
@@ -62,7 +62,7 @@ def open_archive(path: Path) -> ImageSet:
     >>> open_archive(Path("cifar10-test.tar")).classes[0]  # doctest: +SKIP
     'airplane'
 
-    Raises `DataError` when the archive is damaged or holds no images.
+    Raises `DataError` if the archive is damaged or contains no images.
     """
     places = _places(path)
     records = [
@@ -99,7 +99,7 @@ def _places(path: Path) -> dict[str, tuple[int, int]]:
         with tarfile.open(path, "r:gz" if compressed else "r:", tarinfo=_Member) as archive:
             while (member := archive.next()) is not None:
                 archive.members = []  # type: ignore[attr-defined]  # it keeps every header
-                if member.isreg() and not member.issparse():  # sparse ones are not stored in one piece
+                if member.isreg() and not member.issparse():  # sparse files are not stored contiguously
                     places[member.name.removeprefix("./")] = (member.offset_data, member.size)
                 if len(places) > _MAX_MEMBERS:
                     raise DataError(f"{path} holds more than {_MAX_MEMBERS} files; divide it")
@@ -109,7 +109,7 @@ def _places(path: Path) -> dict[str, tuple[int, int]]:
 
 
 class _Member(tarfile.TarInfo):
-    """A header of an archive, of which a name or an extension of any length would be read into memory."""
+    """A header of an archive with a limit on its length: tarfile would read a name of any length into memory."""
 
     def _proc_member(self, archive: tarfile.TarFile) -> tarfile.TarInfo:
         if not (self.isreg() or self.issparse()) and self.size > _MAX_HEADER_BYTES:

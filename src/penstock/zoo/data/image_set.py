@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP")
 _MAX_PIXELS = 2**26
-MAX_FILE_BYTES = 2**26  # of an image as it is stored: an archive's header may announce anything
+MAX_FILE_BYTES = 2**26  # limit for a stored image: an archive's header may announce any length
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,13 +49,13 @@ class ImageSet:
         return self.names[self._check(index)]
 
     def label(self, index: int) -> int | None:
-        """Return an image's class as an index into `classes`, or None; raises `DataError` likewise."""
+        """Return an image's class as an index into `classes`, or None; raises `DataError` if there is no such image."""
         return self.labels[self._check(index)]
 
     def read(self, index: int) -> "Image":
         """Read one image as RGB, upright.
 
-        Raises `DataError` naming the image if it is damaged, too large or missing; the others stay readable.
+        Raises `DataError` naming the image if it is damaged, too large or missing; other images stay readable.
         """
         loaded = self._load(index)
         return decode(loaded, self.names[index]) if isinstance(loaded, bytes) else loaded
@@ -101,7 +101,7 @@ def decode(data: bytes, name: str) -> "Image":
         num_pixels = image.width * image.height
         if num_pixels <= _MAX_PIXELS:
             return _as_rgb(operations.exif_transpose(image))
-    except Exception as problem:  # damaged images fail in any way, which must not end the run
+    except Exception as problem:  # damaged images may raise anything, which must not end the run
         reason = one_line(problem)
         if "cannot identify" in reason:
             reason = "it is not a JPEG, PNG, WebP or BMP"
@@ -119,7 +119,7 @@ def _as_rgb(image: Any) -> "Image":
 
 
 def picture(values: "np.ndarray[Any, np.dtype[np.uint8]]", index: int) -> "Image":
-    """Make a picture of one of an array of grey or RGB images."""
+    """Make a picture from one image of an array of grey or RGB images."""
     pillow = optional_import("PIL.Image", "vision", DataError)
     image: Image = pillow.fromarray(np.ascontiguousarray(values[index])).convert("RGB")
     return image
@@ -131,8 +131,8 @@ class ByteRange:
     >>> ByteRange(Path("images.tar")).read(512, 4)  # doctest: +SKIP
     b'\\xff\\xd8\\xff\\xe0'
 
-    `read` raises `DataError` when the file ends too early, and `OSError` like `open`. Going back in a
-    compressed file starts again from its beginning.
+    `read` raises `DataError` if the file ends too early, and `OSError` like `open`. Going back in a compressed file
+    decompresses it again from its beginning.
     """
 
     def __init__(self, path: Path) -> None:

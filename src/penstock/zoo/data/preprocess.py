@@ -1,4 +1,4 @@
-"""From a picture to the tensor that a model takes."""
+"""Transforms from a picture to a model's input tensor."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -45,8 +45,8 @@ def timm_transform(module: nn.Module) -> Transform:
 def hf_transform(config: Any, directory: Path | None) -> Transform | None:
     """Return the transform of a transformers model, or None if it takes no images.
 
-    It is made from a directory's preprocessor_config.json if there is one; otherwise it is the default of the model
-    type, at the configuration's image size.
+    It is made from the directory's preprocessor_config.json if that exists; otherwise it is the model type's default,
+    at the configuration's image size.
 
     >>> hf_transform(config, None)(image).shape  # doctest: +SKIP
     torch.Size([3, 224, 224])
@@ -57,7 +57,7 @@ def hf_transform(config: Any, directory: Path | None) -> Transform | None:
         transformers = optional_import("transformers", "text")
         try:
             processor = transformers.AutoImageProcessor.from_pretrained(directory, trust_remote_code=False)
-        except Exception as problem:  # a strange file fails in any way
+        except Exception as problem:  # an invalid file may raise anything
             raise ModelError(
                 f"{directory / 'preprocessor_config.json'} cannot be read ({one_line(problem)})"
             ) from problem

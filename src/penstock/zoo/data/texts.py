@@ -58,7 +58,7 @@ def read_tokenizer(path: Path) -> Any:
     try:
         return library.Tokenizer.from_file(str(path))
     except Exception as problem:  # the library raises Exception itself
-        raise DataError(f"{path} is not a tokenizer ({one_line(problem)}); give the one of the model") from problem
+        raise DataError(f"{path} is not a tokenizer ({one_line(problem)}); give the model's own") from problem
 
 
 @dataclass(frozen=True, slots=True)

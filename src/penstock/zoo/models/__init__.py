@@ -1,1 +1,1 @@
-"""Names of models to modules: timm, transformers, functions of the user's own."""
+"""Load models by name: timm, transformers, the user's own functions."""

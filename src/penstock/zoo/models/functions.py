@@ -1,4 +1,4 @@
-"""Models of the user's own: a function named on the command line."""
+"""The user's own models: a function named on the command line."""
 
 import importlib
 import sys
@@ -48,11 +48,11 @@ def find_function(name: str) -> Callable[[], object]:
 
 
 def _import_from(folder: str, module_name: str) -> ModuleType:
-    """Import a module, from this folder if it is there.
+    """Import a module, from this folder if the folder has it.
 
-    Only the named module is preferred from there. Its own imports may be next to it, including those at a later call,
-    so the folder stays on the path; but as the last entry, so that a `torch.py` or `json.py` in it never shadows
-    another module of that name.
+    Only the named module is preferably imported from the folder. That module may import others next to it, even at a
+    later call, so the folder stays on the path, but as the last entry: a `torch.py` or `json.py` in it never shadows
+    another module.
     """
     if folder not in sys.path:
         sys.path.append(folder)

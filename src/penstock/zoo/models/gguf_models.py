@@ -1,4 +1,4 @@
-"""Language models in GGUF files: llama.cpp's format, read by transformers, which turns its weights into floats."""
+"""Language models in GGUF files, llama.cpp's format; transformers reads them and converts weights to floats."""
 
 import importlib.util
 from pathlib import Path
@@ -56,7 +56,7 @@ def _read(name: str, kind: str, **options: Any) -> Any:
     logging.disable_progress_bar()
     try:
         return getattr(transformers, kind).from_pretrained(file.parent, gguf_file=file.name, **options)
-    except Exception as problem:  # strange files fail in any way
+    except Exception as problem:  # invalid files may raise anything
         raise ModelError(f"transformers cannot read {file} ({one_line(problem)}); give another .gguf file") from problem
     finally:
         if shown:

@@ -18,7 +18,7 @@ from penstock.zoo.optional import optional_import
 from penstock.zoo.weights.classes import names_of_labels
 
 _ADVICE = "give a local directory with config.json, or a model type such as hf:gpt2"
-# heads of model types without one in their configuration: the first that exists
+# heads for model types whose configuration names none: the first that exists
 _HEADS = (
     "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING", "MODEL_FOR_MASKED_LM_MAPPING", "MODEL_FOR_CAUSAL_LM_MAPPING",
     "MODEL_MAPPING",
@@ -38,8 +38,8 @@ _BATCH_SIZE = 2  # of an example
 def hf_directory(name: str, pretrained: bool) -> Path | None:
     """Return the directory of a model's files, or None if the name is only a model type.
 
-    A hub name is searched in the local cache and then downloaded: the configuration always, the weights only if
-    `pretrained`.
+    For a hub name files are looked up in the local cache, then downloaded: the configuration always, the weights only
+    if `pretrained`.
 
     >>> hf_directory("gpt2", pretrained=False) is None
     True
@@ -59,7 +59,7 @@ def hf_directory(name: str, pretrained: bool) -> Path | None:
     model = f"hf:{name}"
     advice = {} if pretrained else {"advice": _ADVICE + nearest(name, types.keys())}
     found = fetch_from_hub(model, name, ["config.json"], "text", **advice)
-    with suppress(ModelError):  # most models of text have none
+    with suppress(ModelError):  # most text models have none
         fetch_from_hub(model, name, ["preprocessor_config.json"], "text")
     if pretrained:
         weights = fetch_from_hub(model, name, ["model.safetensors", "model.safetensors.index.json"], "text")
@@ -75,8 +75,8 @@ def hf_config(name: str, directory: Path | None, options: Mapping[str, object]) 
     >>> hf_config("gpt2", None, {"n_layer": 2}).n_layer
     2
 
-    Raises `ModelError` for a field that the configuration does not have, with the nearest ones, and
-    for a configuration that transformers refuses.
+    Raises `ModelError` for a field that the configuration does not have, with the nearest names, and for a
+    configuration that transformers refuses.
     """
     transformers = optional_import("transformers", "text")
     try:
@@ -84,7 +84,7 @@ def hf_config(name: str, directory: Path | None, options: Mapping[str, object]) 
             known = transformers.CONFIG_MAPPING[name]()
         else:
             known = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
-    except Exception as problem:  # a strange config.json fails in any way
+    except Exception as problem:  # an invalid config.json may raise anything
         raise ModelError(f"transformers cannot read the configuration of {name} ({one_line(problem)})") from problem
     for key in options:
         if not hasattr(known, key):
@@ -104,8 +104,8 @@ def hf_config(name: str, directory: Path | None, options: Mapping[str, object]) 
 def build_hf(name: str, config: Any, seed: int, head: Head | None = None) -> nn.Module:
     """Build a transformers model with parameters on the meta device and the requested head.
 
-    Attention is PyTorch's own if the model supports it, else the eager one. Parameters are float32 by default; see the
-    option `dtype`.
+    Attention is PyTorch's own (`sdpa`) if the model supports it, else transformers' eager attention. Parameters are
+    float32 by default; see the option `dtype`.
 
     >>> build_hf("gpt2", hf_config("gpt2", None, {"n_layer": 2}), seed=0).config.n_layer
     2
@@ -124,7 +124,7 @@ def build_hf(name: str, config: Any, seed: int, head: Head | None = None) -> nn.
             if "attention" not in str(problem).lower():
                 raise
             return build("eager")
-    except Exception as problem:  # configurations that do not fit together fail in any way
+    except Exception as problem:  # inconsistent configurations may raise anything
         raise ModelError(f"transformers cannot build hf:{name} ({one_line(problem)})") from problem
 
 
@@ -196,7 +196,7 @@ def hf_image_size(config: Any) -> tuple[int, int]:
     >>> hf_image_size(transformers.ViTConfig(image_size=32))  # doctest: +SKIP
     (32, 32)
 
-    Nothing is raised; without a size in the configuration it is 224.
+    Without a size in the configuration it is 224; nothing is raised.
     """
     size = getattr(config, "image_size", None) or getattr(getattr(config, "vision_config", None), "image_size", None)
     if isinstance(size, (list, tuple)):

@@ -1,4 +1,4 @@
-"""Files of published models: looked for in the local cache first, then fetched."""
+"""Files of published models: taken from the local cache, otherwise downloaded."""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ _ADVICE = "give --weights FILE.safetensors or leave --pretrained out"
 
 
 def fetch_from_hub(model: str, repo: str, names: Sequence[str], extra: str, advice: str = _ADVICE) -> Path:
-    """Return the first of several files that a hub repository has, from the cache if possible.
+    """Return the first of these files that a hub repository has, from the cache if possible.
 
     >>> fetch_from_hub("timm:resnet18", "timm/resnet18.a1_in1k", ["a.bin"], "vision")  # doctest: +SKIP
 
@@ -81,14 +81,14 @@ def as_safetensors(file: Path) -> Path:
 
 def _unreachable(model: str, problem: Exception, advice: str = _ADVICE) -> ModelError:
     """Make the one-line error for a published model that cannot be downloaded."""
-    # the hub's own message ends with advice and an address: its first sentence has the reason
+    # the first sentence of the hub's message has the reason; the rest is advice and an address
     reason = one_line(problem, 1000).partition(". ")[0].rstrip(".")[:160]
     return ModelError(f"the files of {model} cannot be downloaded ({reason}); {advice}")
 
 
 @contextmanager
 def _quiet(name: str) -> Iterator[None]:
-    """Suppress a library's messages on retries, since the final error reports the failure once."""
+    """Suppress a library's messages about retries, since the final error reports the failure."""
     logger = logging.getLogger(name)
     level = logger.level
     logger.setLevel(logging.ERROR)

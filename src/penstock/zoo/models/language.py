@@ -18,27 +18,27 @@ _FILES = ("tokenizer_config.json", "tokenizer.json", "special_tokens_map.json", 
 
 
 def load_generation_config(name: str, *, pretrained: bool = False) -> Any:
-    """Return how an `hf:` model is meant to generate, such as the tokens that end a text; None where nothing says so.
+    """Return an `hf:` model's generation configuration, such as the tokens that end a text; None if it has no file.
 
     Example:
         config = load_generation_config("hf:models/smollm2")
     """
     if name.startswith(_GGUF):
-        return None  # the model has it
+        return None  # the loaded model has it
     directory = _directory(name, pretrained)
     if directory is None or not (directory / "generation_config.json").exists():
         return None
     kind = optional_import("transformers", "text").GenerationConfig
     try:
         return kind.from_pretrained(directory)
-    except Exception as problem:  # strange files fail in any way
+    except Exception as problem:  # invalid files may raise anything
         raise ModelError(f"the generation_config.json of {name} cannot be read ({one_line(problem)})") from problem
 
 
 def load_tokenizer(name: str, *, pretrained: bool = False) -> Any:
-    """Return the tokenizer that lies beside an `hf:` model.
+    """Return the tokenizer stored with an `hf:` model.
 
-    Raises `ModelError` where there is none, or transformers cannot read it.
+    Raises `ModelError` if there is none, or transformers cannot read it.
 
     Example:
         tokenizer = load_tokenizer("hf:models/smollm2")
@@ -51,19 +51,19 @@ def load_tokenizer(name: str, *, pretrained: bool = False) -> Any:
     base = parse_hf(name.removeprefix("hf:"))[0]
     if not Path(base).expanduser().is_dir():
         for file in _FILES:
-            with suppress(ModelError):  # which of them there are depends on the tokenizer
+            with suppress(ModelError):  # which of these files exist depends on the tokenizer
                 fetch_from_hub(name, base, [file], "text")
     try:
         return optional_import("transformers", "text").AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
-    except Exception as problem:  # strange files fail in any way
+    except Exception as problem:  # invalid files may raise anything
         raise ModelError(
-            f"{name} has no tokenizer that transformers can read ({one_line(problem)}); save one beside the model with "
+            f"{name} has no tokenizer that transformers can read ({one_line(problem)}); save one with the model by "
             "tokenizer.save_pretrained"
         ) from problem
 
 
 def is_language_model(name: str) -> bool:
-    """Return whether a model is one of transformers that does not take images; raises `ModelError`."""
+    """Return True if a transformers model does not take images; raises `ModelError` if it cannot be read."""
     source, _, rest = name.partition(":")
     if source != "hf":
         return name.startswith(_GGUF)

@@ -67,7 +67,7 @@ def build_on_meta(build: Callable[[], nn.Module], seed: int) -> nn.Module:
 
 
 def move_to_meta(module: nn.Module) -> None:
-    """Replace a module's parameters by ones on the meta device, tied ones by the same one.
+    """Move a module's parameters to the meta device; tied parameters stay tied.
 
     >>> layer = nn.Linear(2, 2)
     >>> move_to_meta(layer)
@@ -92,7 +92,7 @@ def materialize(module: nn.Module, weights: Weights) -> None:
 
     Raises `ModelError` when the weights lack a parameter.
     """
-    made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # holds both, so that no id is used twice
+    made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # keeps both alive, so that no id is used twice
     for path, owner in module.named_modules():
         for leaf, parameter in owner._parameters.items():
             if parameter is None:
@@ -105,7 +105,7 @@ def materialize(module: nn.Module, weights: Weights) -> None:
 
 
 def load_buffers(module: nn.Module, weights: Weights) -> None:
-    """Copy the values of a module's persistent buffers from the weights, as far as they have them.
+    """Copy the persistent buffers that the weights contain into a module.
 
     >>> norm = nn.BatchNorm1d(1)
     >>> load_buffers(norm, TensorWeights({**norm.state_dict(), "running_mean": torch.tensor([5.0])}))
@@ -120,7 +120,7 @@ def load_buffers(module: nn.Module, weights: Weights) -> None:
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, tuple[nn.Module, str]]:
-    """Return the buffers that a checkpoint of the module holds: name to owner and attribute.
+    """Return the buffers that a checkpoint of the module contains: name to owner and attribute.
 
     >>> sorted(persistent_buffers(nn.BatchNorm1d(1)))
     ['num_batches_tracked', 'running_mean', 'running_var']

@@ -1,4 +1,4 @@
-"""A model's name to the model itself: module, example inputs, weights and what belongs to them."""
+"""Load a model by name: module, example inputs, weights, and what belongs to them."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,8 +29,8 @@ _CLASSES = {"timm": "num_classes", "hf": "num_labels"}  # the option of each sou
 class ZooModel:
     """A model ready for capture.
 
-    The module is in eval mode. Its parameters are on the meta device unless it was loaded whole; its
-    buffers are real. `weights` has every parameter and buffer under each of its names; `is_random` if it was not given.
+    The module is in eval mode. Its parameters are on the meta device unless it was loaded whole; its buffers are real.
+    `weights` has every parameter and buffer under each of its names; `is_random` tells that no weights were given.
     """
 
     name: str
@@ -50,16 +50,16 @@ def load_model(
 ) -> ZooModel:  # fmt: skip
     """Load a model by name, without its weights in memory unless `whole`.
 
-    All names but `gguf:` may be followed by options, `,key=value`. `hf:` takes a directory with config.json, whose
-    safetensors are used if there are any; a model type of transformers such as `gpt2` or `bert`, with its default
-    configuration unless `pretrained`; or a hub name. `gguf:` takes a .gguf file, or an installed package that has one.
-    `package.module:function`, called with its options as keyword arguments, returns a module, `(module, example_args)`
-    or `(module, example_args, example_kwargs)`.
+    All names but `gguf:` may be followed by options, `,key=value`. `hf:` takes a directory with config.json, and uses
+    its safetensors files if there are any; a model type of transformers such as `gpt2` or `bert`, with its default
+    configuration unless `pretrained`; or a hub name. `gguf:` takes a .gguf file, or an installed package that contains
+    one. `package.module:function`, called with its options as keyword arguments, returns a module,
+    `(module, example_args)` or `(module, example_args, example_kwargs)`.
 
     Weights are read from `weights`, else from the published checkpoint if `pretrained`, else from the model's own
-    directory or function, else they are random and depend only on `seed`. `head` overrides the head in an `hf:` model's
-    configuration. Weights with class names in their metadata determine the model's number of classes, and their names;
-    a config.json next to them may name as many classes as the model has.
+    directory or function. Otherwise they are random and depend only on `seed`. `head` overrides the head in an `hf:`
+    model's configuration. Weights with class names in their metadata determine the model's number of classes, and their
+    names; a config.json next to them may name as many classes as the model has.
 
     >>> model = load_model("timm:vit_tiny_patch16_224,depth=2,num_classes=10")
     >>> model.example_args[0].shape, model.weights.shape("head.weight")
@@ -119,7 +119,7 @@ def _load_hf(name: str, weights: Path | None, pretrained: bool, seed: int, head:
         weights = directory
     found = None
     if weights is not None:
-        # a narrowed model's checkpoint never needs to be mapped
+        # names in a narrowed model's checkpoint never need to be mapped
         source = FileWeights(weights)
         found = _fitted(module, source if KEY in source.metadata else hf_weights(module, weights))
     example, task = hf.hf_example(base, config, module, seed)
@@ -156,7 +156,7 @@ def _load_function(name: str, weights: Path | None, pretrained: bool, seed: int)
         return made[0][0]
 
     if weights is None:
-        # the function may load values of its own: they are the weights
+        # the function may have loaded values itself: these are the weights
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             module = build().eval()
@@ -229,7 +229,7 @@ def parse_hf(text: str) -> tuple[str, dict[str, object]]:
 
 
 def _has_weights(directory: Path) -> bool:
-    """Return True if a directory holds weights, in any form; a pickled form is refused when it is read."""
+    """Return True if a directory contains weights in any format; pickled weights are refused when they are read."""
     patterns = ("*.safetensors", "pytorch_model*.bin", "*.safetensors.index.json")
     return any(next(directory.glob(pattern), None) is not None for pattern in patterns)
 

@@ -1,4 +1,4 @@
-"""Models of timm by name, and checkpoints read as timm reads them."""
+"""timm models by name, and checkpoints read as timm reads them."""
 
 import sys
 from collections.abc import Callable, Mapping
@@ -16,7 +16,7 @@ from penstock.zoo.optional import optional_import
 from penstock.zoo.weights.weight_files import FileWeights
 from penstock.zoo.weights.weights import TensorWeights, Weights
 
-# options of timm that read files, pickled ones among them, or fetch them
+# options of timm that read files, which may be pickled, or download them
 _FILES = frozenset({"checkpoint_path", "pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir"})
 _HUB_FILES = ("model.safetensors", "pytorch_model.bin")
 
@@ -27,7 +27,7 @@ def build_timm(name: str, options: Mapping[str, object], seed: int) -> nn.Module
     >>> build_timm("vit_tiny_patch16_224", {"depth": 2}, seed=0).embed_dim
     192
 
-    Raises `ModelError` for a name unknown to timm, with the nearest ones, and for options that the model rejects.
+    Raises `ModelError` for a name unknown to timm, with the nearest names, and for options that the model rejects.
     """
     timm = optional_import("timm", "vision")
     base = name.partition(".")[0]
@@ -61,14 +61,14 @@ def timm_checkpoint(name: str, module: nn.Module) -> Path:
 
 
 def timm_weights(name: str, module: nn.Module, path: Path, check: Callable[[Weights], Weights]) -> Weights:
-    """Read a checkpoint for a timm model, with its own names or timm's mapping.
+    """Read a checkpoint for a timm model, with the model's own names or timm's mapping.
 
-    `check` returns the weights that fit the module, or raises. A mapped tensor that timm only renames
-    stays memory-mapped; one that it computes, such as a resized position embedding, is held in memory.
+    `check` returns the weights that fit the module, or raises. A tensor that timm only renames stays memory-mapped; a
+    tensor that timm computes, such as a resized position embedding, is kept in memory.
 
     >>> timm_weights("deit_tiny_patch16_224", module, Path("deit.safetensors"), check)  # doctest: +SKIP
 
-    Raises `ModelError` if the checkpoint fits in neither way; the message is that of the first.
+    Raises `ModelError` if the checkpoint fits in neither way; the message is about the model's own names.
     """
     source = FileWeights(path)
     try:

@@ -58,7 +58,7 @@ def names_of_labels(id2label: Mapping[int, str]) -> tuple[str, ...] | None:
 def names_beside(weights: Path) -> tuple[str, ...] | None:
     """Return the class names in the config.json next to a weights file, as transformers and timm write it, or None."""
     folder = weights if weights.is_dir() else weights.parent
-    with suppress(OSError, msgspec.MsgspecError):  # the file may be of anything else
+    with suppress(OSError, msgspec.MsgspecError):  # the file may belong to something else
         config = msgspec.json.decode((folder / "config.json").read_bytes(), type=_Config)
         return tuple(config.label_names) or names_of_labels(config.id2label)
     return None

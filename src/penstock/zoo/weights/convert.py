@@ -1,4 +1,4 @@
-"""A pickled checkpoint to safetensors, without running any code that the file may hold."""
+"""Convert a pickled checkpoint to safetensors without running code from the file."""
 
 import pickle
 from collections.abc import Mapping
@@ -32,15 +32,15 @@ def convert_checkpoint(source: Path, target: Path) -> Converted:
     """Write the tensors of a .pth, .pt or .bin checkpoint as one safetensors file.
 
     The weights may be under `model_ema`, `state_dict_ema`, `ema`, `model`, `state_dict`, `module` or
-    `model_state_dict`, searched in this order and within one another; `module.` and `_orig_mod.` in front of every name
-    are removed. Shapes and dtypes stay. A tensor that several names share is written under each. The target is written
-    atomically.
+    `model_state_dict`, searched in this order and also nested; the prefixes `module.` and `_orig_mod.` are removed if
+    all names have them. Shapes and dtypes stay. A tensor with several names is written under each name. The target is
+    written atomically.
 
     >>> convert_checkpoint(Path("deit.pth"), Path("deit.safetensors")).num_tensors  # doctest: +SKIP
     152
 
-    Raises `ModelError` when the source is missing, damaged, holds no tensors or holds pickled objects,
-    and when the target cannot be written.
+    Raises `ModelError` if the source is missing or damaged, contains no tensors or contains pickled objects, and if the
+    target cannot be written.
     """
     state, dropped = _tensors(_unwrap(_read(source), source), source)
     num_bytes = save_weights(TensorWeights(state), target)
@@ -58,7 +58,7 @@ def _read(source: Path) -> object:
         except RuntimeError as problem:
             if "mmap" not in str(problem):
                 raise
-            # files written before torch 1.6 are no archives and cannot be mapped
+            # files written before torch 1.6 are not zip archives and cannot be mapped
             return torch.load(source, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as problem:
         if "Weights only load failed" not in str(problem) or "GLOBAL" not in str(problem):
@@ -67,14 +67,14 @@ def _read(source: Path) -> object:
             f"{source} holds pickled objects, not only tensors; where it was made, save "
             "model.state_dict() instead and convert that"
         ) from problem
-    except Exception as problem:  # a damaged pickle can fail in any way
+    except Exception as problem:  # a damaged pickle may raise anything
         raise ModelError(
             f"{source} is damaged or not a PyTorch checkpoint ({one_line(problem, 80)}); copy it again"
         ) from problem
 
 
 def _unwrap(value: object, source: Path) -> Mapping[object, object]:
-    """Follow the usual nestings down to the mapping that holds the tensors."""
+    """Follow the usual nesting to the mapping that contains the tensors."""
     if not isinstance(value, Mapping):
         raise ModelError(f"{source} holds a {type(value).__name__}, not tensors by name; save a state_dict")
     for key in _NESTINGS:
@@ -97,7 +97,7 @@ def _tensors(state: Mapping[object, object], source: Path) -> tuple[dict[str, Te
         raise ModelError(f"{source} holds no tensors; its entries are {', '.join(map(str, list(state)[:5]))}")
     sparse = [key for key, value in tensors.items() if value.layout != torch.strided or value.is_quantized]
     if sparse:
-        raise ModelError(f"{source} holds {sparse[0]} as a sparse or quantized tensor; save it as a dense one")
+        raise ModelError(f"{source} holds {sparse[0]} as a sparse or quantized tensor; save it as a dense tensor")
     for prefix in _PREFIXES:
         if all(key.startswith(prefix) for key in tensors):
             tensors = {key.removeprefix(prefix): value for key, value in tensors.items()}

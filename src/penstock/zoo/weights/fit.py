@@ -1,4 +1,4 @@
-"""Check that weights fit a model; fitting ones are then read with the model's own names and dtypes."""
+"""Check that weights fit a model, and read them with the model's own names and dtypes."""
 
 from collections.abc import Collection, Mapping
 
@@ -20,16 +20,16 @@ def check_weights(
 ) -> Weights:
     """Compare weights with a model's expected tensors and return them under exactly the model's names.
 
-    A floating tensor of another floating dtype fits: it is converted when loaded. Tensors that the model does not have
-    are left out. `aliases` maps each tied name to the first of its names; one of them suffices. Names in `optional` are
-    left out if they are missing or do not fit.
+    A floating-point tensor fits with any floating-point dtype: it is converted when loaded. Tensors that the model does
+    not have are left out. `aliases` maps each further name of a tied tensor to its first name; the weights need only
+    one of these names. Names in `optional` are left out if they are missing or do not fit.
 
     >>> source = TensorWeights({"bias": torch.zeros(3, dtype=torch.float16)})
     >>> check_weights(source, {"bias": ((3,), torch.float32)}).load("bias").dtype
     torch.float32
 
-    Raises `ModelError` naming the first tensors that are missing or have another shape or kind, and the number of
-    others.
+    Raises `ModelError` with the first tensors that are missing or differ in shape or kind, and the number of further
+    ones.
     """
     sources = _sources(set(weights.names()), expected, aliases or {})
     for name in optional:
@@ -74,7 +74,7 @@ class _Checked(ByName[str]):
 
 
 def _sources(present: set[str], expected: Expected, aliases: Mapping[str, str]) -> dict[str, str]:
-    """Return which tensor of the weights serves each name; tied names are served by one."""
+    """Return for each name which tensor of the weights is used; tied names use the same tensor."""
     groups: dict[str, list[str]] = {}
     for name in expected:
         groups.setdefault(aliases.get(name, name), []).append(name)

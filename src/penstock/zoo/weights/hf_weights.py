@@ -52,11 +52,11 @@ def hf_weights(module: Any, path: Path) -> Weights:
 
 
 class _Group(TensorWeights):
-    """The tensors that one conversion makes out of one or several tensors of a file."""
+    """The tensors that one conversion makes from one or several tensors of a file."""
 
     def __init__(self, module: nn.Module, source: Weights, step: Any, name: str, keys: list[tuple[str, str]]) -> None:
         self._module, self._source, self._step, self._name, self._keys = module, source, step, name, keys
-        # run once on tensors without values: names, shapes and dtypes cost nothing that way
+        # run once on tensors without values, which gives names, shapes and dtypes at no cost
         super().__init__(
             self._convert(lambda key: torch.empty(source.shape(key), dtype=source.dtype(key), device="meta"))
         )

@@ -1,4 +1,4 @@
-"""Models with narrower layers than named: their sizes in a weights file, and narrowing of a fresh model."""
+"""Models with narrowed layers: their sizes in a weights file, and narrowing of a newly built model."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -16,7 +16,7 @@ Sizes = dict[str, dict[str, int | list[int]]]
 
 
 def changed_sizes(original: nn.Module, narrowed: nn.Module) -> Sizes:
-    """Return the whole numbers that differ between a model and a narrower one, as each module's attributes.
+    """Return the integer attributes of each module that differ between a model and its narrowed version.
 
     >>> changed_sizes(nn.Linear(8, 4), nn.Linear(6, 4))
     {'': {'in_features': 6}}
@@ -26,7 +26,7 @@ def changed_sizes(original: nn.Module, narrowed: nn.Module) -> Sizes:
     for path, module in original.named_modules():
         if path not in modules:
             raise ModelError(
-                f"a narrowed model must have all modules of the whole one; {path} not found; only narrow its layers"
+                f"a narrowed model must have all modules of the original; {path} not found; only narrow its layers"
             )
         now = _sizes_of(modules[path])
         for name, before in _sizes_of(module).items():
@@ -79,7 +79,7 @@ def narrow(module: nn.Module, sizes: Sizes, shapes: Mapping[str, Shape]) -> None
             _cut(path, kept, shapes, made)
 
 
-_OTHER = "use the model that they were made of"
+_OTHER = "use the model from which they were made"
 
 
 def _cut(path: str, kept: dict[str, Any], shapes: Mapping[str, Shape], made: dict[int, Any]) -> None:
@@ -97,7 +97,7 @@ def _cut(path: str, kept: dict[str, Any], shapes: Mapping[str, Shape], made: dic
 
 
 def _sizes_of(module: nn.Module) -> dict[str, int | tuple[int, ...]]:
-    """Return a module's own attributes that are whole numbers, or several of them."""
+    """Return a module's own attributes that are integers or tuples of integers."""
     return {name: value for name, value in vars(module).items() if not name.startswith("_") and _is_size(value)}
 
 

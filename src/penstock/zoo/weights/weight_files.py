@@ -1,4 +1,4 @@
-"""Tensors in safetensors files, one in memory at a time: read through a memory map, and written."""
+"""Reading (memory-mapped) and writing of safetensors files, with one tensor in memory at a time."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -28,13 +28,12 @@ _KINDS = {dtype: kind for kind, dtype in DTYPES.items()}
 class FileWeights(ByName[str]):
     """The tensors of a safetensors file, of a sharded index, or of a directory with either.
 
-    `rename` maps a model's name to the name in the file; other names are the file's own.
+    `rename` maps names in the model to names in the file; other names are the same in both.
 
     >>> FileWeights(Path("deit.safetensors")).shape("cls_token")  # doctest: +SKIP
     (1, 1, 384)
 
-    Raises `ModelError` if the file is missing, damaged or not safetensors, a shard is missing, or a tensor is not in
-    it.
+    Raises `ModelError` if the file is missing, damaged or not safetensors, or if a shard or a tensor is missing.
     """
 
     def __init__(self, path: Path, rename: Mapping[str, str] | None = None) -> None:
@@ -73,9 +72,9 @@ class FileWeights(ByName[str]):
         return DTYPES[kind]
 
     def load(self, name: str) -> Tensor:
-        """Return one tensor, mapped into memory and read from disk on access.
+        """Return one memory-mapped tensor, which is read from disk on access.
 
-        Each has a separate mapping, so that the read pages are released together with the tensor.
+        Each tensor has a separate mapping, so that its pages are released together with the tensor.
         """
         key = self._find(name)
         tensor: Tensor = _open_file(self._shards[key]).get_tensor(key)
@@ -117,7 +116,7 @@ def _shards(path: Path) -> list[Path]:
 
 
 def _inside(directory: Path) -> Path:
-    """Return the index or the one safetensors file of a directory."""
+    """Return the index, or the only safetensors file, of a directory."""
     for pattern in (f"*{_INDEX_SUFFIX}", "model.safetensors", "*.safetensors"):
         found = sorted(directory.glob(pattern))
         if len(found) > 1:
@@ -127,7 +126,7 @@ def _inside(directory: Path) -> Path:
             return found[0]
     for suffix in PICKLED_SUFFIXES:
         for file in sorted(directory.glob(f"*{suffix}")):
-            return file  # refused by name, with the command that converts it
+            return file  # the caller refuses it, with the command that converts it
     raise ModelError(f"{directory} holds no .safetensors file and no index of shards")
 
 
@@ -170,8 +169,8 @@ def save_weights(
 
 
 def file_order(weights: Weights, names: Iterable[str] | None = None) -> list[str]:
-    """Return the order of tensors in a file, which is that in which `save_weights` loads them."""
-    # the widest elements first: every tensor then starts at a multiple of its element size
+    """Return the order of tensors in a file, in which `save_weights` also loads them."""
+    # largest elements first: every tensor then starts at a multiple of its element size
     return sorted(weights.names() if names is None else names, key=lambda name: (-weights.dtype(name).itemsize, name))
 
 

@@ -14,7 +14,7 @@ from penstock.text import nearest
 Shape = tuple[int, ...]
 Expected = Mapping[str, tuple[Shape, torch.dtype]]
 _Known = TypeVar("_Known")
-_FINGERPRINT_VALUES = 4096  # of each tensor: other weights differ in all of them
+_FINGERPRINT_VALUES = 4096  # from each tensor: trained weights differ everywhere
 
 
 class Weights(Protocol):
@@ -40,7 +40,7 @@ class Weights(Protocol):
 
 
 def fingerprint_of(weights: Weights) -> str:
-    """Name weights by their content: names, shapes, dtypes, and the beginning of each tensor.
+    """Return a hash of the weights: names, shapes, dtypes, and the beginning of each tensor.
 
     >>> fingerprint_of(TensorWeights({"w": torch.zeros(2)})) == fingerprint_of(TensorWeights({"w": torch.ones(2)}))
     False
@@ -116,10 +116,10 @@ class ModuleWeights(TensorWeights):
 
 
 class RandomWeights(ByName[tuple[Shape, torch.dtype]]):
-    """Random values that depend only on the seed and the tensor's name, made on request.
+    """Random values that depend only on the seed and the tensor's name, generated on request.
 
-    Matrices and larger are normal with a standard deviation of 1/sqrt(fan-in), vectors and scalars
-    are ones, biases are zeros. `aliases` maps a tied name to the name whose values it shares.
+    Tensors with two or more dimensions are normal with a standard deviation of 1/sqrt(fan-in), vectors and scalars are
+    ones, biases are zeros. `aliases` maps a tied name to the name whose values it shares.
 
     >>> weights = RandomWeights({"fc.weight": ((3, 4), torch.float32)}, seed=0)
     >>> torch.equal(weights.load("fc.weight"), weights.load("fc.weight"))
@@ -142,7 +142,7 @@ class RandomWeights(ByName[tuple[Shape, torch.dtype]]):
         return self._find(name)[1]
 
     def load(self, name: str) -> Tensor:
-        """Make one tensor, the same every time."""
+        """Generate one tensor, with the same values every time."""
         shape, dtype = self._find(name)
         name = self._aliases.get(name, name)
         leaf = name.rpartition(".")[2].lower()
@@ -158,7 +158,7 @@ class RandomWeights(ByName[tuple[Shape, torch.dtype]]):
 
 
 class JoinedWeights(ByName[Weights]):
-    """Several sources as one; the first that has a name is used.
+    """Several sources as one; for each name the first source that has it is used.
 
     >>> JoinedWeights(TensorWeights({"a": torch.ones(2)}), TensorWeights({"b": torch.ones(3)})).shape("b")
     (3,)

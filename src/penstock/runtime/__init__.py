@@ -1,1 +1,1 @@
-"""Runtimes of one stage: eager, with gradients, with a split backward. They are independent of other processes."""
+"""Runtimes that compute one stage: eager, with gradients, with a split backward; they know no other process."""

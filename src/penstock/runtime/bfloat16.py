@@ -1,4 +1,4 @@
-"""The precision bfloat16 of the eager runtime: products in 16 bits, everything else as it is."""
+"""The precision bfloat16 of the eager runtime: products in 16 bits, everything else unchanged."""
 
 import operator
 import platform
@@ -16,25 +16,25 @@ from penstock.runtime.eager import Runtime
 from penstock.runtime.layers import may_be_written
 from penstock.tensors import HOST
 
-# most of a model's work, with processor instructions
+# most of a model's work; processors have instructions for these
 _PRODUCTS = frozenset({
     "aten.linear.default", "aten.addmm.default", "aten.mm.default", "aten.bmm.default", "aten.matmul.default",
     "aten.baddbmm.default", "aten.conv1d.default", "aten.conv2d.default", "aten.conv2d.padding",
     "aten.convolution.default",
 })  # fmt: skip
 _ATTENTION = "aten.scaled_dot_product_attention.default"
-_FLAGS = {"avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16"}  # the last is ARM's
+_FLAGS = {"avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16"}  # the last on ARM
 
 
 class Bfloat16Runtime(Runtime):
-    """A stage program with products in bfloat16 and results in float32, so that cuts do not change outputs.
+    """A stage program that computes products in bfloat16 and returns float32, so that cuts do not change outputs.
 
-    Weights read only by products are kept in 16 bits, those that other operations read too in both forms.
+    Weights that only products read are kept in 16 bits; weights that other operations also read, in both precisions.
 
     Example:
         outputs = Bfloat16Runtime(program, {"head.weight": weight, ...})({"batch": 1}, [image])
 
-    Raises `PlanError` if the processor has no instructions for it; see `Runtime` for the rest.
+    Raises `PlanError` if the processor has no instructions for bfloat16; see `Runtime` for other errors.
     """
 
     def __init__(self, program: StageProgram, tensors: Mapping[str, Tensor], device: torch.device = HOST) -> None:
@@ -44,7 +44,7 @@ class Bfloat16Runtime(Runtime):
         halved = read_by_products(program)
         read = {name for op in program.ops if is_product(op) for name in op.uses()}
         written = may_be_written(program)
-        # a weight that others read too, such as a tied embedding, is there twice: rounding it in each call reads it all
+        # weights that other operations also read, as tied embeddings, are kept twice: rounding at each call is slow
         self._halves = {
             state.value.name: tensor.to(torch.bfloat16)
             for state, tensor in zip(program.states, self._state, strict=True)
@@ -56,7 +56,7 @@ class Bfloat16Runtime(Runtime):
         ]
 
     def copied(self) -> "Bfloat16Runtime":
-        """Make the same again, with tensors of its own."""
+        """Return a copy with separate tensors."""
         pairs = zip(self.program.states, self._state, strict=True)
         tensors = {state.value.name: tensor.to(state.value.dtype, copy=True) for state, tensor in pairs}
         return Bfloat16Runtime(self.program, tensors, self.device)
@@ -73,14 +73,14 @@ class Bfloat16Runtime(Runtime):
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of its tensors."""
+        """Bytes of the runtime's tensors."""
         return super().weight_bytes + sum(tensor.nbytes for tensor in self._halves.values())
 
 
 def is_product(op: Op) -> bool:
     """Return True if an operation is computed in bfloat16.
 
-    Attention with a mask is not: masks hold numbers that bfloat16 rounds to infinity.
+    Attention with a mask is not: masks contain numbers that bfloat16 rounds to infinity.
     """
     if op.target != _ATTENTION:
         return op.target in _PRODUCTS
@@ -92,7 +92,7 @@ def check_bfloat16() -> None:
     """Raise `PlanError` if the processor has no instructions for bfloat16."""
     if not has_bfloat16():
         raise PlanError(
-            "the precision bfloat16 needs a processor with instructions for it (avx512_bf16, amx_bf16, or bf16 on "
+            "the precision bfloat16 needs a processor with such instructions (avx512_bf16, amx_bf16, or bf16 on "
             f"ARM), which this {platform.machine()} does not have; plan with float32 or onnxruntime:int8"
         )
 

@@ -19,11 +19,11 @@ from penstock.runtime.results import check_result
 from penstock.tensors import HOST, copy_exactly, moved
 from penstock.text import first_line
 
-# Number of microbatch sizes for which bound programs are kept; a stream has two, as the last one is ragged.
+# Number of microbatch sizes for which bound programs are kept; a stream has two, as the last microbatch may be smaller.
 _KEPT_SIZES = 8
-# A decoder has a step and three chunks for each size of room.
+# A decoder has a step and three chunk sizes for each size of the caches.
 _KEPT_SIZES_OF_DECODER = 64
-# texts have many lengths
+# many lengths of texts
 _WATCHED_SIZES = 4096
 
 
@@ -32,7 +32,7 @@ def _zeros(size: Sequence[int], *, memory_format: torch.memory_format | None = N
     return made if memory_format is None else made.contiguous(memory_format=memory_format)
 
 
-# A program may be a stranger's: it gets no memory as this process left it.
+# A program may be untrusted: it must not read what this process left in freed memory.
 _FILLED: Mapping[str, Callable[..., Tensor]] = {
     "aten.empty.memory_format": _zeros,
     "aten.empty_like.default": torch.ops.aten.zeros_like.default,
@@ -40,8 +40,8 @@ _FILLED: Mapping[str, Callable[..., Tensor]] = {
 }
 
 
-# These return their first argument if its type or sizes are the wanted ones already. Other operators that may return a
-# view, such as contiguous, decide by strides, which a caller's tensors may have differently each time.
+# These return their first argument if its type or sizes are already as requested. Other operators that may return a
+# view, such as contiguous, decide by strides, which may differ at each call.
 _MAY_KEEP = frozenset({
     "aten.to.dtype", "aten.slice.Tensor", "aten.expand.default", "aten.view.default", "aten.reshape.default",
     "aten.alias.default", "aten.detach.default",
@@ -50,7 +50,7 @@ _MAY_KEEP = frozenset({
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """One fully bound call: the registers to read, the result's register, and the registers released afterwards."""
+    """One bound call: registers to read, the result's register, and registers to release afterwards."""
 
     name: str
     function: Callable[..., Any]
@@ -69,16 +69,16 @@ class _Register:
 
 @dataclass(slots=True)
 class _Bound:
-    """A program for one microbatch size: sizes are numbers, the prelude is computed."""
+    """A program for one microbatch size: sizes are numbers, and the prelude has been computed."""
 
     registers: list[Any]
     steps: list[_Step]
     watched: bool = False  # True once a run has shown every operation's result
-    short: list[_Step] | None = None  # without the operations that return their argument, after the first run
+    short: list[_Step] | None = None  # after the first run: without operations that return their argument
 
 
 class Runtime:
-    """A stage program with its weights on a device, callable.
+    """A callable stage program with its weights on a device.
 
     Example:
         runtime = Runtime(program, {"head.weight": weight, ...})
@@ -88,7 +88,7 @@ class Runtime:
     failed operation.
     """
 
-    _shortens = True  # operations that return their argument do nothing here, but may to autograd, as detach does
+    _shortens = True  # leaves out operations that return their argument; autograd may need them, as detach
 
     def __init__(self, program: StageProgram, tensors: Mapping[str, Tensor], device: torch.device = HOST) -> None:
         self.program = program
@@ -117,9 +117,7 @@ class Runtime:
         return [registers[index] for index in self._outputs]
 
     def own(self, outputs: Sequence[Tensor], sizes: Mapping[str, int]) -> list[Tensor]:
-        """Copy outputs that share memory with values computed once for many microbatches; others may be modified
-        freely.
-        """
+        """Copy outputs that share memory with values kept for many microbatches, so that all may be modified."""
         first = len(self._state)
         computed_once = self.bind(sizes).registers[first : first + len(self.program.prelude)]
         shared = {item.untyped_storage().data_ptr() for item in computed_once if isinstance(item, Tensor)}
@@ -127,11 +125,11 @@ class Runtime:
 
     @property
     def weight_bytes(self) -> int:
-        """Return the bytes of its tensors."""
+        """Return the bytes of the runtime's tensors."""
         return sum(tensor.nbytes for tensor in self._state)
 
     def copied(self) -> "Runtime":
-        """Make the same again, with tensors of its own."""
+        """Return a copy with separate tensors."""
         pairs = zip(self.program.states, self._state, strict=True)
         return Runtime(self.program, {state.value.name: tensor.clone() for state, tensor in pairs}, self.device)
 
@@ -154,7 +152,7 @@ class Runtime:
     def likes(
         self, sizes: Mapping[str, int], inputs: Sequence[Tensor]
     ) -> tuple[list[Tensor], dict[str, Tensor | list[Tensor]]]:
-        """Run on one microbatch; returns the outputs, and on the meta device the inputs and what operations made."""
+        """Run on one microbatch; return the outputs, and meta tensors of the inputs and of all operations' results."""
         bound = self.bind(sizes)
         registers = bound.registers.copy()
         found: dict[str, Tensor | list[Tensor]] = {}
@@ -165,13 +163,13 @@ class Runtime:
         return [registers[index] for index in self._outputs], found
 
     def constants(self, sizes: Mapping[str, int]) -> dict[str, Tensor]:
-        """Return the tensors of its state, and its prelude's results at these sizes, by name."""
+        """Return the tensors of the state, and the prelude's results at these sizes, by name."""
         names = [state.value.name for state in self.program.states] + [op.name for op in self.program.prelude]
         values = self.bind(sizes).registers
         return {name: value for name, value in zip(names, values, strict=False) if isinstance(value, Tensor)}
 
     def bind(self, sizes: Mapping[str, int]) -> _Bound:
-        """Decide everything that depends on sizes alone; kept for the next microbatch of the same size."""
+        """Compute everything that depends only on sizes, and keep it for further microbatches of the same size."""
         key = tuple(sizes[symbol] for symbol in self.program.symbols)
         bound = self._bound.get(key)
         if bound is None:
@@ -204,9 +202,9 @@ class Runtime:
         return self._as_captured(state, moved(tensor, self.device))
 
     def _as_captured(self, state: State, tensor: Tensor) -> Tensor:
-        """Return a tensor as the model had it: `torch.matmul` chooses a kernel by whether a weight requires gradients.
+        """Return a tensor with the model's `requires_grad`, by which `torch.matmul` chooses a kernel.
 
-        Nothing is computed for gradients, since a stage runs without them.
+        No gradients are computed, since a stage runs without them.
         """
         return tensor.detach().requires_grad_() if state.requires_grad and not tensor.is_inference() else tensor
 
@@ -217,7 +215,7 @@ class Runtime:
             step = self._step(op, sizes, ())
             self._check_result(op, sizes, registers)
             _run(step, registers)
-        # an unread result, as of an in-place operation, is released immediately
+        # an unread result, such as that of an in-place operation, is released immediately
         last = {op.name: index for index, op in enumerate(self.program.ops)}
         last |= {name: index for index, op in enumerate(self.program.ops) for name in op.uses()}
         kept = {state.value.name for state in self.program.states}
@@ -234,7 +232,7 @@ class Runtime:
         function = self._function(op)
         keywords = {key: self._settle(argument, sizes) for key, argument in op.keywords.items()}
         if self.device != HOST and keywords.get("device") is None and is_factory(op):
-            keywords["device"] = self.device  # what an operator makes of nothing is made on the CPU otherwise
+            keywords["device"] = self.device  # operators that create tensors would create them on the CPU
         check_amounts(op, arguments, keywords)
         if any(True for argument in op.keywords.values() for _ in references(argument)):
             function, arguments, keywords = _positional(function, arguments, keywords)
@@ -257,8 +255,9 @@ class Runtime:
     def _run_each(
         self, bound: _Bound, sizes: Mapping[str, int], registers: list[Any]
     ) -> Iterator[tuple[Op, Any]]:  # fmt: skip
-        """Run, and yield each operation with its result. The first time at these sizes, the result's size is compared
-        with the available memory before it is computed.
+        """Run, and yield each operation with its result.
+
+        The first run with these sizes compares the size of each result with the available memory beforehand.
         """
         looks = bound.short is None and self._shortens
         kept: dict[int, int] = {}
@@ -276,7 +275,7 @@ class Runtime:
             bound.short = self._shortened(bound.steps, kept) if looks else bound.steps
 
     def _shortened(self, steps: Sequence[_Step], kept: Mapping[int, int]) -> list[_Step]:
-        """Leave out steps whose result is their argument's register in `kept`; others read that register instead."""
+        """Leave out steps that return their argument, as listed in `kept`; later steps read the argument's register."""
 
         def register(index: int) -> int:
             return kept.get(index, index)
@@ -292,7 +291,7 @@ class Runtime:
             made.append(
                 replace(step, slots=tuple((position, register(index)) for position, index in step.slots), lists=lists)
             )
-        # a register lives until the last step that reads it under any of its names; these are in order
+        # a register lives until the last step that reads it under any of its names; the steps are in order
         first = len(self._state) + len(self.program.prelude)
         last = {register(index): number for number, step in enumerate(steps) for index in step.ends}
         left = [number for number, step in enumerate(steps) if step.result not in kept]
@@ -303,7 +302,7 @@ class Runtime:
         return [replace(step, ends=tuple(ends.get(number, ()))) for number, step in enumerate(made)]
 
     def _seen(self, bound: _Bound, sizes: Mapping[str, int]) -> None:
-        """Record that every operation was bounded at these sizes, also for later rebinding."""
+        """Record that every operation was checked at these sizes; this also holds if the program is bound again."""
         bound.watched = True
         if len(self._watched_sizes) < _WATCHED_SIZES:
             self._watched_sizes.add(tuple(sizes[symbol] for symbol in self.program.symbols))
@@ -323,7 +322,7 @@ class Runtime:
             check_result(op.name, op.target, arguments, keywords)
         except PenstockError:
             raise
-        # a rule, or torch without memory, fails on arguments that do not fit the operator
+        # a rule, or torch on the meta device, fails on arguments that do not fit the operator
         except Exception as error:
             raise RunError(f"operation {op.name} failed: {first_line(error)}") from error
 
@@ -332,7 +331,7 @@ class Runtime:
 
 
 def _check_caches(program: StageProgram, tensors: Mapping[str, Tensor]) -> None:
-    """Raise `OutOfMemory` if a program's caches do not fit, since no received tensors would bound them."""
+    """Raise `OutOfMemory` if a program's caches do not fit; no received tensor limits their size."""
     wanted = sum(state.value.num_bytes({}) for state in program.caches if state.value.name not in tensors)
     if wanted and wanted > (allowed := allowed_bytes()):
         raise OutOfMemory(
@@ -344,7 +343,7 @@ def _check_caches(program: StageProgram, tensors: Mapping[str, Tensor]) -> None:
 def _positional(
     function: Callable[..., Any], arguments: list[Any], keywords: dict[str, Any]
 ) -> tuple[Callable[..., Any], list[Any], dict[str, Any]]:
-    """Move keywords that are values after the positional arguments, so that registers are in one place."""
+    """Append keyword arguments that are values to the positional arguments, so that one list has all registers."""
     names = [key for key, item in keywords.items() if isinstance(item, (_Register, list))]
     count = len(arguments)
     rest = {key: item for key, item in keywords.items() if key not in names}
@@ -356,13 +355,13 @@ def _positional(
 
 
 def _may_keep(op: Op, step: _Step) -> bool:
-    """Return True if an operation may return its first argument, by types and sizes alone."""
+    """Return True if an operation may return its first argument, which depends only on types and sizes."""
     by_strides = op.keywords.get("memory_format")
     return op.target in _MAY_KEEP and not by_strides and bool(step.slots) and step.slots[0][0] == 0
 
 
 def _is_same(made: Any, given: Any) -> bool:
-    """Return whether a result is its argument, or a view of all of it."""
+    """Return True if a result is the argument itself, or a view of all of it."""
     return (
         isinstance(made, Tensor) and isinstance(given, Tensor) and made.dtype == given.dtype
         and made.shape == given.shape and made.stride() == given.stride() and made.data_ptr() == given.data_ptr()
@@ -381,7 +380,7 @@ def _run(step: _Step, registers: list[Any]) -> Any:
         arguments[position] = [registers[x.index] if isinstance(x, _Register) else x for x in items]
     try:
         made = registers[step.result] = step.function(*arguments, **step.keywords)
-    # any exception of an operator needs the operation's name
+    # the message for any exception names the operation
     except Exception as error:
         kind = OutOfMemory if is_out_of_memory(error) else RunError
         raise kind(f"operation {step.name} failed: {first_line(error)}") from error

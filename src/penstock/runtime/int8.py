@@ -1,4 +1,4 @@
-"""The precision int8 of the eager runtime: weights of linear layers in 8 bits, for decoders bound by memory traffic."""
+"""The precision int8 of the eager runtime: linear layers' weights in 8 bits, for decoders limited by memory traffic."""
 
 import copy
 import math
@@ -18,20 +18,20 @@ from penstock.tensors import HOST
 
 _LINEAR = "aten.linear.default"
 _LARGEST = 127
-_MULTIPLE = 32  # torch's kernel reads whole vectors of a row, also beyond its end
+_MULTIPLE = 32  # torch's kernel reads whole vectors, also beyond the end of a row
 
 
 class Int8Runtime(Runtime):
     """A stage program whose linear layers have 8-bit weights; everything else is computed in float32.
 
     Each output channel of a weight has its own scale (symmetric, absolute maximum). Inputs of these layers are rounded
-    to bfloat16, which is what torch's kernel reads; a row's result depends on that row only. Layers in `keep`, module
+    to bfloat16, as torch's kernel requires; a row's result depends on that row only. Layers in `keep`, a list of module
     paths, stay in float32.
 
     Example:
         outputs = Int8Runtime(program, {"head.weight": weight, ...})({"batch": 1}, [tokens])
 
-    Raises `PlanError` on a device other than the CPU; see `Runtime` for the rest.
+    Raises `PlanError` on a device other than the CPU; see `Runtime` for other errors.
     """
 
     def __init__(
@@ -54,22 +54,22 @@ class Int8Runtime(Runtime):
         self._rows = _Rows()
         self._again = _same_inputs(program, {op.name for op in program.ops if self._weight_of(op) in self._weights})
         for name in self._weights.keys() - self._read_elsewhere():
-            # operations find the 8-bit weight by name: nothing reads the state itself
+            # operations look up the 8-bit weight by name; nothing reads the state itself
             self._state[places[name]] = torch.empty(0).expand(values[name].evaluate({})[0], 0)
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of its tensors."""
+        """Bytes of the runtime's tensors."""
         return super().weight_bytes + sum(w.nbytes + scale.nbytes for w, scale in self._weights.values())
 
     def copied(self) -> "Int8Runtime":
-        """Return another one with its own tensors, except for the 8-bit weights, which are never written."""
+        """Return a copy with separate tensors, except for the 8-bit weights, which are never written."""
         made = copy.copy(self)
         made._state, made._bound, made._rows = [tensor.clone() for tensor in self._state], {}, _Rows()
         return made
 
     def _weight_of(self, op: Op) -> str | None:
-        """Return the name of the weight that an operation multiplies with, if it is a linear layer in 8 bits."""
+        """Return the name of the weight if an operation is a linear layer in 8 bits."""
         if op.target != _LINEAR or op.name in self._kept or not isinstance(op.arguments[1], Ref):
             return None
         return op.arguments[1].name
@@ -96,7 +96,7 @@ class Int8Runtime(Runtime):
 
 
 def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a weight [O, I] in 8 bits, its rows padded for torch's kernel, and a scale per row in bfloat16.
+    """Return a weight [O, I] in 8 bits, with rows padded for torch's kernel, and a bfloat16 scale for each row.
 
     >>> quantize(torch.tensor([[0.5, -1.0]]))[0][0, :2].tolist()
     [64, -127]
@@ -104,20 +104,20 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     with torch.no_grad():
         scale = (weight.abs().amax(1) / _LARGEST).to(torch.bfloat16)
         scale[scale == 0] = 1.0
-        # with the scale as it is stored, so that its rounding is no error of the weight
+        # divide by the stored scale, so that its rounding does not change the weight
         rounded = (weight / scale.float()[:, None]).round().clamp(-_LARGEST, _LARGEST).to(torch.int8)
         return functional.pad(rounded, (0, -weight.shape[1] % _MULTIPLE)).contiguous(), scale
 
 
 class _Rows:
-    """The rows of the last linear layer's inputs in bfloat16, for the next layer of the same inputs."""
+    """The rows of the last linear layer's inputs in bfloat16, reused if the next layer has the same inputs."""
 
     def __init__(self) -> None:
         self.last = torch.empty(0)
 
     def of(self, inputs: Tensor, width: int) -> Tensor:
         """Return inputs [..., I] as rows [N, width], padded with zeros."""
-        # there may be none, which makes -1 ambiguous
+        # there may be no elements, which makes -1 ambiguous
         rows = inputs.reshape(math.prod(inputs.shape[:-1]), inputs.shape[-1]).to(torch.bfloat16)
         missing = width - rows.shape[1]
         self.last = functional.pad(rows, (0, missing)) if missing else rows
@@ -125,7 +125,7 @@ class _Rows:
 
 
 def _linear(weight: Tensor, scale: Tensor, rows: _Rows, *, again: bool) -> Callable[..., Tensor]:
-    """Return a linear layer in 8 bits; `again` if it reads the same inputs as the layer before it."""
+    """Return a linear layer in 8 bits; `again` means that it reads the same inputs as the layer before it."""
     multiply, width = torch.ops.aten._weight_int8pack_mm.default, weight.shape[1]
 
     def call(inputs: Tensor, _weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -137,7 +137,7 @@ def _linear(weight: Tensor, scale: Tensor, rows: _Rows, *, again: bool) -> Calla
 
 
 def _same_inputs(program: StageProgram, layers: Collection[str]) -> set[str]:
-    """Return the layers, by operation, that read what the layer before them read, such as keys after queries."""
+    """Return the layers, by operation, with the same inputs as the layer before them, such as keys after queries."""
     found: set[str] = set()
     last: Ref | None = None
     for op in program.ops:
@@ -147,5 +147,5 @@ def _same_inputs(program: StageProgram, layers: Collection[str]) -> set[str]:
                 found.add(op.name)
             last = inputs if isinstance(inputs, Ref) else None
         elif is_in_place(op):
-            last = None  # it may write into them
+            last = None  # the operation may write into the inputs
     return found

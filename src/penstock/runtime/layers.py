@@ -1,4 +1,4 @@
-"""Operations of a program by the layers whose weights they read."""
+"""Find the operations of a program that read the weights of given layers."""
 
 from collections.abc import Sequence
 
@@ -25,5 +25,5 @@ def is_in_place(op: Op) -> bool:
 
 
 def may_be_written(program: StageProgram) -> set[str]:
-    """Return the names that in-place operations take: rounded copies of these would become stale."""
+    """Return the names of values passed to in-place operations, whose rounded copies would become stale."""
     return {name for op in (*program.prelude, *program.ops) if is_in_place(op) for name in op.uses()}

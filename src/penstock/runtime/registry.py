@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 from penstock.errors import PlanError, UsageError
 from penstock.spec.plan import runtime_name
 
-if TYPE_CHECKING:  # the command line reads the names, and imports no torch
+if TYPE_CHECKING:  # the command line needs only the names, without importing torch
     import torch
     from torch import Tensor
 
@@ -39,15 +39,15 @@ class StageRuntime(Protocol):
 
     @property
     def weight_bytes(self) -> int:
-        """Return the bytes of its tensors."""
+        """Return the bytes of the runtime's tensors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuntimeKind:
-    """Constructor of a runtime from a program and its tensors by name, and its precisions, the usual one first.
+    """Constructor of a runtime from a program and its tensors by name, and its precisions, the default first.
 
-    `load_training` makes one with a backward, or is None; `extra` has the packages that it needs. What is imported
-    late is for those who compute.
+    `load_training` makes a runtime with a backward; None if there is none. `extra` is the extra with the packages that
+    the runtime needs. Imports inside functions are needed only by processes that compute.
     """
 
     load: Callable[["StageProgram", Mapping[str, "Tensor"], "torch.device", "RuntimeChoice"], StageRuntime]
@@ -115,12 +115,12 @@ RUNTIMES: Mapping[str, RuntimeKind] = {
 
 @dataclass(frozen=True, slots=True)
 class RuntimeChoice:
-    """A plan's runtime of a stage; in an 8-bit model the layers in `keep` stay in float32.
+    """The runtime of a stage in a plan; with 8-bit weights the layers in `keep` stay in float32.
 
     Example:
         runtime = RuntimeChoice("eager").load(program, tensors)
 
-    Raises `PlanError` for an unknown runtime and a precision that it does not have.
+    Raises `PlanError` for an unknown runtime, and for a precision that the runtime does not have.
     """
 
     name: str = "eager"
@@ -144,7 +144,7 @@ class RuntimeChoice:
     def load(
         self, program: "StageProgram", tensors: Mapping[str, "Tensor"], device: "torch.device | None" = None
     ) -> StageRuntime:
-        """Make a runtime of a program."""
+        """Make a runtime for a program."""
         from penstock.tensors import HOST
 
         kind = RUNTIMES[self.name]
@@ -161,7 +161,7 @@ class RuntimeChoice:
         self, part: "TrainingPart", tensors: Mapping[str, "Tensor"], device: "torch.device | None" = None, *,
         again: bool = False,
     ) -> "TrainingRuntime":  # fmt: skip
-        """Make a runtime for training; with `again` one that only recomputes microbatches."""
+        """Make a runtime for training; with `again`, a runtime that only recomputes microbatches."""
         from penstock.tensors import HOST
 
         load = RUNTIMES[self.name].load_training

@@ -2,7 +2,7 @@
 
 The operations of usual models have a rule below: an upper bound from their arguments' shapes. All others are run on the
 meta device, which allocates nothing but costs a second and 160 MB once, since torch imports sympy for it. Only the
-first run at a microbatch size is checked: later ones have the same shapes, as no listed operator makes a size from
+first run at a microbatch size is checked: later runs have the same shapes, as no listed operator derives a size from
 values beyond its rule, or changes a tensor's shape in place.
 """
 
@@ -19,16 +19,16 @@ from penstock.graph.ops import resolve_operator
 from penstock.memory import allowed_bytes
 from penstock.units import format_bytes
 
-# results up to this are not held against the memory that is left
+# results up to this size are not compared with the available memory
 _SMALL_BYTES = 4 * 2**20
-_VIEW_BYTES = 1024  # of a tensor without its elements
+_VIEW_BYTES = 1024  # a tensor without its elements
 _Shape = Sequence[int]
 
 
 def check_result(name: str, target: str, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> None:
     """Reject an operation whose result exceeds the memory that this process may still allocate.
 
-    Raises `OutOfMemory` for that, and `ProgramError` if the result's size cannot be determined beforehand.
+    Raises `OutOfMemory` in that case, and `ProgramError` if the result's size cannot be determined beforehand.
     """
     if is_allowed_here(target):
         return
@@ -158,7 +158,7 @@ def _convolution(
 
 
 def _pool(x: Tensor, *_: Any) -> int:
-    """Padding is at most half of the kernel, and a last window may hang over."""
+    """Padding is at most half of the kernel, and the last window may extend beyond the input."""
     return 3 * _count(size + 2 for size in x.shape)  # with int64 positions
 
 
@@ -191,7 +191,7 @@ def _full(size: Any = (), *_: Any) -> int:
 
 
 def _arange(*arguments: Any) -> int:
-    """Bound an arange of an end, of a start and an end, or of these and a step."""
+    """Bound `arange(end)`, `arange(start, end)` and `arange(start, end, step)`."""
     numbers = [item for item in arguments[:3] if isinstance(item, (int, float)) and not isinstance(item, bool)]
     first, last, step = (0, numbers[0], 1) if len(numbers) == 1 else (*numbers[:2], *numbers[2:], 1)[:3]
     return 2 * (math.ceil(abs(last - first) / abs(step)) + 1 if step else 1)
@@ -235,7 +235,7 @@ def _recurrent(
     x: Tensor, states: Any, params: Sequence[Tensor], has_biases: bool, num_layers: int, dropout: float, train: bool,
     bidirectional: bool, batch_first: bool,
 ) -> int:  # fmt: skip
-    """Check what `torch.nn.LSTM` and its like check, since the operators do not, and read beyond their tensors."""
+    """Check what modules like `torch.nn.LSTM` check: the operators do not, and would read beyond their tensors."""
     del dropout, train
     states = states if isinstance(states, list) else [states]
     places = num_layers * (2 if bidirectional else 1)

@@ -8,9 +8,9 @@ gradient that arrived at the branch, and the second half continues from it:
                           ▼                    ▼
                         weights              weights                 second half: the branches
 
-A branch that is entered in several places gets its whole sum in the first half, and if that would be counted twice, so
-do all weights. `TrainingRuntime` makes a separate node for every place, so that this only concerns operators that use a
-weight several times internally. After Qi et al. 2023, Zero Bubble Pipeline Parallelism.
+A branch that is entered in several places is computed completely in the first half; if its gradient would then be
+counted twice, so are all weights. `TrainingRuntime` makes a separate node for every place, so this only happens for
+operators that use a weight several times internally. After Qi et al. 2023, Zero Bubble Pipeline Parallelism.
 """
 
 from collections import defaultdict
@@ -45,7 +45,7 @@ class WeightHalf:
 def backward_inputs(
     roots: Sequence[Tensor], gradients: Sequence[Tensor | None], inputs: Sequence[Tensor]
 ) -> tuple[list[Tensor | None], WeightHalf]:
-    """Compute the gradients of the inputs, None for one without, and the input of `backward_weights`.
+    """Compute the gradients of the inputs (None for an input without gradient), and the input of `backward_weights`.
 
     Example:
         (grad,), rest = backward_inputs([output], [grad_output], [input])
@@ -82,7 +82,7 @@ def backward_inputs(
 
 
 def backward_weights(half: WeightHalf, weights: Sequence[Tensor]) -> list[Tensor | None]:
-    """Compute the gradients of the weights, None for one without; may be called once."""
+    """Compute the gradients of the weights (None for a weight without gradient); may be called once."""
     edges, gradients = list(half.edges), list(half.gradients)
     for arrivals, given, branches in half.starts:
         results = torch.autograd.grad(arrivals, branches, given, retain_graph=True, allow_unused=True)
@@ -102,7 +102,7 @@ def _keep(half: WeightHalf, key: _Key, gradient: Tensor | None) -> None:
 
 
 def _explore(edges: Iterable[_Key], inputs: set[int]) -> tuple[set[Node], dict[_Key, list[Node]]]:
-    """Find the nodes that lead to an input, and for each edge of the graph the nodes that it leaves."""
+    """Find the nodes that lead to an input, and for each edge of the graph the nodes from which it starts."""
     leads: dict[Node, bool] = {}
     parents: dict[_Key, list[Node]] = defaultdict(list)
     stack = [(node, False) for node, _ in edges]
@@ -133,7 +133,7 @@ def _arrivals(edges: Sequence[_Key], chain: set[Node], parents: dict[_Key, list[
 def _sort(
     edges: Sequence[_Key], chain: set[Node], parents: dict[_Key, list[Node]], arrived: dict[Node, list[_Key]]
 ) -> tuple[list[_Branching], list[_Key], set[_Key]]:
-    """Sort the branches into those that can wait, those that several operations lead into, and roots."""
+    """Sort the branches into branches that can wait, branches entered by several operations, and roots."""
     into: dict[Node, int] = defaultdict(int)
     for key, leaving in parents.items():
         into[key[0]] += len(leaving)
@@ -151,7 +151,8 @@ def _sort(
             branching = late.setdefault(origins[0], _Branching(arrivals=arrived[origins[0]]))
             branching.branches.append(key)
     if any(node not in chain for key in early for node in parents[key]):
-        # a branch that runs into another one's sum: nothing can wait, the weights get theirs in the first half
+        # a branch that leads into the sum of another branch: nothing can wait, all weights are computed in the first
+        # half
         return [], [key for key in parents if key[0] not in chain and hasattr(key[0], "variable")], set()
     ready = {key for key in edges if key[0] not in chain and key not in early}
     return list(late.values()), early, ready

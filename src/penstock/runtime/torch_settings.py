@@ -1,7 +1,7 @@
-"""The list of torch's global settings that change the result of an operation.
+"""torch's global settings that change the results of operations.
 
-A stream's job carries those of the driver, and each process computes with them; in training all processes must have the
-same. Flushing of denormals is per thread, and is applied in the one that computes.
+A stream's job contains the driver's settings, and each process computes with them; in training all processes must have
+the same settings. Flushing of denormals is set per thread, in the thread that computes.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ _DENORMAL = 1e-40  # below the smallest normal float32
 
 @dataclass(frozen=True, slots=True)
 class _Setting:
-    """Functions that read and change one setting, and its possible texts; without texts it is a switch."""
+    """Functions that read and change one setting, and its possible values; without values it is a boolean."""
 
     read: Callable[[], bool | str]
     change: Callable[[Any], object]
@@ -34,7 +34,7 @@ class _Setting:
 
 
 def _backend(path: str, texts: tuple[str, ...] = ()) -> _Setting:
-    """Make the setting of an attribute of `torch.backends`."""
+    """Make a setting from an attribute of `torch.backends`."""
     owner, _, name = path.rpartition(".")
     holder = attrgetter(owner)(torch.backends) if owner else torch.backends
     return _Setting(partial(getattr, holder, name), partial(setattr, holder, name), texts)
@@ -54,7 +54,7 @@ def _change_warn_only(on: bool) -> None:
 
 
 _CUDA = torch.backends.cuda
-# Each after those that also change it: `float32_matmul_precision` sets the precision of each backend
+# A setting follows those that also change it: `float32_matmul_precision` sets the precision of each backend
 _SETTINGS: Mapping[str, _Setting] = {
     "default_dtype": _Setting(
         lambda: str(torch.get_default_dtype()).removeprefix("torch."),
@@ -100,7 +100,7 @@ _SETTINGS: Mapping[str, _Setting] = {
 
 
 def read_settings() -> Settings:
-    """Return the settings of this process and thread, by name; settings missing in this torch are left out.
+    """Return the settings of this process and thread, by name; settings that this torch does not have are left out.
 
     >>> read_settings()["default_dtype"]
     'float32'
@@ -111,9 +111,9 @@ def read_settings() -> Settings:
 
 
 def _read(name: str) -> bool | str | None:
-    """Return one setting; None if there is none.
+    """Return one setting; None if it cannot be read.
 
-    `float32_matmul_precision` cannot be read if the precision of a backend was set by itself; that one is listed too.
+    `float32_matmul_precision` cannot be read after a backend's precision was set separately; that is a setting too.
     """
     try:
         value = _SETTINGS[name].read()
@@ -123,7 +123,7 @@ def _read(name: str) -> bool | str | None:
 
 
 def check_settings(settings: Settings) -> None:
-    """Check settings of a job; raises `ProgramError` for an invalid name or value."""
+    """Check the settings of a job; raises `ProgramError` for an invalid name or value."""
     for name, value in settings.items():
         setting = _SETTINGS.get(name)
         if setting is None or not (value in setting.texts if setting.texts else isinstance(value, bool)):
@@ -134,9 +134,9 @@ def check_settings(settings: Settings) -> None:
 
 @contextlib.contextmanager
 def applied(settings: Settings) -> Iterator[None]:
-    """Compute with these settings, and restore those that had to be changed.
+    """Apply settings during the block, and afterwards restore those that were changed.
 
-    Raises `UsageError` for one that this torch cannot have, such as one of a GPU's library that is not there.
+    Raises `UsageError` for a setting that this torch does not support, such as one of a missing GPU library.
     """
     before = read_settings()
     changes = any(before.get(name) != value for name, value in settings.items())
@@ -144,12 +144,12 @@ def applied(settings: Settings) -> Iterator[None]:
         change_settings(settings)
         yield
     finally:
-        if changes:  # otherwise other code of the caller's process may have changed them meanwhile
+        if changes:  # otherwise restore nothing: other code in this process may have changed settings meanwhile
             change_settings(before)
 
 
 def change_settings(settings: Settings) -> None:
-    """Apply settings to torch; raises `UsageError` for one that this torch does not support."""
+    """Apply settings to torch; raises `UsageError` for a setting that this torch does not support."""
     for name, setting in _SETTINGS.items():
         if name in settings and _read(name) != settings[name]:
             try:
@@ -159,15 +159,15 @@ def change_settings(settings: Settings) -> None:
 
 
 def check_unchanged(settings: Settings) -> None:
-    """Check that torch is set as it was for a pipeline's stages; raises `UsageError` naming what differs."""
+    """Check that torch has the settings of a pipeline's stages; raises `UsageError` with the differences."""
     if changed := differences(settings, read_settings()):
         raise UsageError(
-            f"torch was set otherwise when the pipeline was made: {', '.join(changed)}; make the pipeline after that"
+            f"torch's settings have changed since the pipeline was made: {', '.join(changed)}; make a new one"
         )
 
 
 def check_no_autocast(advice: str) -> None:
-    """Check that the caller is not inside autocast, which other processes are not; raises `UsageError`."""
+    """Check that the caller is not inside autocast, since other processes are not; raises `UsageError`."""
     if any(torch.is_autocast_enabled(kind) for kind in KINDS):
         raise UsageError(f"autocast is on around the call, and stages do not see it; {advice}")
 

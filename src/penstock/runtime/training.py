@@ -1,4 +1,4 @@
-"""Run a stage program so that gradients can flow back through it."""
+"""Run a stage program with autograd."""
 
 import contextlib
 import dataclasses
@@ -17,15 +17,15 @@ from penstock.graph.training_parts import TrainingPart, written_inputs
 from penstock.runtime.eager import Runtime, _Bound, _Step
 from penstock.tensors import HOST
 
-# operators draw from torch's default generator, which the threads of a process share
+# operators draw random numbers from torch's default generator, which the threads of a process share
 _DRAWING = threading.Lock()
 
 
 class TrainingRuntime(Runtime):
-    """A stage program whose parameters are autograd's leaves, with dropout that can be drawn again.
+    """A stage program whose parameters are autograd leaves, with reproducible dropout.
 
-    What an operation draws depends on `rng_key`, a text that names seed, step and microbatch, and on the operation
-    alone: not on its stage, nor on earlier draws. A runtime that runs microbatches `again`, to recompute their
+    The random numbers of an operation depend only on the operation and on `rng_key`, a text of seed, step and
+    microbatch; not on its stage or on earlier operations. A runtime that runs microbatches `again`, to recompute their
     activations, writes to no parameter.
 
     Example:
@@ -53,7 +53,7 @@ class TrainingRuntime(Runtime):
         return super().__call__(sizes, copied)
 
     def bind(self, sizes: Mapping[str, int]) -> _Bound:
-        """Decide what depends on sizes alone; no gradient flows into it."""
+        """Compute what depends only on sizes, without gradients."""
         with torch.no_grad():
             return super().bind(sizes)
 
@@ -81,9 +81,9 @@ class TrainingRuntime(Runtime):
     def _written_once(
         self, function: Callable[..., Any], places: Sequence[int], *, of_rows: bool
     ) -> Callable[..., Any]:
-        """Write to a parameter once in a step, as one forward pass of the whole batch does.
+        """Write to a parameter once per step, as one forward pass of the whole batch would.
 
-        What is written to it `of_rows` is written for every microbatch, but not when it is recomputed.
+        Values that depend on the rows (`of_rows`) are written for every microbatch, but not when it is recomputed.
         """
 
         def call(*arguments: Any, **keywords: Any) -> Any:
@@ -97,7 +97,7 @@ class TrainingRuntime(Runtime):
 
     @cached_property
     def _leaves(self) -> frozenset[int]:
-        """The memory of parameters."""
+        """Storage pointers of the parameters."""
         pairs = zip(self.program.states, self._state, strict=True)
         return frozenset(tensor.untyped_storage()._cdata for s, tensor in pairs if s.kind == "parameter")
 
@@ -111,7 +111,7 @@ class TrainingRuntime(Runtime):
         return found
 
     def _as_captured(self, _state: State, tensor: Tensor) -> Tensor:
-        """Return a tensor as it is: leaves require gradients where their parameters are trained."""
+        """Return the tensor itself: leaves require gradients if their parameters are trained."""
         return tensor
 
     def _seeded(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -125,7 +125,7 @@ class TrainingRuntime(Runtime):
 
 @contextlib.contextmanager
 def seeded_generator(device: torch.device, seed: int) -> Iterator[None]:
-    """Seed a device's default generator, and leave it afterwards as it was."""
+    """Seed a device's default generator, and restore its state afterwards."""
     generator = torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
     with _DRAWING:
         before = generator.get_state()
@@ -137,9 +137,9 @@ def seeded_generator(device: torch.device, seed: int) -> Iterator[None]:
 
 
 def _without_gradients(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Call without gradients; a parameter that is written to is no other version of itself to a backward that waits.
+    """Call without gradients; a parameter that is written to keeps its version counter for pending backwards.
 
-    The forwards of several microbatches come before the first backward, which autograd would refuse otherwise.
+    Several microbatches run forward before the first backward, which autograd would otherwise refuse.
     """
 
     def alias(item: Any) -> Any:
@@ -155,7 +155,7 @@ def _without_gradients(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_several_values(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Check what torch.nn.functional.batch_norm does: capture leaves its check out, and one value has no variance."""
+    """Repeat the check of torch.nn.functional.batch_norm, which capture leaves out: one value has no variance."""
 
     def call(x: Tensor, *arguments: Any, **keywords: Any) -> Any:
         if x.numel() == x.shape[1]:
@@ -177,9 +177,10 @@ def _draws(op: Op) -> bool:
 
 
 def branches_used_again(part: TrainingPart) -> dict[str, list[str]]:
-    """Find places where values that depend on weights alone join the chain from the inputs, but have other uses too.
-    Returns for an operation the names of such values. Each use gets a node of its own in autograd's graph, so that a
-    backward in halves can tell them apart.
+    """Find values that depend only on weights, and that operations on the chain from the inputs and others read.
+
+    Returns their names for each operation on the chain. Each use gets a separate node in autograd's graph, so that a
+    backward in two halves can distinguish them.
     """
     ops = part.program.ops
     uses = Counter(name for op in ops for name in op.uses())

@@ -1,1 +1,1 @@
-"""Run a stage program on ONNX Runtime: its operators as ONNX nodes, its weights as initializers."""
+"""Run a stage program on ONNX Runtime: operators become ONNX nodes, weights become initializers."""

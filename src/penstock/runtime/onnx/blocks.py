@@ -1,4 +1,4 @@
-"""Weights in 4 or 8 bits by blocks of 32 inputs, as ONNX Runtime's operator MatMulNBits takes them."""
+"""Weights in 4 or 8 bits by blocks of 32 inputs, in the format of ONNX Runtime's operator MatMulNBits."""
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -12,14 +12,14 @@ from torch.nn import functional
 from penstock.graph.ops import Op, Ref
 
 BLOCK = 32
-# place of the weight [O, I] of a linear layer, and of the weight [I, O] of GPT-2's layers
+# argument index of the weight: [O, I] in a linear layer, [I, O] in GPT-2's layers
 _WEIGHTS = {"aten.linear.default": 1, "aten.addmm.default": 2}
-_AT_ONCE = 2**22  # elements rounded at a time, to bound temporary memory
+_AT_ONCE = 2**22  # elements rounded at a time, to limit temporary memory
 
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """A weight [O, I] in `bits` bits: with B blocks to a row, values [O, B, 4 * bits], scales and zeros by block.
+    """A weight [O, I] in `bits` bits: with B blocks per row, values [O, B, 4 * bits], scales and zeros per block.
 
     A number is `(value - zero) * scale`.
     """
@@ -32,7 +32,7 @@ class Blocks:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its arrays."""
+        """Bytes of the arrays."""
         return self.values.nbytes + self.scales.nbytes + self.zeros.nbytes
 
     def weight(self) -> Tensor:
@@ -45,12 +45,12 @@ class Blocks:
 
 
 def in_blocks(weight: Tensor, bits: int) -> Blocks:
-    """Round a weight [O, I] to `bits` bits, each block of 32 inputs with a scale and a zero of its own.
+    """Round a weight [O, I] to `bits` bits; each block of 32 inputs has its own scale and zero.
 
     >>> in_blocks(torch.tensor([[0.0, 0.5, 1.5]]), 4).weight().tolist()
     [[0.0, 0.5, 1.5]]
 
-    A block's smallest and largest numbers, and 0, get the ends of the scale.
+    A block's range includes its smallest and largest numbers and 0.
     """
     rows = max(1, _AT_ONCE // max(1, weight.shape[1]))
     with torch.no_grad():
@@ -62,7 +62,7 @@ def in_blocks(weight: Tensor, bits: int) -> Blocks:
 def pack(
     ops: Iterable[Op], tensors: Mapping[str, Tensor], bits: int | None, kept: Collection[str] = ()
 ) -> dict[str, Blocks]:
-    """Round the weights in `tensors` of linear layers, by the operations that multiply with them, except for `kept`."""
+    """Return the rounded weights of linear layers by operation, except for operations in `kept`."""
     found: dict[str, Blocks] = {}
     made: dict[tuple[str, str], Blocks] = {}
     for op in ops:
@@ -87,7 +87,7 @@ def _rounded(weight: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     most = 2**bits - 1
     blocks = functional.pad(weight, (0, -weight.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
     least, largest = blocks.amin(2).clamp(max=0), blocks.amax(2).clamp(min=0)
-    scale = largest / most - least / most  # apart, since the difference may overflow
+    scale = largest / most - least / most  # divide first, since the difference may overflow
     scale[scale == 0] = 1.0
     zero = (-least / scale).round().clamp(0, most)
     values = ((blocks / scale[..., None]).round() + zero[..., None]).clamp(0, most)

@@ -21,7 +21,7 @@ from penstock.tensors import HOST
 from penstock.text import first_line
 
 _KEPT_SIZES = 4  # sessions have their own copies of the weights
-_FURTHEST = 1e-3  # largest deviation from eager, relative to its largest number
+_FURTHEST = 1e-3  # largest deviation from eager, relative to the largest number
 _MOST_BYTES = 2**31 - 2**20  # protobuf's limit for a model
 
 
@@ -29,9 +29,9 @@ Engine = Callable[[Mapping[str, np.ndarray[Any, Any]]], Sequence[np.ndarray[Any,
 
 
 class ExportedRuntime(ABC):
-    """A stage program with its weights, as ONNX models that an engine runs on the CPU; outputs are contiguous.
+    """A stage program as ONNX models with weights, run by an engine on the CPU; outputs are contiguous.
 
-    The first microbatch of a size is also run eagerly, to determine every shape and to compare the outputs.
+    The first microbatch of each size is also run eagerly, to determine every shape and to compare the outputs.
 
     Raises `PlanError` for an operator without an ONNX equivalent, and on other devices than the CPU.
     """
@@ -46,7 +46,7 @@ class ExportedRuntime(ABC):
         if device != HOST:
             raise PlanError(f"the runtime {self.name} computes only on the CPU; got {device}; plan with eager")
         if precision == "bfloat16":
-            check_bfloat16()  # without instructions for it engines silently compute in float32
+            check_bfloat16()  # without bfloat16 instructions engines silently compute in float32
         check_supported(program)
         self.program, self.device = program, device
         self.precision = precision
@@ -57,7 +57,7 @@ class ExportedRuntime(ABC):
 
     @abstractmethod
     def _compile(self, model: onnx.ModelProto) -> Engine:
-        """Make what runs a model: arrays by the names of the model's inputs, to its outputs in order."""
+        """Return a function that runs a model: from arrays by input name to the outputs in order."""
 
     def __call__(self, sizes: Mapping[str, int], inputs: Sequence[Tensor]) -> list[Tensor]:
         """Run on one microbatch; `sizes` has a value for every symbol of the program."""
@@ -84,7 +84,7 @@ class ExportedRuntime(ABC):
             )
         try:
             engine = self._compile(model)
-        # the packages' errors have no class of their own above Exception
+        # the packages' errors have no common base class except Exception
         except Exception as error:
             raise RunError(f"the runtime {self.name} refuses the stage: {first_line(error)}") from error
         if self.precision == "float32":
@@ -141,5 +141,5 @@ class ExportedRuntime(ABC):
 
     @property
     def weight_bytes(self) -> int:
-        """Return the bytes of its tensors."""
+        """Return the bytes of the runtime's tensors."""
         return self._eager.weight_bytes

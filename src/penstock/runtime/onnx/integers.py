@@ -1,6 +1,6 @@
-"""Checks of 64-bit integers for an engine that computes them with 32 bits: programs that may overflow are refused.
+"""Checks of 64-bit integers for engines that compute them in 32 bits: programs that may overflow are refused.
 
-Inputs are checked against a bound on arrival; from it the largest possible result of each operation is derived.
+Each input is checked against a bound; the largest possible result of each operation is derived from this bound.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,7 +29,7 @@ _SUMS = {"add", "add_", "sub", "sub_", "rsub"}
 def check_integers(
     name: str, program: StageProgram, known: Mapping[str, Tensor], seen: Mapping[str, Tensor | Sequence[Tensor]]
 ) -> None:
-    """Refuse a program of which a 64-bit integer may not fit 32 bits; `known` and `seen` are as for `write_model`.
+    """Refuse a program with 64-bit integers that may exceed 32 bits; `known` and `seen` are as for `write_model`.
 
     Raises `PlanError` naming the operation.
     """
@@ -45,7 +45,7 @@ def check_integers(
 
 
 def check_inputs(name: str, values: Sequence[Value], tensors: Sequence[Tensor]) -> None:
-    """Refuse inputs beyond the bound; raises `RunError` naming one."""
+    """Refuse inputs beyond the bound; raises `RunError` naming the first."""
     for value, tensor in zip(values, tensors, strict=True):
         if tensor.dtype == torch.int64 and tensor.numel():
             least, most = (int(each) for each in torch.aminmax(tensor))

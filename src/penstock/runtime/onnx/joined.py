@@ -1,4 +1,4 @@
-"""A decoder's stage on an engine: the operations from one layer's caches to the next layer's are one ONNX model."""
+"""A decoder's stage on an engine: the operations between the caches of two layers are one ONNX model."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -26,9 +26,9 @@ BITS: Mapping[str, int] = {"int8": 8, "int4": 4}
 
 
 class JoinedRuntime(Runtime):
-    """A stage program with caches; an engine runs its operations from one cache to the next, torch runs the others.
+    """A stage program with caches; an engine runs the operations between the caches, torch runs the others.
 
-    `compile_model` makes the engine of an ONNX model. With the precision `int8` or `int4`, weights of linear layers
+    `compile_model` makes an engine from an ONNX model. With the precision `int8` or `int4`, weights of linear layers
     are rounded in blocks (see `blocks.py`), except in the layers `keep`.
 
     Example:
@@ -55,17 +55,17 @@ class JoinedRuntime(Runtime):
             _Part(f"joined_{index}", program, ops, tensors, shapes, packed, compile_model)
             for index, ops in enumerate(phases[1::2])
         ]
-        # the runtime calls an engine as it calls a caller's Python in training
+        # the runtime calls an engine like a function of the caller in training
         calls = [Callback(name=part.name, run=part) for part in self._parts]
         joined = replace(program, ops=tuple(self._order(program, phases)), callbacks=calls)
         super().__init__(joined, tensors, device)
         read = {name for op in (*joined.prelude, *joined.ops) for name in op.uses()}
         for index, state in enumerate(joined.states):
-            if state.value.name not in read:  # engines have copies
+            if state.value.name not in read:  # engines have their own copies
                 self._state[index] = torch.empty(0)
 
     def _order(self, program: StageProgram, phases: Sequence[Sequence[Op]]) -> Iterator[Op]:
-        """Yield torch's operations, and a call of an engine in place of its operations."""
+        """Yield torch's operations, and one call for the operations of each engine."""
         sizes = [Size(symbol) for symbol in program.symbols]
         for number, ops in enumerate(phases):
             if number % 2 == 0:
@@ -78,7 +78,7 @@ class JoinedRuntime(Runtime):
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of its tensors."""
+        """Bytes of the runtime's tensors."""
         return super().weight_bytes + sum(part.weight_bytes for part in self._parts)
 
     def copied(self) -> None:  # type: ignore[override]
@@ -92,7 +92,7 @@ class JoinedRuntime(Runtime):
 
 
 class _Part:
-    """Operations that an engine runs as one model: one for all sizes if the model is the same for all of them."""
+    """Operations that an engine runs as one model; one engine serves all sizes if their models are equal."""
 
     def __init__(
         self, name: str, program: StageProgram, ops: Sequence[Op], tensors: Mapping[str, Tensor], shapes: Shapes,
@@ -104,7 +104,7 @@ class _Part:
         read = list(dict.fromkeys(used for op in ops for used in op.uses() if used not in made))
         constants = {state.value.name for state in program.states if state.kind != "cache"} - may_be_written(program)
         plain = {used for op in ops for used in op.uses() if op.name not in packed or used != weight_of(op)}
-        # of a weight in blocks only the shape is read
+        # only the shape of a weight in blocks is read
         self._known = {used: tensors[used].to("cpu" if used in plain else "meta") for used in read if used in constants}
         self.inputs = [used for used in read if used not in constants]
         elsewhere = {used for op in program.ops if op.name not in made for used in op.uses()}
@@ -123,7 +123,7 @@ class _Part:
         return [torch.from_numpy(array) for array in engine(given)]
 
     def _open(self, sizes: Mapping[str, int]) -> Engine:
-        """Return an engine for these sizes, which serves all sizes of this batch if others give the same model."""
+        """Return an engine for these sizes; it serves all sizes with this batch if their models are equal."""
         batch = sizes[BATCH]
         if batch in self._for_all:
             return self._for_all[batch]
@@ -142,6 +142,6 @@ class _Part:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of its weights."""
+        """Bytes of the weights."""
         plain = sum(x.nbytes for x in self._known.values() if x.device == HOST)
         return plain + sum(x.nbytes for x in self._packed.values())

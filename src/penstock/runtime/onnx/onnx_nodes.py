@@ -1,4 +1,4 @@
-"""An ONNX graph as it is written: nodes, constants, names."""
+"""An ONNX graph under construction: nodes, constants, names."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from penstock.runtime.onnx.blocks import BLOCK, Blocks
 
 OPSET = 20
 _OF_ENGINE = "com.microsoft"  # ONNX Runtime's own operators
-_IN_8_BITS = 4  # its accuracy level at which inputs are rounded to 8 bits in blocks, the fastest
+_IN_8_BITS = 4  # the fastest accuracy level: inputs are rounded to 8 bits in blocks
 ELEMENTS: Mapping[torch.dtype, int] = {
     torch.float32: TensorProto.FLOAT, torch.float64: TensorProto.DOUBLE, torch.float16: TensorProto.FLOAT16,
     torch.int64: TensorProto.INT64, torch.int32: TensorProto.INT32, torch.int16: TensorProto.INT16,
@@ -24,10 +24,10 @@ ELEMENTS: Mapping[torch.dtype, int] = {
 
 @dataclass(slots=True)
 class Made:
-    """A tensor of the graph: its dtype and shape at the graph's size, and its value if known.
+    """A tensor of the graph: dtype and shape at the graph's size, and the value if known.
 
-    `varies` has True for each dimension that is another at other sizes, if the graph is for several; else it is empty.
-    `inverse_of` is the name of what it is the inverse of, if it is one: engines know a norm by a division.
+    If the graph is for several sizes, `varies` has True for each dimension that depends on them; else it is empty. If
+    the tensor is the inverse of another, `inverse_of` is the other's name: engines recognize a norm by a division.
     """
 
     nodes: "Nodes"
@@ -40,7 +40,7 @@ class Made:
 
     @property
     def name(self) -> str:
-        """Its name in the graph; a known value becomes a constant at its first use, and an inverse a node."""
+        """Name in the graph; a known value becomes a constant at its first use, and an inverse becomes a node."""
         if self.known_as is None:
             if self.inverse_of is not None:
                 self.known_as = self.nodes.add("Reciprocal", [self.inverse_of])
@@ -62,7 +62,7 @@ class Nodes:
 
     nodes: list[onnx.NodeProto] = field(default_factory=list)
     constants: list[onnx.TensorProto] = field(default_factory=list)
-    operation: str = ""  # that is written; its nodes are named after it
+    operation: str = ""  # the current operation; nodes are named after it
     packed: Mapping[str, Blocks] = field(default_factory=dict)  # weights of linear layers, by operation
 
     def add(self, kind: str, inputs: Sequence[str], **attributes: Any) -> str:
@@ -72,7 +72,7 @@ class Nodes:
         return name
 
     def packed_product(self, inputs: str) -> str | None:
-        """Add the product of inputs with the operation's weight if that is in blocks."""
+        """Add the product of the inputs with the operation's weight, if the weight is in blocks."""
         weight = self.packed.get(self.operation)
         if weight is None:
             return None

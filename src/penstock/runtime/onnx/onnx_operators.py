@@ -1,7 +1,7 @@
-"""ONNX equivalents of a stage program's operators: one function each, from bound arguments to the result's name.
+"""ONNX equivalents of a stage program's operators: a function for each, from bound arguments to the result's name.
 
-Sizes and shapes are known when a graph is written, so views are reshapes to a constant shape, and results of torch's
-own promotion and broadcasting rules are cast to the observed dtype.
+Sizes and shapes are known when a graph is written: views become reshapes to a constant shape, and results are cast to
+the dtype that torch's promotion rules gave.
 """
 
 import math
@@ -17,7 +17,7 @@ from penstock.runtime.onnx.onnx_nodes import ELEMENTS, Made, Nodes
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call of an operator: the graph so far, the result, and its arguments by their names in its schema."""
+    """A call of an operator: the graph so far, the result, and the arguments by their names in the schema."""
 
     nodes: Nodes
     out: Made
@@ -93,7 +93,7 @@ def _expand(call: Call) -> str:
     source, shape = call["self"], list(call.out.shape)
     for axis in range(-len(source.shape), 0):
         if call.out.varies and call.out.varies[axis] and source.shape[axis] == shape[axis]:
-            shape[axis] = 1  # the source's, whatever it is
+            shape[axis] = 1  # the source's size, whatever it is
     return call.add("Expand", [source.name, call.nodes.numbers(shape)])
 
 
@@ -238,7 +238,7 @@ def _attention(call: Call) -> str:
         else:
             scores = call.add("Add", [scores, call.cast(mask)])
     weights = call.add("Softmax", [scores], axis=-1)
-    if mask is not None:  # what may look at nothing gets 0, as in torch
+    if mask is not None:  # a query without any visible key gets 0, as in torch
         weights = call.add("Where", [call.add("IsNaN", [weights]), call.number(0.0), weights])
     return call.add("MatMul", [weights, value.name])
 

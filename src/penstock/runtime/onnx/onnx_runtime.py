@@ -14,9 +14,9 @@ from penstock.runtime.onnx.exported import Engine, ExportedRuntime
 class OnnxRuntime(ExportedRuntime):
     """A stage program run by ONNX Runtime.
 
-    The precision `int8` has weights of linear layers in 8 bits with a scale for each output channel, and quantizes
-    their inputs dynamically; `int4` has 4 bits and a scale for each block of 32 inputs, and inputs in 8 bits. Layers in
-    `keep` are unchanged.
+    With the precision `int8`, weights of linear layers have 8 bits and a scale for each output channel, and inputs are
+    quantized dynamically; with `int4`, weights have 4 bits and a scale for each block of 32 inputs, and inputs have 8
+    bits. Layers in `keep` are unchanged.
 
     Example:
         runtime = OnnxRuntime(program, {"head.weight": weight, ...})
@@ -27,17 +27,17 @@ class OnnxRuntime(ExportedRuntime):
 
     def _compile(self, model: onnx.ModelProto) -> Engine:
         if self.precision == "int8":
-            from penstock.runtime.onnx.quantize import quantize  # its package takes 12 MB
+            from penstock.runtime.onnx.quantize import quantize  # the package takes 12 MB
 
             model = quantize(model, self.kept)
         return compile_model(model)
 
 
 def compile_model(model: onnx.ModelProto) -> Engine:
-    """Return what runs a model with as many threads as torch has."""
+    """Return a function that runs a model with as many threads as torch has."""
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.inter_op_num_threads = torch.get_num_threads(), 1
-    # threads that wait by spinning take the cores of a small host
+    # threads that spin while they wait would occupy the cores of a small host
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     options.log_severity_level = 3
     session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])

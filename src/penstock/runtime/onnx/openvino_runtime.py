@@ -16,7 +16,7 @@ _HINTS = {"float32": "f32", "bfloat16": "bf16"}
 class OpenVinoRuntime(ExportedRuntime):
     """A stage program run by OpenVINO.
 
-    With the precision `bfloat16` it computes in 16 bits when it can; outputs stay float32.
+    With the precision `bfloat16` it computes in 16 bits where possible; outputs stay float32.
 
     Example:
         runtime = OpenVinoRuntime(program, {"head.weight": weight, ...}, precision="bfloat16")
@@ -31,7 +31,7 @@ class OpenVinoRuntime(ExportedRuntime):
 
 
 def compile_model(model: onnx.ModelProto, precision: str) -> Engine:
-    """Return what runs a model with as many threads as torch has."""
+    """Return a function that runs a model with as many threads as torch has."""
     core = openvino.Core()
     settings = {
         "INFERENCE_PRECISION_HINT": _HINTS[precision], "INFERENCE_NUM_THREADS": torch.get_num_threads(),

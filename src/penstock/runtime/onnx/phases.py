@@ -1,4 +1,4 @@
-"""A decoder's program in alternating phases: operations that torch runs, and those that an engine may run as one.
+"""A decoder's program in alternating phases: operations that torch runs, and operations that an engine runs as one.
 
     phase 0   torch    embedding, masks
     phase 1   engine   norm, queries, keys, values, rotary embedding
@@ -6,7 +6,7 @@
     phase 3   engine   output projection, norms, feed-forward layers; queries, keys, values of the next layer
     phase 4   torch    ...
 
-Every phase runs after the one before it.
+Phases run in order.
 """
 
 from collections import defaultdict
@@ -23,16 +23,16 @@ from penstock.runtime.onnx.value_shapes import Shapes
 from penstock.runtime.onnx.writer import is_supported
 from penstock.values import BATCH, Size
 
-# tables of embeddings would be copied into an engine, and torch reads only a few rows of them
+# embedding tables would be copied into an engine, although only a few rows are read
 _OF_TORCH = {"aten.embedding.default", CALLBACK}
 _PRODUCTS = {"aten.linear.default", "aten.addmm.default", "aten.mm.default", "aten.matmul.default", "aten.bmm.default"}
 
 
 def phases_of(program: StageProgram, shapes: Shapes) -> list[list[Op]]:
-    """Return a program's operations by phases, of which an engine runs those with odd numbers.
+    """Return a program's operations by phase; an engine runs the phases with odd numbers.
 
-    An operation is in the first phase of its kind in which all that it needs has been computed. Torch runs what
-    touches a cache or has the attended length in a shape, so that neither is copied, and what has integers.
+    An operation is in the first phase of its kind in which all its inputs have been computed. Torch runs operations
+    that use a cache or have the attended length in a shape, so that neither is copied, and operations on integers.
     """
     storage = Storage(program.ops, [state.value.name for state in program.states])
     after = _dependencies(program, storage)
@@ -49,13 +49,13 @@ def _in_phases(program: StageProgram, engine: Collection[str], after: Mapping[st
     for op in program.ops:
         kind = op.name in engine
         before = (number[name] + ((name in engine) != kind) for name in after[op.name])
-        number[op.name] = max(before, default=int(kind))  # the first of an engine's is 1
+        number[op.name] = max(before, default=int(kind))  # the first engine phase is 1
         phases[number[op.name]].append(op)
     return [phases[index] for index in range(max(phases, default=0) + 1)]
 
 
 def _dependencies(program: StageProgram, storage: Storage) -> dict[str, set[str]]:
-    """Return the operations that must come before each: what it reads, and earlier uses of memory that is written."""
+    """Return for each operation those that must come before it: its inputs, and earlier uses of memory it writes."""
     writer: dict[str, str] = {}
     readers: dict[str, set[str]] = defaultdict(set)
     found: dict[str, set[str]] = {}
@@ -102,7 +102,7 @@ def _some_sizes(program: StageProgram) -> dict[str, int]:
 
 
 def _varying(program: StageProgram, shapes: Shapes, symbols: Collection[str]) -> set[str]:
-    """Return the names of the values whose shape has one of the symbols, but for the batch."""
+    """Return the names of the values whose shape depends on one of the symbols, except for the batch."""
     sizes = _some_sizes(program)
     before, after = shapes.at(sizes), shapes.at({s: n + (s in symbols and s != BATCH) for s, n in sizes.items()})
     return {name for name, value in before.items() if _shapes(value) != _shapes(after[name])}

@@ -13,10 +13,10 @@ from penstock.cores import processor_features
 
 
 def quantize(model: onnx.ModelProto, operations: Collection[str] = ()) -> onnx.ModelProto:
-    """Return the model with constant matrices in 8 bits, a scale for each output channel; not those of `operations`.
+    """Return the model with constant matrices in 8 bits and a scale per output channel, except in `operations`.
 
-    The method is ONNX Runtime's dynamic quantization. If the processor accumulates 8-bit products in 16 bits, weights
-    have 7 bits, as the runtime's documentation advises, because the sums would saturate.
+    The method is ONNX Runtime's dynamic quantization. If the processor adds up 8-bit products in 16 bits, sums would
+    saturate; weights then have 7 bits, as the runtime's documentation advises.
     """
     kept = [node.name for node in model.graph.node if node.name.partition("/")[0] in operations]
     with tempfile.TemporaryDirectory(prefix="penstock-int8-") as folder, _without_advice():
@@ -29,7 +29,7 @@ def quantize(model: onnx.ModelProto, operations: Collection[str] = ()) -> onnx.M
 
 
 def sums_are_cut_off(features: Collection[str] | None = None) -> bool:
-    """Return True if a processor with these features, this one's by default, adds products of 8 bits up in 16 bits.
+    """Return True if a processor with these features (default: this one's) adds up 8-bit products in 16 bits.
 
     >>> sums_are_cut_off({"avx2"}), sums_are_cut_off({"avx2", "avx_vnni"}), sums_are_cut_off({"asimd"})
     (True, False, False)
@@ -40,7 +40,7 @@ def sums_are_cut_off(features: Collection[str] | None = None) -> bool:
 
 @contextlib.contextmanager
 def _without_advice() -> Iterator[None]:
-    """Suppress the package's advice to preprocess a model, which is for models of unknown shapes."""
+    """Suppress the package's advice to preprocess a model, which is meant for models with unknown shapes."""
 
     def wanted(record: logging.LogRecord) -> bool:
         return "run pre-processing before quantization" not in record.getMessage()

@@ -12,14 +12,14 @@ from penstock.graph.ops import GETITEM, Op, is_factory, resolve_operator
 from penstock.graph.program import StageProgram
 from penstock.runtime.onnx.writer import Seen
 
-_KEPT = 2  # a model is written from two
+_KEPT = 2  # writing a model needs two
 _META = torch.device("meta")
 
 
 class Shapes:
     """The dtypes and shapes of a program's values, by name, at any sizes.
 
-    Layers repeat their operations, so each is computed once for the same shapes of its arguments.
+    Layers repeat operations, so each operation is computed once for the same argument shapes.
     """
 
     def __init__(self, program: StageProgram) -> None:
@@ -28,7 +28,7 @@ class Shapes:
         self._found: dict[tuple[int, ...], Seen] = {}
 
     def at(self, sizes: Mapping[str, int]) -> Seen:
-        """Return a tensor on the meta device, or a list of them, for each value."""
+        """Return a tensor on the meta device, or a list of tensors, for each value."""
         program, key = self._program, tuple(sizes[symbol] for symbol in self._program.symbols)
         if key in self._found:
             return self._found[key]

@@ -17,10 +17,10 @@ from penstock.runtime.onnx.onnx_nodes import ELEMENTS, Made, Nodes
 from penstock.runtime.onnx.onnx_operators import OPERATORS, Call, slice_axis
 from penstock.tensors import HOST
 
-# a tensor, or several, for each value by name
+# one or several tensors for each value, by name
 Seen: TypeAlias = Mapping[str, Tensor | Sequence[Tensor]]
 
-# these return several tensors, each a part of one
+# these return several tensors, each a part of the input
 _PARTED = {"aten.unbind.int", "aten.split.Tensor", "aten.split_with_sizes.default", "aten.chunk.default"}
 # arguments without an ONNX equivalent, and the values at which they have no effect
 _PLAIN: Mapping[str, Mapping[str, Any]] = {
@@ -32,7 +32,7 @@ _PLAIN: Mapping[str, Mapping[str, Any]] = {
 
 
 def unsupported(program: StageProgram) -> list[str]:
-    """Name the operators of a program that cannot be written, each once and in order.
+    """Return the names of a program's operators that cannot be written, without repetition, in order.
 
     Example:
         unsupported(program)    # ['aten.cumsum.default']
@@ -57,7 +57,7 @@ def _bound(op: Op) -> dict[str, Any]:
 
 
 def check_supported(program: StageProgram) -> None:
-    """Raise `PlanError` for a program that cannot be written, with the operators that it cannot be for."""
+    """Raise `PlanError` if a program cannot be written; the message lists the unsupported operators."""
     refused = unsupported(program)
     if refused:
         raise PlanError(
@@ -72,12 +72,12 @@ def write_model(
 ) -> onnx.ModelProto:  # fmt: skip
     """Write operations as an ONNX model.
 
-    `known` are states and results of a prelude, `seen` the inputs and every operation's result at `sizes`, of which
-    only dtype and shape matter. With `others`, the same at other sizes, dimensions that differ are unknown in the model
-    where it can be written so. `packed` has weights in blocks by the operations that multiply with them. Inputs have
-    their names, outputs are named by their places.
+    `known` are states and results of a prelude; `seen` are the inputs and all operations' results at `sizes`, of which
+    only dtype and shape matter. `others` are the same at other sizes: dimensions that differ are left unknown in the
+    model if possible. `packed` has weights in blocks, by the operations that use them. Inputs keep their names; outputs
+    are named by position.
 
-    Raises `PlanError` for a dtype that ONNX Runtime does not have; see `check_supported` for the rest.
+    Raises `PlanError` for a dtype that ONNX Runtime does not have; see `check_supported` for other errors.
     """
     return _Writer(inputs, known, seen, sizes, others or {}, packed or {}).model(ops, outputs)
 
@@ -94,7 +94,7 @@ def _check_writes(program: StageProgram) -> None:
             others = {other for other in group[name] | shared if other not in {name, op.name}}
             if any(last.get(other, -1) > index for other in others):
                 raise PlanError(
-                    f"ONNX runtimes cannot run {op.target} ({op.name}), which writes into memory that others read; "
+                    f"ONNX runtimes cannot run {op.target} ({op.name}), which writes to memory that others read; "
                     "plan this stage with the runtime eager"
                 )
         for name in shared:
@@ -138,7 +138,7 @@ class _Writer:
             self._parts[op.name] = list(self._parted(op, given))
             return
         if op.name not in self._seen:
-            return  # unread, and it writes nothing
+            return  # its result is not read, and it writes nothing
         made = self._like(self._seen[op.name], self._others.get(op.name))
         made.known_as = OPERATORS[op.target](Call(self._nodes, made, given))
         self._values[op.name] = made

@@ -164,4 +164,4 @@ def test_workers_of_this_machine_behind_a_key(tmp_path: Path) -> None:
     assert done.status == 0, done.stderr
     (tmp_path / "key").chmod(0o644)
     done = run_python("-c", LOCAL, deadline_s=60.0, env={"PENSTOCK_KEY": str(tmp_path / "key")})
-    assert "others may read" in done.stderr
+    assert "other users may read" in done.stderr

@@ -122,7 +122,7 @@ def test_keys_are_files_of_one_account(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="keys are not overwritten"):
         write_key(path)
     os.chmod(path, 0o640)
-    with pytest.raises(UsageError, match="others may read"):
+    with pytest.raises(UsageError, match="other users may read"):
         read_key(path)
     os.chmod(path, 0o600)
     path.write_text("no key at all")

@@ -1,1 +1,1 @@
-"""Measure a model: pipelines against one process and against a peer, on the same devices."""
+"""Measure a model: pipelines compared with one process and with a peer, on the same devices."""

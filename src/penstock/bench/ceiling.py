@@ -1,4 +1,4 @@
-"""Throughput of single devices with the whole model, the limit for pipelines."""
+"""Throughput of single devices that run the whole model; the sum is the limit for pipelines."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,14 +21,14 @@ class Baseline(Protocol):
 
     @property
     def beside(self) -> bool:
-        """True if it can run while stages are deployed."""
+        """True if the baseline can run while stages are deployed."""
 
     def run(self, ranks: Sequence[int], count: int) -> tuple[list[list[Tensor]], list[float]]:
         """Run `count` microbatches on each of these ranks in parallel; return outputs, and the seconds of each rank."""
 
 
 class WholeModel:
-    """The whole model on single devices of a world, from memory to memory.
+    """Runs the whole model on single devices of a world, with inputs and outputs in memory.
 
     Example:
         outputs, seconds = WholeModel(world, program, load, inputs=inputs, sizes=sizes, threads=1).run([0, 1], 50)
@@ -69,8 +69,9 @@ class WholeModel:
 class Ceilings:
     """Rows per second of single devices, running in parallel, measured before and after each compared run.
 
-    A machine's speed drifts by more than the effects to be measured, so the limit of a run is the mean of one
-    measurement immediately before it and one immediately after. The one after a run is also the one before the next.
+    A machine's speed drifts by more than the effects to be measured, so the limit of a run is the mean of two
+    measurements, immediately before and after it. The measurement after a run is also used as the one before the next
+    run.
 
     Example:
         ceilings = Ceilings(whole, world.devices, num_microbatches=50, rows=1)
@@ -86,7 +87,7 @@ class Ceilings:
 
     @property
     def beside(self) -> bool:
-        """True if they can be measured while stages are deployed."""
+        """True if single devices can be measured while stages are deployed."""
         return self._whole.beside
 
     def before(self, num_devices: int) -> list[float]:
@@ -96,7 +97,7 @@ class Ceilings:
         return self._last[num_devices]
 
     def typical(self, num_devices: int, times: int) -> list[float]:
-        """Return each device's mean rate over `times` measurements: a single one may take a device for too fast."""
+        """Return each device's mean rate over `times` measurements: a single measurement may overestimate a device."""
         measured = [self.before(num_devices)]
         while len(measured) < times:
             self.forget()
@@ -105,7 +106,7 @@ class Ceilings:
 
     @contextmanager
     def around(self, num_devices: int) -> Iterator[list[float]]:
-        """Measure before and after the block; the list then has each device's mean rate."""
+        """Measure before and after the block; the yielded list then has each device's mean rate."""
         before = self.before(num_devices)
         rates: list[float] = []
         yield rates
@@ -114,7 +115,7 @@ class Ceilings:
         rates += [(first + second) / 2 for first, second in zip(before, after, strict=True)]
 
     def forget(self) -> None:
-        """Discard the last measurement, because something else has run in between."""
+        """Discard the last measurement; call this if something else has run since."""
         self._last.clear()
 
     def _measure(self, num_devices: int) -> list[float]:

@@ -38,13 +38,13 @@ from penstock.tracing.trace import Run, make_run
 from penstock.transport.base import WORD_BYTES, receive_bytes, send_bytes
 from penstock.zoo.models.models import ZooModel
 
-_EXPECTED = 0.8  # of what devices could do at most
+_EXPECTED = 0.8  # assumed fraction of the devices' limit
 
 
 class Comparison:
-    """One model on one world; each method measures one row.
+    """One model on the processes of one world; each method measures one row of the table.
 
-    The rows share inputs and the serial run's outputs, which all others are compared with.
+    All rows have the same inputs and are compared with the outputs of the serial run.
     """
 
     def __init__(self, zoo: ZooModel, world: World, options: BenchOptions, *, max_stages: int) -> None:
@@ -70,7 +70,7 @@ class Comparison:
         self._num_serial = max(1, (options.serial_images or options.num_images * options.passes) // self._rows)
 
     def take_limit_from(self, make: Callable[[WholeModel], Baseline]) -> None:
-        """Replace the single-device baseline by another one, made from the whole model."""
+        """Replace the single-device baseline by another baseline, made from the whole model."""
         self._ceilings = self._limited_by(make(self._whole))
 
     def _limited_by(self, baseline: Baseline) -> Ceilings:
@@ -93,7 +93,7 @@ class Comparison:
 
     def serial(self) -> dict[str, Any]:
         """Run the whole model on each device in sequence, and report the mean."""
-        # workers of this machine are identical, so one represents all
+        # workers on this machine are identical, so one represents all
         devices = self._world.devices[:1] if self._world.workers else self._world.devices
         rates = []
         for rank in devices:
@@ -169,7 +169,7 @@ class Comparison:
     def peer(self, stages: int) -> dict[str, Any]:
         """Run torch.distributed.pipelining with the same number of stages and its best cuts between blocks.
 
-        Its pipelines measured later in this run carry the figure as `peer_images_per_second`.
+        Rows of pipelines measured later in this run have the figure as `peer_images_per_second`.
         """
         possible = Cuts(self.graph)
         chosen = best_blocks(self.graph, possible, stages=stages, sizes=self._sizes)

@@ -2,7 +2,7 @@
 
 The model is cut with `pipeline()` at the given modules, and ScheduleGPipe runs one microbatch for each image, all in
 one step. Unlike with Penstock's stages, every process builds the whole model itself, from the name on its own command
-line: a process cannot be made to load a model over the network.
+line: no message can make a process load a model.
 """
 
 import argparse
@@ -29,7 +29,7 @@ _TIMEOUT = datetime.timedelta(minutes=30)
 
 
 class PeerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A run of the peer: first modules of stages, as in `("blocks.3", "blocks.6")`, ranks, microbatches."""
+    """A run of the peer: the first modules of later stages, such as `("blocks.3", "blocks.6")`, ranks, microbatches."""
 
     modules: tuple[str, ...]
     ranks: tuple[int, ...]
@@ -38,14 +38,14 @@ class PeerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     number: int
 
     def document(self) -> DoMore:
-        """Return the job for the other processes, which have the model's name from their command line."""
+        """Return the job for the other processes, which read the model's name from their command line."""
         return DoMore(name=PEER, settings=msgspec.to_builtins(self))
 
 
 def run_peer(world: World, settings: PeerSettings, model: nn.Module, example: Tensor) -> float:
-    """Run the peer's pipeline on the participating ranks; return the seconds of the slowest, on each of them.
+    """Run the peer's pipeline on the participating ranks; each returns the seconds of the slowest rank.
 
-    `example` is one microbatch. Raises torch's exceptions for a model that it cannot cut.
+    `example` is one microbatch. Raises torch's exceptions if torch cannot cut the model.
     """
     # imported only if the peer runs: it imports torch.export, which takes a good part of a second
     from torch.distributed.pipelining import ScheduleGPipe, SplitPoint, pipeline
@@ -81,7 +81,7 @@ def _step(schedule: Any, inputs: Tensor) -> None:
 
 
 def block_after(cut: Cut) -> str:
-    """Return the module that begins at a cut between blocks, as the peer wants it named."""
+    """Return the name of the module that begins at a cut between blocks, as the peer expects it."""
     names = [name.removesuffix(":before") for name in (cut.name, *cut.aliases) if name.endswith(":before")]
     return min((name for name in names if "/" not in name), key=len)
 

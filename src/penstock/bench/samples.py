@@ -1,4 +1,4 @@
-"""Inputs with known results, measurements of streaming them through one row's pipeline, and its limit."""
+"""Inputs with known results, measurements of streaming them through a row's pipeline, and the row's bottleneck."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class Samples:
 
     Example:
         samples = Samples(zoo, graph, {"batch": 1})
-        samples.expect(outputs)                    # of one process, one list of tensors for each of samples.inputs
+        samples.expect(outputs)                    # outputs of one process: a list for each of samples.inputs
         difference = samples.difference()
         for index, outputs in enumerate(deployment.stream(samples.feed(200))):
             difference.add(index, outputs)
@@ -48,12 +48,12 @@ class Samples:
             yield self.inputs[index % _NUM_DISTINCT], self._sizes
 
     def difference(self) -> "Difference":
-        """Begin to compare a stream's results."""
+        """Return a new comparison for the results of a stream."""
         return Difference(self._expected)
 
 
 class Difference:
-    """Difference between results and expected ones: equality, the largest distance, top-1 agreement."""
+    """Difference between actual and expected results: equality, largest distance, top-1 agreement."""
 
     def __init__(self, expected: Sequence[Sequence[Tensor]]) -> None:
         self._expected = expected
@@ -73,14 +73,14 @@ class Difference:
 
     @property
     def top1_agreement(self) -> float | None:
-        """Fraction of the rows whose largest output is at the same place; None if outputs are not scores of rows."""
+        """Fraction of rows whose largest output has the same index; None if outputs are not scores of rows."""
         return self._alike / self._rows if self._rows else None
 
 
 def _example_input(
     zoo: ZooModel, graph: Graph, index: int, sizes: Mapping[str, int], generator: torch.Generator
 ) -> Tensor:
-    """Make one input like the example, with other floats, or other integers."""
+    """Make an input like the example, with other values."""
     value = graph.tensor_inputs()[index]
     if value.dtype.is_floating_point:
         return random_input(value, dict(sizes), generator)
@@ -94,16 +94,16 @@ def _example_input(
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A report per pass, the comparison of results, and the rates of single devices and of the serial run."""
+    """The report of each pass, the comparison of results, and the rates of single devices and of the serial run."""
 
     reports: list[StreamReport]
     difference: Difference
-    rates: Sequence[Sequence[float]]  # around all passes, or around each
+    rates: Sequence[Sequence[float]]  # measured around all passes, or around each pass
     serial_images_per_s: float
 
     @property
     def baseline_rows_per_s(self) -> tuple[float, ...]:
-        """Return each device's mean with the whole model."""
+        """Return each device's mean rate with the whole model."""
         return tuple(sum(each) / len(each) for each in zip(*self.rates, strict=True))
 
     def row(self, mode: str, stages: int, policy: str, cuts: list[str], runtime: str) -> dict[str, Any]:
@@ -139,9 +139,9 @@ class Measured:
 
 
 def limit_of(world: World, ranks: Sequence[int], crossing_bytes: Sequence[int], reports: Sequence[StreamReport]) -> str:
-    """Name the bottleneck, with the arithmetic: the slowest stage, or a link that takes longer than it.
+    """Describe the bottleneck with the calculation: the slowest stage, or a link that takes longer.
 
-    `crossing_bytes` is what crosses after each stage but the last, per microbatch.
+    `crossing_bytes` are the bytes sent after each stage except the last, per microbatch.
     """
     stages = reports[0].stages
     compute_s = [

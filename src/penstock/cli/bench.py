@@ -1,4 +1,4 @@
-"""`penstock bench`: stage counts and policies against one process, in one run."""
+"""`penstock bench`: compare stage counts and policies with one process, in one run."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass

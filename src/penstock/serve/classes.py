@@ -85,8 +85,13 @@ def _first_file(data: bytes, content_type: str) -> bytes:
         raise ApiError("the Content-Type of a form must have a boundary", param="Content-Type")
     parts: list[bytearray] = []
     headers: list[bytearray] = []  # the headers of each part, without line breaks
+
+    def begin() -> None:
+        parts.append(bytearray())
+        headers.append(bytearray())
+
     callbacks = {
-        "on_part_begin": lambda: (parts.append(bytearray()), headers.append(bytearray())),
+        "on_part_begin": begin,
         "on_header_value": lambda part, begin, end: headers[-1].extend(part[begin:end]),
         "on_part_data": lambda part, begin, end: parts[-1].extend(part[begin:end]),
     }
@@ -96,5 +101,9 @@ def _first_file(data: bytes, content_type: str) -> bytes:
         parser.finalize()
     except (library.MultipartParseError, ValueError) as problem:
         raise ApiError(f"the form cannot be read ({problem})", param="image") from None
-    given = [(part, b"filename" in header) for part, header in zip(parts, headers, strict=True) if part]
+    given = [
+        (part, b"filename=" in header or b"filename*=" in header)
+        for part, header in zip(parts, headers, strict=True)
+        if part
+    ]
     return bytes(max(given, key=lambda each: each[1], default=(b"", False))[0])

@@ -223,7 +223,7 @@ def openapi(version: str, *, texts: bool) -> dict[str, Any]:
     else:
         binary = {"type": "string", "format": "binary"}
         form = {"type": "object", "properties": {"image": binary}}
-        bodies = {"application/octet-stream": binary, "multipart/form-data": form}
+        bodies: dict[str, dict[str, Any]] = {"application/octet-stream": binary, "multipart/form-data": form}
         top = {"name": "top", "in": "query", "schema": {"type": "integer", "minimum": 1, "default": 5}}
         paths["/v1/classify"] = post("Classify an image", bodies, "classes and scores", {}, [top])
     return {

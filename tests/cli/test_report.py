@@ -62,7 +62,7 @@ def test_an_elastic_training_without_a_trace(penstock: Run, tmp_path: Path) -> N
     status, out, _ = penstock("report", folder, "--json", file)
     assert status == 0
     assert out.splitlines()[0].startswith("12 epochs, from 4 stages × 1 replica with 0 of 12 layers frozen to 1 stage")
-    assert "An elastic training is not traced" in out
+    assert "Elastic training is not traced" in out
     result = json.loads(file.read_text())
     assert [plan["frozen_layers"] for plan in result["plans"]] == [0, 4, 7, 9, 10, 11]
     assert str(folder / "plans.csv") in result["files"]

@@ -90,7 +90,7 @@ def test_without_a_trace_the_page_has_the_plans(browser: Any, tmp_path: Path) ->
     folder = write_metrics(tmp_path / "vit", trained())
     report = write_any_report(folder)
     assert isinstance(report, PlansReport)
-    assert report.lead[-1] == ("An elastic training is not traced, so there is no account of lost time.")
+    assert report.lead[-1] == ("Elastic training is not traced, so there is no account of lost time.")
     assert {file.name for file in report.files} == {"report.html", "tables.md", "plans.csv"}
     page = opened(browser, folder / "report.html")
     assert page.find_element("css selector", "h1").text == "The plans of vit"

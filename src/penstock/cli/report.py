@@ -20,7 +20,7 @@ def report(
         list[Path],
         typer.Argument(
             metavar="RUN...",
-            help="Folder of --trace or of an elastic training; several folders of streams are compared.",
+            help="Folder of --trace or of an elastic training run; several folders of streams are compared.",
         ),
     ],
     output: Annotated[

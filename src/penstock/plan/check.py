@@ -135,9 +135,7 @@ def _check_devices_once(plan: Plan) -> None:
     names = [name for _, name in _device_places(plan)]
     for place, (where, name) in enumerate(_device_places(plan)):
         if interleaved and name != names[place % len(plan.devices)]:
-            wanted = (
-                f"be that of stage {place % len(plan.devices)}, since stages are assigned round-robin to the devices"
-            )
+            wanted = f"be the device of stage {place % len(plan.devices)}, since stages are assigned round-robin"
             _refuse(where, wanted, repr(name))
         if not interleaved and names.count(name) > 1:
             _refuse(where, "be a device that holds no other stage", repr(name))

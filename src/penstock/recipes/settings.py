@@ -172,19 +172,17 @@ def make_settings(fields: dict[str, Any]) -> FitSettings:
     defaults = {field.name: field.default for field in msgspec.structs.fields(FitSettings)}
     given = [name for name in ElasticChoices.__struct_fields__ if getattr(settings, name) != defaults[name]]
     if given and not settings.elastic:
-        raise UsageError(f"{given[0]} is for an elastic training; add elastic=True (--elastic), or leave it out")
+        raise UsageError(f"{given[0]} is for elastic training; add elastic=True (--elastic), or leave it out")
     survives = settings.on_loss != "stop"
     if settings.costs is not None and not settings.elastic and not survives:
-        raise UsageError(
-            "costs are for an elastic training, or one that survives lost processes; leave --from-profile out"
-        )
+        raise UsageError("costs are for elastic training and for surviving lost processes; leave --from-profile out")
     if settings.from_cluster is not None and not (settings.elastic or (survives and settings.costs is not None)):
         raise UsageError(
-            "a cluster is for planning an elastic training, or with costs after a process is lost; add --elastic, or "
+            "a cluster is for elastic training, or with costs for a lost process; add --elastic, or "
             "--on-loss and --from-profile, or leave --from-cluster out"
         )
     if survives and (settings.elastic or settings.trace is not None):
-        raise UsageError("an elastic training, or one with a trace, cannot survive lost processes; leave --on-loss out")
+        raise UsageError("elastic training and traced training cannot survive lost processes; leave --on-loss out")
     if settings.join is not None:
         read_place(settings.join)
     if settings.elastic:

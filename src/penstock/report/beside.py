@@ -112,7 +112,9 @@ def _read(folders: Sequence[Path]) -> list[Named]:
     for name, folder in zip(names, folders, strict=True):
         run = read_run(folder)
         if run.facts.kind != "stream":
-            raise UsageError(f"{folder} is the run of a training; only streams can be compared, as of infer --trace")
+            raise UsageError(
+                f"{folder} is a training run; only streams can be compared, such as those of infer --trace"
+            )
         found.append(Named(name, run, measure_stream(run)))
     return found
 
@@ -145,9 +147,9 @@ def _shape(each: Named) -> str:
 def _how(named: Sequence[Named]) -> Text:
     missing = [each.name for each in named if not any(span.kind == "profile" for span in each.run.spans)]
     lines = [
-        "Seconds, bytes and calls are means of a microbatch; those of stages leave out the microbatches that were "
-        "profiled. Seconds of operators are without those of the operators that they call, in all stages; their memory "
-        "is with it."
+        "Seconds, bytes and calls are means per microbatch; for stages they exclude the microbatches that were "
+        "profiled. An operator's seconds exclude the operators that it calls, its memory includes them; both are over "
+        "all stages."
     ]
     lines += [f"{each.name}: {line}" for each in named for line in profiled_lines(each.run)]
     if missing:

@@ -107,7 +107,7 @@ def write_plans_report(folder: Path, timeline: PlanTimeline) -> PlansReport:
     """
     lead = [
         *plans_lines(timeline),
-        "An elastic training is not traced, so there is no account of lost time.",
+        "Elastic training is not traced, so there is no account of lost time.",
     ]
     figure = plans_figure(timeline)
     page = make_page(f"The plans of {folder.resolve().name}", lead, [figure], [], [])

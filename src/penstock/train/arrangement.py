@@ -97,7 +97,7 @@ class ScheduleChoice:
             way = f"give {' and '.join(fixes)}, or write" if fixes and backwards else "write"
             raise UsageError(
                 f"your schedule is for {has[0]} stages, {microbatches} microbatches and {has[2]} devices"
-                f"{'' if backwards else ' and has no backwards'}, but the training has {num_stages}, "
+                f"{'' if backwards else ' and has no backwards'}, but this run has {num_stages}, "
                 f"{num_microbatches or microbatches} and {num_devices}; {way} one for these counts"
             )
 
@@ -219,7 +219,7 @@ class Arrangement:
         )  # fmt: skip
 
     def shape(self, num_devices: int) -> Grid:
-        """Return a grid with this training's schedule for a number of devices, from `make_grid`.
+        """Return a grid with this run's schedule for a number of devices, from `make_grid`.
 
         There are as many replicas as fit with their current number of devices; devices left over add stages. The total
         number of microbatches is unchanged.

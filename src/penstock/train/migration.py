@@ -47,7 +47,7 @@ def migrate(
     Example:
         migrate(trainer, trainer.placed.moved(grid, cuts))
 
-    Raises `UsageError` if optimizers differ between processes, or if the training is traced.
+    Raises `UsageError` if optimizers differ between processes, or if the run is traced.
     """
     if trainer.tracer is not None:
         raise UsageError("a trace must have one plan, but this run changes its plan; leave the trace out")

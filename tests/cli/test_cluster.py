@@ -23,7 +23,7 @@ def test_the_option_is_taken_out(given: list[str]) -> None:
 
 def test_without_the_option_nothing_changes() -> None:
     assert take_cluster(["bench", "m"]) == (None, ["bench", "m"])
-    with pytest.raises(UsageError, match="takes a file"):
+    with pytest.raises(UsageError, match="needs a file"):
         take_cluster(["bench", "--cluster"])
 
 

@@ -209,7 +209,7 @@ def test_microbatches_that_were_asked_for_are_asked_for_in_every_arrangement() -
         for placed in (trainer.placed, trainer.placed.fixed(), trainer.placed.fixed().fixed()):
             assert placed.num_microbatches == 4
             assert placed.count_microbatches(3, short=True) == 3
-            with pytest.raises(UsageError, match="a batch of 3 rows cannot be 4 microbatches"):
+            with pytest.raises(UsageError, match="a batch of 3 rows cannot be split into 4 microbatches"):
                 placed.count_microbatches(3, short=False)
 
     in_threads(2, script)

@@ -10,6 +10,7 @@ import json
 import random
 import statistics
 import tempfile
+import threading
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ def main() -> None:
             clients = (1, 16) if given.quick else (1, 4, 16, 64)
             model = given.model or f"hf:{small}"
             found["load"] = [row for hosts in (1, 4) for row in load(model, hosts, clients, Path(place))]
+            found["lost_host"] = lost_host(model, Path(place))
     found["summary"] = summarize(found)
     given.json.write_text(json.dumps(found, indent=1) + "\n")
     for row in found.get("load", ()):
@@ -58,17 +60,42 @@ def summarize(found: dict[str, Any]) -> dict[str, Any]:
         summary["p99_gap_s"] = rows[4, 16]["gap_p99_s"]
         summary["clients"] = max(clients for _, clients in rows)
         summary["load_errors"] = sum(row["errors"] for row in rows.values())
+        summary["lost_host"] = found["lost_host"]
     return summary
 
 
 def load(model: str, hosts: int, counts: tuple[int, ...], folder: Path) -> list[dict[str, Any]]:
     """Serve from so many hosts, with as many slots in all, and ask with so many clients."""
     rows = []
-    with served(model, hosts, folder, "--slots", 16 // hosts, "--max-length", 256) as within:
+    with served(model, hosts, folder, "--slots", 16 // hosts, "--max-length", 256) as (_, within):
         for clients in counts:
             rows.append(measured(within, clients) | {"hosts": hosts})
             print(rows[-1], flush=True)
     return rows
+
+
+def lost_host(model: str, folder: Path) -> dict[str, Any]:
+    """Serve 16 clients from four hosts, twice, the second time without the third host after a while.
+
+    Returns how many answers failed or differ from those of the first time, and the longest time without any token.
+    """
+    bodies = requests(48)
+    words = ("--slots", 4, "--max-length", 256)
+    with served(model, 4, folder, *words, on_loss="continue") as (lab, within):
+        whole = ask(within, bodies, 16)
+        killer = threading.Timer(whole["seconds"] / 3, lab.kill, [lab.spec.hosts[2].name])
+        killer.start()
+        again = ask(within, bodies, 16)
+        killer.join()
+    wanted = [answer.get("text") for answer in whole["answers"]]
+    found = [answer.get("text") for answer in again["answers"]]
+    tokens_s = sorted(answer["asked_s"] + came for answer in again["answers"] for came in answer.get("came_s", ()))
+    return {
+        "requests": len(bodies), "errors": found.count(None),
+        "different": sum(a != b for a, b in zip(wanted, found, strict=True)),
+        "seconds": [round(whole["seconds"], 1), round(again["seconds"], 1)],
+        "gap_s": round(max(b - a for a, b in pairwise(tokens_s)), 2),
+    }  # fmt: skip
 
 
 def measured(within: list[str], clients: int) -> dict[str, Any]:

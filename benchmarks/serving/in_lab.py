@@ -18,17 +18,20 @@ _PORT = 8000
 
 
 @contextmanager
-def served(model: str, hosts: int, folder: Path, *words: object) -> Iterator[list[str]]:
-    """Serve a model with one stage per host; yields what begins a command that reaches the server."""
+def served(
+    model: str, hosts: int, folder: Path, *words: object, on_loss: str = "stop"
+) -> Iterator[tuple[Lab, list[str]]]:
+    """Serve a model with one stage per host; yields the lab, and what begins a command that reaches the server."""
     file = folder / f"{hosts}.toml"
     file.write_text(lab_text("serving", [_CPU] * hosts, memory="4 GiB"))
     with lab_session(read_lab(file)) as lab:
-        own = ["serve", model, "--open", "--port", _PORT, "--stages", hosts, "--deadline", 3600, "--on-loss", "stop"]
+        own = ["serve", model, "--open", "--port", _PORT, "--stages", hosts, "--deadline", 3600, "--on-loss", on_loss]
         command = [sys.executable, "-m", "penstock", *map(str, (*own, *words))]
-        with lab.start(command, env={"PENSTOCK_TRUSTED": "1", "PYTHONPATH": module_path()}):
+        env = {"PENSTOCK_TRUSTED": "1", "PYTHONPATH": module_path()}
+        with lab.start(command, env=env, end_together="first" if on_loss == "continue" else True):
             within = _within(lab)
             _wait(within)
-            yield within
+            yield lab, within
 
 
 def ask(within: Sequence[str], bodies: Sequence[dict[str, Any]], clients: int) -> dict[str, Any]:

@@ -37,7 +37,8 @@ async def run(url: str, bodies: list[dict[str, Any]], clients: int) -> dict[str,
     async def one(client: httpx.AsyncClient) -> None:
         while left:
             number, body = left.popleft()
-            answers[number] = await ask(client, body)
+            asked_s = time.perf_counter() - begun
+            answers[number] = await ask(client, body) | {"asked_s": asked_s}
 
     begun = time.perf_counter()
     async with httpx.AsyncClient(base_url=url, timeout=3600.0, limits=limits) as client:

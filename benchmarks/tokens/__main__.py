@@ -6,6 +6,8 @@ the model is a GGUF file, llama.cpp generates from the same file in the same tur
 
 `--only speculation` needs root: one client of a server on four hosts of a lab with 0.35 of a core each, with guesses
 and without in turns, on passages that begin again, and on others, whose answers are sampled.
+
+`--only rpc --llama FOLDER` needs root: llama.cpp's RPC servers and this project on four such hosts, in turns.
 """
 
 import argparse
@@ -23,6 +25,7 @@ from typing import Any
 import torch
 
 from benchmarks.serving.in_lab import ask, served
+from benchmarks.tokens.rpc import beside_rpc
 from penstock.generate.generator import Generator
 from penstock.recipes.texts import TextSettings, open_generator
 from penstock.zoo.models.gguf_models import gguf_file
@@ -42,20 +45,26 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True, help="where to write rows and summary")
     parser.add_argument("--model", required=True, help="hf:FOLDER or gguf:FILE")
     parser.add_argument("--text", type=Path, default=_TEXT, help="a text for perplexity; its end is used")
-    parser.add_argument("--only", choices=["speed", "quality", "speculation"], help="one part")
+    parser.add_argument("--only", choices=["speed", "quality", "speculation", "rpc"], help="one part")
+    parser.add_argument("--llama", type=Path, help="folder with llama.cpp's rpc-server and llama-batched-bench")
     parser.add_argument("--quick", action="store_true", help="one turn, two windows of text")
     given = parser.parse_args()
     torch.set_num_threads(1)
     found: dict[str, Any] = {"speed": [], "quality": []}
     if given.only == "speculation":
         found["speculation"] = speculation(given.model, given.text, 4 if given.quick else 12, 1 if given.quick else 2)
+    if given.only == "rpc":
+        if given.llama is None or not given.model.startswith("gguf:"):
+            parser.error("rpc needs --llama FOLDER and --model gguf:FILE")
+        runtimes = ("eager", "onnxruntime:int4")
+        found["rpc"] = beside_rpc(given.model, gguf_file(given.model), given.llama, runtimes, 1 if given.quick else 2)
     if given.only in {None, "speed"}:
         found["speed"] = speeds(given.model, 1 if given.quick else _TURNS)
     if given.only in {None, "quality"}:
         found["quality"] = quality(given.model, given.text, 2 if given.quick else 12)
     found["summary"] = summarize(found)
     given.json.write_text(json.dumps(found, indent=1) + "\n")
-    for row in (*found["speed"], *found["quality"], *found.get("speculation", ())):
+    for row in (*found["speed"], *found["quality"], *found.get("speculation", ()), *found.get("rpc", ())):
         print(row)
     print(json.dumps(found["summary"]))
 
@@ -70,6 +79,10 @@ def summarize(found: dict[str, Any]) -> dict[str, Any]:
     for row in found.get("speculation", ()):
         summary[f"speculation_4_{row['text']}"] = row["ratio"]
         summary["equal"] = summary.get("equal", True) and row["equal"]
+    rpc = {(row["what"], row["sequences"]): row["tokens_per_s"] for row in found.get("rpc", ())}
+    for what, count in rpc:
+        if what != "llama.cpp":
+            summary[f"vs_llamacpp_rpc_4_{what}_{count}"] = round(rpc[what, count] / rpc["llama.cpp", count], 3)
     if ("llama.cpp", 1) in speed:
         summary["vs_llamacpp_1"] = round(speed["onnxruntime:int4", 1] / speed["llama.cpp", 1], 3)
     return summary
@@ -169,7 +182,7 @@ def speculation(model: str, text: Path, number: int, turns: int) -> list[dict[st
         for _ in range(turns):
             for speculate in (False, True):
                 flag = "--speculate" if speculate else "--no-speculate"
-                with served(model, 4, Path(folder), "--slots", 1, "--max-length", 256, flag) as within:
+                with served(model, 4, Path(folder), "--slots", 1, "--max-length", 256, flag) as (_, within):
                     for name, bodies in asked.items():
                         said = ask(within, bodies, 1)
                         made = sum(len(answer["came_s"]) for answer in said["answers"])

@@ -1,0 +1,77 @@
+"""llama.cpp over RPC beside this project, on the same four hosts of a lab, in turns."""
+
+import json
+import shlex
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.labs import lab_text, show
+from penstock.cluster.lab import lab_session, read_lab
+
+_HOSTS = 4
+_CPU = 0.35
+_PORT = 50052
+_PROMPT = "Once upon a time there was"
+_PROMPT_TOKENS, _NEW = 6, 48
+_COUNTS = (1, 8)
+
+
+def beside_rpc(model: str, gguf: Path, programs: Path, runtimes: Sequence[str], turns: int) -> list[dict[str, Any]]:
+    """Generate with llama.cpp's RPC servers and with `penstock generate`, one sequence and eight.
+
+    `programs` is the folder with llama.cpp's `rpc-server` and `llama-batched-bench`. Tokens per second include the
+    prompts.
+    """
+    folder = Path.cwd() / "build" / "rpc"
+    folder.mkdir(parents=True, exist_ok=True)
+    lab = folder / "lab.toml"
+    lab.write_text(lab_text("rpc", [_CPU] * _HOSTS, memory="2 GiB"))
+    rates: dict[tuple[str, int], list[float]] = {}
+    for _ in range(turns):
+        for count, rate in _llama(lab, gguf, programs).items():
+            rates.setdefault(("llama.cpp", count), []).append(rate)
+        for runtime in runtimes:
+            for count in _COUNTS:
+                rates.setdefault((runtime, count), []).append(_ours(lab, model, runtime, count))
+    return [
+        {"what": what, "sequences": count, "tokens_per_s": round(statistics.median(values), 2),
+         "all": [round(value, 2) for value in values]}
+        for (what, count), values in rates.items()
+    ]  # fmt: skip
+
+
+def _llama(lab: Path, gguf: Path, programs: Path) -> dict[int, float]:
+    output = lab.with_suffix(".jsonl")
+    servers = ",".join(f"host{number}:{_PORT}" for number in range(_HOSTS))
+    serve = f"{shlex.quote(str(programs / 'rpc-server'))} -H 0.0.0.0 -p {_PORT} -t 1"
+    bench = (
+        f"{shlex.quote(str(programs / 'llama-batched-bench'))} -m {shlex.quote(str(gguf))} --rpc {servers} -ngl 99 "
+        f"-t 1 -c 1024 -b 512 -npp {_PROMPT_TOKENS} -ntg {_NEW} -npl {','.join(map(str, _COUNTS))} "
+        "--output-format jsonl"
+    )
+    script = f"if [ $RANK = 0 ]; then {serve} & sleep 5; {bench} > {shlex.quote(str(output))}; else exec {serve}; fi"
+    with (
+        lab_session(read_lab(lab)) as hosts,
+        hosts.start(["sh", "-c", script], output=show, end_together="first") as run,
+    ):
+        run.wait(timeout_s=900)
+    rows = [json.loads(line) for line in output.read_text().splitlines() if line.startswith("{")]
+    return {row["pl"]: row["pl"] * row["tg"] / row["t"] for row in rows}
+
+
+def _ours(lab: Path, model: str, runtime: str, count: int) -> float:
+    prompts, output = lab.with_suffix(".txt"), lab.with_suffix(".json")
+    prompts.write_text(f"{_PROMPT}\n" * count)
+    with lab_session(read_lab(lab)):
+        subprocess.run(
+            [sys.executable, "-m", "penstock", "generate", model, "--file", str(prompts), "--cluster", str(lab),
+             "--stages", str(_HOSTS), "--slots", str(-(-count // _HOSTS)), "--max-length", "128", "--runtime", runtime,
+             "--max-new-tokens", str(_NEW), "--json", str(output)],
+            check=True,
+        )  # fmt: skip
+    rate: float = json.loads(output.read_text())["tokens_per_s"]
+    return rate

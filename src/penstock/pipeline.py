@@ -293,7 +293,7 @@ class Pipeline:
         return self._pipe.joins_at
 
     def stage_states(self) -> list[StageState]:
-        """Return the progress of each stage at the last heartbeat, one per second; for `LiveView`."""
+        """Return the progress of each stage at the last heartbeat, two per second; for `LiveView`."""
         return self._streaming.deployment.stage_states()
 
     optimizer = _of_training(TrainingPipeline.optimizer)

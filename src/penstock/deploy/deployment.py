@@ -147,7 +147,7 @@ class Deployment:
         return self.job.sizes
 
     def stage_states(self) -> list[StageState]:
-        """Return the progress of each stage at the last heartbeat, one per second; for `LiveView`."""
+        """Return the progress of each stage at the last heartbeat, two per second; for `LiveView`."""
         return self.place.watch.states(self.job.options.depth)
 
     @property

@@ -42,8 +42,8 @@ def chain(
     Example:
         graph, programs = chain([encoder, head], (torch.randn(2, 8),), {})
 
-    Raises `UsageError` for an empty list, an example without a batch, or a module before the last that returns anything
-    but tensors.
+    Raises `UsageError` for an empty list, an example without a batch, or a module whose output contains anything but
+    tensors, or before the last module is not a tensor or a tuple of tensors.
     """
     if not modules:
         raise UsageError("a list of stage modules needs at least one module")
@@ -140,7 +140,7 @@ class ModuleRuntime:
 def runtime_maker(modules: Sequence[nn.Module], graph: Graph | None) -> MakeRuntime:
     """Return a factory of stage runtimes for a process that has the modules.
 
-    The first stage, which is always on the driver, is called with the signature of the `graph`'s example.
+    The first stage is called with the signature of the `graph`'s example.
     """
 
     def make(index: int, program: StageProgram) -> StageRuntime:
@@ -169,10 +169,8 @@ def _run_all(modules: Sequence[nn.Module], args: Any, kwargs: Any) -> tuple[list
             leaves = pytree.tree_leaves(output)
             last = index == len(modules) - 1
             if not all(isinstance(leaf, Tensor) for leaf in (leaves if last else args)):
-                raise UsageError(
-                    f"stage {index} ({type(module).__name__}) must return a tensor or a tuple of tensors, which is "
-                    "all that can pass between stages"
-                )
+                wanted = "only tensors" if last else "a tensor or a tuple of tensors, all that can pass between stages"
+                raise UsageError(f"stage {index} ({type(module).__name__}) must return {wanted}")
             stages.append(leaves)
     return stages, pytree.tree_structure(output)
 

@@ -68,7 +68,8 @@ def places_in_line(world: World, graph: Graph, num_stages: int) -> list[int]:
     The driver's own device holds the first stage, or the last stage if results are larger than inputs, as in language
     models: the larger tensors then cross no link.
 
-        images     driver+0 -> 1 -> 2 -> driver         tokens     driver -> 0 -> 1 -> driver+2
+        images     [driver, stage 0] -> [stage 1] -> [stage 2] -> [driver]
+        tokens     [driver] -> [stage 0] -> [stage 1] -> [driver, stage 2]
     """
     places = assign_stages(world, num_stages)
     sizes = graph.sizes(graph.fixed_batch or 1)

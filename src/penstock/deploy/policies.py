@@ -73,7 +73,7 @@ def _choose_among(
     cuts: Sequence[Cut], choose: Callable[..., list[int]], graph: Graph, work: Sequence[float],
     sizes: Mapping[str, int], stages: int,
 ) -> list[Cut]:  # fmt: skip
-    """Choose among cuts with a function of `plan.partition`; each crossing byte counts as work on both sides."""
+    """Choose among cuts with a function of `plan.search.partition`; each crossing byte counts as work on both sides."""
     bounds = [0, *(cut.position for cut in cuts), len(graph.ops)]
     units = [sum(work[a:b]) for a, b in pairwise(bounds)]
     crossing = [0, *(cut.num_bytes(sizes) for cut in cuts), 0]

@@ -88,7 +88,8 @@ def measure_profile(captured: Captured, placed: Arrangement, rows: int, calibrat
     The current cuts are included.
     """
     at = {name: cut for cut in Cuts(captured.graph) for name in names_of(cut)}
-    placed_at = [at[name] for cut in placed.cuts for name in names_of(cut) if name in at]  # of the frozen model, maybe
+    # these may be cuts of the frozen model: find them by name, and skip cuts that the whole model lacks
+    placed_at = [at[name] for cut in placed.cuts for name in names_of(cut) if name in at]
     cuts = sorted({c.position: c for c in (*placed_at, *captured.layers)}.values(), key=lambda cut: cut.position)
 
     def load(state: State) -> Tensor:

@@ -103,9 +103,9 @@ class ElasticTraining:
         return self._trainer.captured.frozen_layers
 
     def _count_layers(self) -> int:
-        """Count the layers that can be frozen such that some parameters still train.
+        """Count the layers that can be frozen such that some parameters still train; all for a list given by hand.
 
-        Raises `UsageError` if none can be frozen, or if a list by hand has more.
+        Raises `UsageError` if no layer can be frozen, or not as many as the list asks for.
         """
         count = len(self._whole.layers)
         policy = _innermost(self._policy)
@@ -160,7 +160,10 @@ class ElasticTraining:
         )
 
     def _end_begun(self) -> None:
-        """Record an epoch if the loop or the checkpoint ended at its last batch."""
+        """Record the begun epoch if all its batches are done and nobody called `end_epoch`.
+
+        The loop stopped after the epoch's last batch, or a checkpoint was written there.
+        """
         if self._begun is not None and self._begun < self._loader.epoch:
             self.end_epoch(self._loader)
 
@@ -267,7 +270,7 @@ class ElasticTraining:
         epochs = (options.epochs or self._loader.epoch + 1) - self._loader.epoch
         done = self._loader.position * self._loader.batch_size
         remaining = max(1.0, float(epochs * self._loader.num_samples - done))
-        # keep the caller's placement until a layer is frozen
+        # keep the caller's placement in the first epoch, unless a layer is already frozen
         pack = options.pack and not (first and trainer.is_arranged and not frozen)
         return decide(Situation(
             profile=costs.profile, cluster=costs.cluster, plan=plan,

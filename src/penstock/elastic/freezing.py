@@ -211,8 +211,9 @@ class Guarded:
 
     Worse means an accuracy lower by more than `max_drop` or, without an accuracy, a loss higher by more than that
     fraction of the best loss. A value that is not finite is worse than any other. From then on as many layers stay
-    frozen as in that epoch ("stop"), or as in the best epoch ("take back"). An epoch without frozen layers can only be
-    the best: freezing did not cause its losses. Without validations this is the inner policy.
+    frozen as in that epoch ("stop"), or as in the best epoch ("take back"). An epoch without frozen layers may
+    become the best epoch but never counts as worse, since freezing did not cause its drop. Without validations this is
+    the inner policy.
 
     Example:
         Guarded(GradientNorms(), max_drop=0.02, then="take back")

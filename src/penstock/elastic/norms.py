@@ -14,7 +14,7 @@ class LayerNorms:
     """Sums of squared gradients by layer over the steps of an epoch, for the layers on one process.
 
     Example:
-        norms = LayerNorms(layer_of(graph, layers))
+        norms = LayerNorms(layer_of(graph, layers), num_layers=12)
         norms.add({"blocks.0.norm1.weight": gradient})
         norms.squares()    # one sum per layer
     """

@@ -30,9 +30,9 @@ class BundledPipeline:
             for (logits,) in pipe.stream(images):
                 ...
 
-    Inputs and outputs are the model's tensors in order, without names. In a worker process `stream` serves until the
-    driver leaves, and yields nothing. Raises `ProgramError` if a part is damaged or of another plan, `PlanError` if the
-    run's hosts are not the plan's devices. `device` and `between_gpus` are as for `Pipeline`.
+    Inputs and outputs are the model's tensors in order, without names. In a worker process the constructor serves
+    until the driver leaves, and `stream` yields nothing. Raises `ProgramError` if a part is damaged or of another plan,
+    `PlanError` if the run's hosts are not the plan's devices. `device` and `between_gpus` are as for `Pipeline`.
     """
 
     def __init__(

@@ -112,7 +112,8 @@ class StreamingPipeline:
             self._dropped = end_when_dropped(self, self.world, self.deployment)
         else:
             self._process = os.getpid()
-            atexit.register(self._end_at_exit)  # not just dropped: the other processes wait for this one
+            # the other processes wait for this one, so it ends at exit, not when it is garbage-collected
+            atexit.register(self._end_at_exit)
 
     def _forget_end(self) -> None:
         atexit.unregister(self._end_at_exit)
@@ -222,7 +223,7 @@ class StreamingPipeline:
             check_rows(
                 self.graph, sizes,
                 f"run it as one microbatch, with microbatch_size={rows} and an example of {rows} rows, or "
-                "stream() inputs that belong together",
+                "call stream() with inputs whose rows belong together; each input is then one microbatch",
             )  # fmt: skip
         outputs = list(self.stream(self._microbatches(args, kwargs, rows, microbatch_size)))
         return outputs[0] if len(outputs) == 1 else pytree.tree_map(lambda *parts: torch.cat(parts), *outputs)
@@ -247,7 +248,7 @@ class StreamingPipeline:
                 )
 
     def write_trace(self, report: StreamReport, generation: GenerationFacts | None = None) -> None:
-        """Write the folder of a traced stream that has ended; advises on cuts if all microbatches have one size."""
+        """Write the folder of a traced stream that has ended, with the cost of each possible cut for a plain stream."""
         alike = generation is None and list(Cuts(self.graph))
         facts = stream_facts(
             self.deployment, report, model=self.model_name, cuts=[cut.name for cut in self.cuts],

@@ -1,8 +1,7 @@
 """A stream that continues without lost devices and with joining devices: it replans, then migrates.
 
-    a device is lost ──▶ the survivors form a group ──▶ plan for them ──▶ deploy ──▶ send microbatches without result
-    again a device slows down, or joins ──▶ drain microbatches in flight ──▶ plan ──▶ ... ──▶ send the next
-    microbatches
+    a device is lost ──▶ the survivors form a group ──▶ plan ──▶ deploy ──▶ send microbatches without results again
+    a device joins or slows down ──▶ drain microbatches in flight ──▶ plan ──▶ deploy ──▶ send the next microbatches
 
 Forward stages keep no state between microbatches, so a result has the same bits on any device. Only the driver yields
 results, so each is yielded once and in order.
@@ -268,7 +267,7 @@ class SurvivingStages:
         self._speeds = self._watch_speeds(speeds)
 
     def _watch_speeds(self, planned: Mapping[str, float]) -> ObservedSpeeds:
-        """Watch the deployed devices, compared with their planned speeds rather than the first observed ones."""
+        """Watch the speeds of the deployed devices, compared with the speeds that they were planned with."""
         by_rank = {rank: name for name, rank in self._ranks().items()}
         known = {name: planned[name] for name in by_rank.values() if name in planned}
 
@@ -280,7 +279,7 @@ class SurvivingStages:
                     found[by_rank[rank]] = Count(counters.needed_s, counters.num_run)
             return found
 
-        # also if a device is lost before any observation: devices are then assumed equal
+        # true at the beginning, and after a loss that came before any observation: the plan assumed equal devices
         at_first = self._adapts and len(known) < len(by_rank)
         return ObservedSpeeds(count, self._replanner.seconds, planned=known, at_first=at_first)
 

@@ -1,6 +1,6 @@
 """Live view of the stages (busy time, queue and rate of each), and progress of a training run.
 
-Processes report progress with every heartbeat, once a second; the view only reads these reports.
+Processes report progress with every heartbeat, twice a second; the view only reads these reports.
 """
 
 import contextlib

@@ -1,8 +1,8 @@
 """Exchange of cached rows between the processes that own them and the processes that need them, one batch ahead.
 
-batch      3  8  5  2        sample s belongs to process s modulo the number of processes
-replica 0  3  8              process 3 sends row 3, process 0 has row 8 itself
-replica 1        5  2        and so on; a process of the same machine reads the owner's files
+batch      3  8  5  2        4 processes; process s % 4 owns sample s
+replica 0  3  8              its first process is 0: process 3 sends row 3, and it owns row 8 itself
+replica 1        5  2        likewise; a process on the same machine reads the owner's files
 """
 
 from collections.abc import Mapping, Sequence
@@ -43,9 +43,9 @@ class _Fetched:
 class CachedFeatures:
     """Outputs of frozen layers for this process's rows of each batch, read from its own files or sent by their owners.
 
-    `shards` are the shards that this process can read: its own, and those on the same machine. `consumers` are the
-    ranks that need rows, one per replica. The first `num_outputs` values of a row are returned, by default all. With
-    several views of each sample, `view` selects the view for this epoch.
+    `shards` are the shards that this process can read: its own, and those on the same machine. The holders of stage
+    `skipped`, the first that still computes, need the rows. The first `num_outputs` values of a row are returned, by
+    default all. With several views of each sample, `view` selects the view for this epoch.
 
     Example:
         features = CachedFeatures(transport, grid, skipped=1, shards={0: shard}, hosts=world.hosts, num_views=1)

@@ -268,7 +268,7 @@ class Filling:
     def _count_changed(self, shard: Shard) -> int:
         """Count the samples whose inputs differ from the inputs from which their rows were computed.
 
-        With several views of a sample, its inputs are drawn again each time; the cache's key distinguishes the draws.
+        Counts 0 with several views of a sample: each read draws new inputs, so there is nothing to compare.
         """
         changed = 0
         for places in _batches(len(self._rows) if self._place.num_views == 1 else 0):

@@ -175,7 +175,9 @@ class Shard:
         places = torch.as_tensor(rows, dtype=torch.int64, device=HOST)
         wrong = places[(places < 0) | (places >= self.layout.num_rows)]
         if len(wrong):
-            raise CacheError(f"a row must be below {self.layout.num_rows}; got {int(wrong[0])}; pass its own samples")
+            raise CacheError(
+                f"a row must be below {self.layout.num_rows}; got {int(wrong[0])}; pass only samples that this process owns"
+            )
         return [column[places] for column in self._columns]
 
     def close(self) -> None:
@@ -306,7 +308,9 @@ def _check_rows(tensors: Sequence[Tensor], layout: Layout, missing: int) -> int:
         raise CacheError(f"rows of this cache must be tensors of {expected}; got {shown}; pass one of each, rows first")
     (count,) = counts
     if count > missing:
-        raise CacheError(f"a cache has {missing} rows left to fill; got {count}; pass only its own samples")
+        raise CacheError(
+            f"a cache has {missing} rows left to fill; got {count}; pass only samples that this process owns"
+        )
     return count
 
 

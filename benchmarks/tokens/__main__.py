@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--model", required=True, help="hf:FOLDER or gguf:FILE")
     parser.add_argument("--text", type=Path, default=_TEXT, help="a text for perplexity; its end is used")
     parser.add_argument("--only", choices=["speed", "quality", "speculation", "rpc"], help="one part")
-    parser.add_argument("--llama", type=Path, help="folder with llama.cpp's rpc-server and llama-batched-bench")
+    parser.add_argument("--llama", type=Path, help="folder with llama.cpp's ggml-rpc-server and llama-batched-bench")
     parser.add_argument("--quick", action="store_true", help="one turn, two windows of text")
     given = parser.parse_args()
     torch.set_num_threads(1)

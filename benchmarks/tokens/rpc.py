@@ -23,7 +23,7 @@ _COUNTS = (1, 8)
 def beside_rpc(model: str, gguf: Path, programs: Path, runtimes: Sequence[str], turns: int) -> list[dict[str, Any]]:
     """Generate with llama.cpp's RPC servers and with `penstock generate`, one sequence and eight.
 
-    `programs` is the folder with llama.cpp's `rpc-server` and `llama-batched-bench`. Tokens per second include the
+    `programs` is the folder with llama.cpp's `ggml-rpc-server` and `llama-batched-bench`. Tokens per second include the
     prompts.
     """
     folder = Path.cwd() / "build" / "rpc"
@@ -47,7 +47,7 @@ def beside_rpc(model: str, gguf: Path, programs: Path, runtimes: Sequence[str], 
 def _llama(lab: Path, gguf: Path, programs: Path) -> dict[int, float]:
     output = lab.with_suffix(".jsonl")
     servers = ",".join(f"host{number}:{_PORT}" for number in range(_HOSTS))
-    serve = f"{shlex.quote(str(programs / 'rpc-server'))} -H 0.0.0.0 -p {_PORT} -t 1"
+    serve = f"{shlex.quote(str(programs / 'ggml-rpc-server'))} -H 0.0.0.0 -p {_PORT} -t 1"
     bench = (
         f"{shlex.quote(str(programs / 'llama-batched-bench'))} -m {shlex.quote(str(gguf))} --rpc {servers} -ngl 99 "
         f"-t 1 -c 1024 -b 512 -npp {_PROMPT_TOKENS} -ntg {_NEW} -npl {','.join(map(str, _COUNTS))} "

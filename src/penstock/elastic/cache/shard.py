@@ -176,7 +176,8 @@ class Shard:
         wrong = places[(places < 0) | (places >= self.layout.num_rows)]
         if len(wrong):
             raise CacheError(
-                f"a row must be below {self.layout.num_rows}; got {int(wrong[0])}; pass only samples that this process owns"
+                f"a row must be below {self.layout.num_rows}; got {int(wrong[0])}; "
+                "pass only samples that this process owns"
             )
         return [column[places] for column in self._columns]
 

@@ -198,7 +198,7 @@ def _flip(path: Path) -> None:
         (lambda rows, _: rows.unlink(), "holds no cache"),
         (lambda _, mark: mark.unlink(), "is not finished"),
         (lambda _, mark: mark.write_bytes(b""), "is damaged"),
-        (lambda _, mark: mark.write_bytes(mark.read_bytes().replace(b'"k"', b'"other"')), "of other rows"),
+        (lambda _, mark: mark.write_bytes(mark.read_bytes().replace(b'"k"', b'"other"')), "belong to another cache"),
     ],
 )
 def test_a_file_that_is_damaged_or_unfinished_is_not_used(
@@ -242,7 +242,7 @@ def test_deletion_leaves_what_it_did_not_make(tmp_path: Path) -> None:
 
 def test_a_file_in_place_of_the_folder(tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("mine")
-    with pytest.raises(CacheError, match=r"shard-1.rows must be writable, but .* is not \(File exists\).*give anoth"):
+    with pytest.raises(CacheError, match=r"shard-1.rows must be writable, but .* is not \(File exists\).*choose anoth"):
         fill_shard(tmp_path / "cache")
     with pytest.raises(CacheError, match="holds no cache"):
         Shard.open(tmp_path / "cache", layout_of())

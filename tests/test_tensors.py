@@ -30,7 +30,7 @@ no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU on
 
 @pytest.mark.parametrize("name", ["gpu", "cuda:", "cuda:x", "cuda:-1", "cuda:1:2", "meta", "", "mps"])
 def test_an_unknown_device_is_one_line(name: str) -> None:
-    with pytest.raises(UsageError, match=r"must be cpu or cuda; got '.*'; give") as caught:
+    with pytest.raises(UsageError, match=r"must be cpu, cuda or cuda:N; got '.*'; give") as caught:
         find_device(name)
     assert "\n" not in str(caught.value)
 

@@ -40,7 +40,7 @@ def find_device(name: str | torch.device, position: int = 0) -> torch.device:
     """
     kind, _, number = str(name).partition(":")
     if kind not in KINDS or not (number.isdecimal() or (not number and str(name) == kind)):
-        raise UsageError(f"the device of stages must be {' or '.join(KINDS)} or cuda:N; got {str(name)!r}")
+        raise UsageError(f"the device of stages must be {', '.join(KINDS)} or cuda:N; got {str(name)!r}; give one")
     if kind == HOST.type:
         return HOST
     module = torch.get_device_module(kind)

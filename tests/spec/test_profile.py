@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from penstock.errors import ProfileError
 from penstock.spec.fields import fingerprint
+from penstock.spec.plan import Generation
 from penstock.spec.profile import Boundary, Unit, interpolate, read_profile, write_profile
 from tests.spec.samples import make_profile
 
@@ -66,6 +67,7 @@ def test_lines_are_kept(rows: int, start: float, slope: float) -> None:
             r"own_input_s \+ own_output_s must be at most stage_overhead_s \+ feed_s \+ result_s; got 0.2 and 0.1",
         ),
         ({"threads": 0}, "threads must be at least 1; got 0"),
+        ({"generation": Generation(slots=2, lanes=3, max_length=8)}, "1 lane; got 3"),
         ({"version": 2}, "must be 1; got 2"),
         (
             {"boundaries": (Boundary(name="a", bytes_per_row=1),) * 3},

@@ -127,6 +127,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     def __post_init__(self) -> None:
         if self.version != 1:
             raise ProfileError(f"the version of a profile must be 1; got {self.version}; profile again")
+        if self.generation is not None and self.generation.lanes != 1:
+            raise ProfileError(f"a profile of generation must have 1 lane; got {self.generation.lanes}; profile again")
         if self.threads < 1:
             raise ProfileError(f"threads must be at least 1; got {self.threads}; profile again")
         if not self.units or len(self.boundaries) != len(self.units) + 1:

@@ -45,8 +45,8 @@ class CachedDecoder(nn.Module):
     An encoder runs on the tokens `source` [B, L] and writes the keys and values of its output into the slots; L is 0 in
     later calls. They are read at `source_places` [U], up to `source_sizes` [B].
 
-    A `recurrent` model has states that each token replaces: S is 1, and rows without a token use an extra dummy slot,
-    the last one. A sequence begins at position 0 with states of zeros.
+    A `recurrent` model has some states that each token replaces: S is 1, and rows without a token use an extra dummy
+    slot, the last one. A sequence begins at position 0 with states of zeros.
 
     `length` is the maximum number of tokens per sequence. Raises `UsageError` for a model that does not work this way.
     """
@@ -67,8 +67,8 @@ class CachedDecoder(nn.Module):
         self.recurrent = not all(extends)
         if any(extends) and not takes_positions(model, length):
             raise UsageError(
-                f"{type(model).__name__} does not take positions below {length} by row, so that its sequences could "
-                "differ in length; use model.generate"
+                f"{type(model).__name__} cannot give each row its own position (below {length}), as sequences of "
+                "different lengths need; use model.generate"
             )
         room = self.length + 1  # one extra, since torch.export would specialize a slice of the full length
         for prefix, layers in self._kept.items():

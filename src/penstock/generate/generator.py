@@ -40,10 +40,10 @@ class Generator:
     """A language model of transformers, cut into stages, that generates text for many requests at a time.
 
     Each stage holds the keys and values, or other states, of its own layers. A lane is a group of `slots` sequences
-    that are decoded together. By default there is one lane more than stages: requests fill one lane per stage first,
-    then the extra lane, which occupies the stage that would otherwise wait for sampled tokens. Further requests wait
-    for a free slot. A `plan`, or its file, sets stages, slots, lanes and length. A request gets the same tokens
-    regardless of other requests and of how the model is cut.
+    that are decoded together. With several stages there is by default one lane more than stages: requests fill one lane
+    per stage first, then the extra lane, which occupies the stage that would otherwise wait for sampled tokens. Further
+    requests wait for a free slot. A `plan`, or its file, sets stages, slots, lanes and length. With one thread per
+    stage, a request gets the same tokens regardless of other requests and of how the model is cut.
 
     Example:
         with penstock.Generator(model, tokenizer, stages=2) as generator:

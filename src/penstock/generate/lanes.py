@@ -211,7 +211,10 @@ class Lanes:
         return None
 
     def _next_step(self, *, guesses: bool = False) -> Step | None:
-        """Return a step of the next lane with a token to run and none in flight; with `guesses`, a guess to run."""
+        """Return a step of the next lane that has a token to run and waits for no result.
+
+        With `guesses`, of the next lane that has a guess to run, even if it waits.
+        """
         for _ in range(len(self._turns)):
             lane = self._turns[0]
             self._turns.rotate(-1)
@@ -222,8 +225,7 @@ class Lanes:
             )
             if guesses or not waits:
                 following = [self._following(sequence, guesses=guesses) for sequence in own]
-                # with `guesses`, at least one row must be a guess: rows with a known token wait for the lane's normal
-                # step
+                # with `guesses`, at least one row must be a guess; known tokens of other rows run in the same step
                 if any(
                     sequence is not None and token is not None and sequence.waits == guesses
                     for sequence, token in zip(own, following, strict=True)

@@ -16,8 +16,8 @@ _OFFSET = "get_query_offset"
 def takes_positions(model: nn.Module, length: int) -> bool:
     """Return whether each row of a model's batch may be at a position of its own, below `length`."""
     for module in model.modules():
-        # attention that derives positions from the cache's length; Llama 4's depends on the position from `floor_scale`
-        # on
+        # attention that derives positions from the cache's length; Llama 4 scales attention by the position, but only
+        # from position `floor_scale` upwards
         if _OFFSET in inspect.unwrap(type(module).forward).__code__.co_names:
             return False
         if getattr(module, "attn_temperature_tuning", False) and length > getattr(module, "floor_scale", length):

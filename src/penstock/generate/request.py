@@ -22,7 +22,8 @@ class Request:
     "stop" (an end token, or a stop string), "length", "cancelled" or "failed"; None while in flight. `logprobs` has the
     log-probability of each token; `likeliest` lists, for each token, the requested number of likeliest tokens with
     their log-probabilities. If the prompt was scored, `prompt_logprobs` and `prompt_likeliest` have the same for its
-    tokens; the first token has None. `num_reused` prompt tokens were found in the cache of an earlier request.
+    tokens, and None or an empty list for the first token. `num_reused` prompt tokens were found in the cache of an
+    earlier request.
 
     Example:
         request = generator.submit([5, 7, 2], max_new_tokens=10)
@@ -87,7 +88,7 @@ class Request:
         self._raise()
 
     def listen(self, listener: Callable[[], object]) -> None:
-        """Call `listener` now, after each token and at the end, in the generator's thread."""
+        """Call `listener` now, and in the generator's thread after each token and at the end."""
         self._listener = listener
         self._tell()  # tokens may have arrived before
 

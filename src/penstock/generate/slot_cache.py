@@ -79,7 +79,10 @@ def slot_cache(layers: Sequence[Mapping[str, Tensor]], slots: Slots) -> Any:
 
 @contextlib.contextmanager
 def written_back(model: nn.Module, cache: Any) -> Iterator[None]:
-    """Write a layer's replaced states into their slots after a module with the layer's index has run, or at the end."""
+    """Write states that a token replaces back into the slots.
+
+    A layer's states are written after each module whose `layer_idx` is that layer, and once more after the model.
+    """
 
     def hook(index: int) -> Callable[..., None]:
         return lambda *_: cache.layers[index].write_back()

@@ -221,8 +221,9 @@ class Arrangement:
     def shape(self, num_devices: int) -> Grid:
         """Return a grid with this run's schedule for a number of devices, from `make_grid`.
 
-        There are as many replicas as fit with their current number of devices; devices left over add stages. The total
-        number of microbatches is unchanged.
+        Each replica keeps its current number of devices, and there are as many replicas as that allows. Remaining
+        devices are spread over the replicas, which then have more stages. The total number of microbatches is
+        unchanged.
         """
         replicas = self.grid.replicas
         total = self.all_microbatches

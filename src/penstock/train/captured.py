@@ -91,7 +91,7 @@ class Captured:
             return
         for path, now in _captured_state(self._model).items():
             was = self._was.get(path)
-            # removed backward hooks are no longer called; other removed hooks were captured
+            # a removed backward hook is just not called any more; a removed forward hook is still in the captured graph
             if was is None or now[:2] != was[:2] or not now[2] <= was[2]:
                 raise UsageError(
                     f"{path or self.graph.model} has another mode (train, eval) or other hooks than when the pipeline "

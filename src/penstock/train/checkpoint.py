@@ -50,7 +50,7 @@ def save_checkpoint(
 ) -> None:  # fmt: skip
     """Write a checkpoint to a shared folder (a collective call).
 
-    The checkpoint includes the position in each loader's data, and which loader was trained on.
+    The checkpoint includes the position in the data of the loader that was trained on, and of each given loader.
 
     An earlier checkpoint in the folder stays valid until the new one is complete, even if a process fails.
 

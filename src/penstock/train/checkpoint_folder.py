@@ -3,7 +3,7 @@
     folder/
         checkpoint.json            the index: step, settings, which stage folder holds each tensor
         stage-0/  stage-1.2/       tensors in safetensors; the number after the dot distinguishes saves
-        unused/                    parameters that no stage uses, if any
+        unused/                    parameters, and state of frozen layers, that no stage uses, if any
 
 The index is replaced atomically, once all files that it names are on the disk, and never names a folder that is still
 being written. So at every moment the folder holds either the earlier or the later checkpoint.
@@ -174,7 +174,7 @@ def write_stages(folder: Path, own: Mapping[str, dict[str, Tensor]], save: str) 
 def _write(folder: Path, own: Mapping[str, dict[str, Tensor]], save: str) -> dict[str, int]:
     files: dict[str, int] = {}
     for stage, tensors in own.items():
-        # leftovers of another run on a host that does not share the folder
+        # rank 0 chose an unused name, but a host that does not share the folder may have an old one of that name
         shutil.rmtree(folder / stage, ignore_errors=True)
         (folder / stage).mkdir(parents=True)
         save_weights(TensorWeights(tensors), folder / stage / _FILE, metadata={_SAVE: save})

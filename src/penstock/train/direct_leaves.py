@@ -12,12 +12,13 @@ from penstock.train.held_tensors import HeldTensors
 class DirectLeaves:
     """Gradients that reach leaves directly from a step's loss, not through the model's outputs.
 
-    Autograd adds these gradients to `.grad`, microbatch by microbatch; they belong to the sum over all microbatches:
+    Autograd adds these gradients to `.grad`, microbatch by microbatch. They are part of the sum over the batch, so they
+    are taken out of `.grad` and added to that sum:
 
         direct.saw(leaves)             # before the first backward: saves and clears `.grad`
         ...                            # backwards
         direct.collect(stage)          # adds gradients of the model's parameters to the stage's, keeps the others
-        direct.add(divisor)            # for the divisor of the batch's loss
+        direct.add(divisor)            # divides the others by the batch's divisor and adds them to `.grad`
 
     """
 

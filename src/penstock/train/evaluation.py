@@ -145,7 +145,10 @@ class Evaluation:
         return results
 
     def _forward(self, inputs: Any, labels: Any, head: Use, cut: RowCut, *, joins: bool = False) -> list[Microbatch]:
-        """Run the forward passes; on the last stage `head` receives each microbatch's output, kept if `joins`."""
+        """Run the forward passes; on the last stage `head` receives each microbatch's output.
+
+        With `joins` the caller concatenates the outputs, so each must have the batch as its first dimension.
+        """
         tensors, sizes = bind(self._graph, inputs)
         cut.check(labels, sizes["batch"])
         tensors, labels = self._tensors.moved_here(tensors, labels)

@@ -77,7 +77,10 @@ class ForwardBackward:
         self._before = []
 
     def gradients(self, divisor: float) -> dict[str, Tensor]:
-        """Return the gradient sums over all replicas, divided, after sharing buffers; releases the sums kept here."""
+        """Return the gradient sums over all replicas, divided by `divisor`, and release the sums kept here.
+
+        Also shares the buffers, unless `run` did.
+        """
         if self._step.may_repeat:
             sums, self._sums, self._before = self._sums, {}, []
             return {name: gradient.div_(divisor) for name, gradient in sums.items()}

@@ -255,12 +255,12 @@ class HeldTensors:
         return list(dict.fromkeys(rank for stage in holding(self._parts, name) for rank in self._grid.holders(stage)))
 
     def renumber(self, ranks: Mapping[int, int]) -> None:
-        """Switch to the ranks of another group, given by old rank; tensors of lost processes only have no holder."""
+        """Switch to the ranks of another group, given by old rank; tensors that only lost processes held have none."""
         self._grid = self._grid.renumbered(ranks)
 
     @property
     def grid(self) -> Grid:
-        """Grid for which all processes hold their tensors, with the ranks of the current group."""
+        """The placement that determines which process holds which tensors, in the ranks of the current group."""
         return self._grid
 
     def written(self) -> dict[str, Tensor]:

@@ -44,7 +44,7 @@ class Iterations:
 
     def __init__(self) -> None:
         self._last: Iteration | None = None
-        self._trained: Iteration | None = None  # the last that a step trained on, unless a later one has ended
+        self._trained: Iteration | None = None  # the last that a step trained on; None once a later one has ended
         self._number = 0
 
     @property

@@ -19,8 +19,8 @@ class Loader:
     """An iterable over a data set, one epoch per iteration; each process gets its replica's rows of each batch.
 
     A process whose stages use neither inputs nor labels loads nothing: it gets tensors on the meta device, which have a
-    shape but no values. The order depends only on seed and epoch. The last batch of an epoch may be small, and a
-    replica's part of the batch empty.
+    shape but no values. The order depends only on seed and epoch, or is drawn by a sampler of the caller's. The last
+    batch of an epoch may be small, and a replica's part of the batch empty.
 
     Example:
         for images, labels in pipe.loader(dataset, batch_size=64, shuffle=True): ...
@@ -42,7 +42,7 @@ class Loader:
         self._known: tuple[int, list[list[int]]] | None = None  # an epoch, and its order
         self._reached = 0  # all epochs before this one have ended
         self._iterations = Iterations()
-        self.follower: Follower | None = None  # notified of each epoch; steps train on this loader's batches
+        self.follower: Follower | None = None  # notified of each epoch; set only on the loader that is trained on
         given = data if isinstance(data, DataLoader) else None
         self._dataset: Dataset[Any] = given.dataset if given is not None else data
         if isinstance(self._dataset, IterableDataset) or not hasattr(self._dataset, "__len__"):

@@ -52,8 +52,9 @@ class Rows:
 class Measured:
     """The loss of one microbatch: the tensor to minimize, its value as a sum, and its weight.
 
-    `kind` is None if every convention fits, as for a loss of 0. `ratios` must be the same in all microbatches.
-    `refused` is the reason why the loss of the batch cannot be computed from microbatches.
+    `kind` is None if every convention fits, as for a loss of 0. `ratios` are the divisors per row or per count; if they
+    differ between microbatches, rows have unequal weights and the loss is refused. `refused` is the reason why the loss
+    of the batch cannot be computed from microbatches.
     """
 
     total: Tensor
@@ -275,7 +276,10 @@ class _Probe:
         return found
 
     def _runs(self, result: _Result, *, noisy: bool) -> tuple[_Result, list[_Result]]:
-        """Run the loss on the microbatch, unless known, and on its halves; run a single row twice, once with noise."""
+        """Return the results of the whole microbatch, computed again only if noisy, and of its halves.
+
+        A single row and a perturbed copy of it serve as its halves.
+        """
         # other threads draw from the same generator, so it is seeded only if the loss draws random numbers
         draws = seeded_generator(result.total.device, 0) if result.watch.draws else contextlib.nullcontext()
         with torch.no_grad(), draws:

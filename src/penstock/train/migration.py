@@ -77,7 +77,7 @@ class Prepared:
 def prepare(
     trainer: Trainer, placed: Arrangement, captured: Captured | None = None, features: Features | None = None
 ) -> Prepared:
-    """Send all tensors that another placement needs, and leave the current one unchanged.
+    """Send all tensors that another placement needs; the current placement stays in force until `commit`.
 
     Every process calls this, as `migrate`, and commits once all ranks have finished preparing.
     """

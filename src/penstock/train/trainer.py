@@ -178,7 +178,7 @@ class Trainer:
         """Run a collective call; its name is sent to other processes."""
         health = self.world.health
         with self.calls.entered(name):
-            # call numbers are compared only if no process can join later, as it would count from its own start
+            # a process that joins later counts calls from 0, so numbers are compared only if none can join
             health.call = self.calls.current if self.survivors is None else ""
             try:
                 yield

@@ -261,12 +261,13 @@ class TrainingPipeline:
         `loader` returns them. `loss_fn(output, labels)` runs on the last stage and returns a scalar or `(sum, count)`;
         without it the model's own loss is used. A scalar may be a mean over rows or over counted labels, or a sum; the
         result is the loss of the whole batch. To detect which, `loss_fn` is also called on halves of the first
-        microbatch. Gradients accumulate over steps until `optimizer.zero_grad()`.
+        microbatch, and of later ones if the first does not decide it or rows have weights. Gradients accumulate over
+        steps until `optimizer.zero_grad()`.
 
         Example:
             loss = pipe.train_step(images, labels, loss_fn=F.cross_entropy)
 
-        Raises `UsageError` for inputs or labels that do not fit and for fewer rows than microbatches,
+        Raises `UsageError` for inputs or labels that do not fit and for fewer rows than requested microbatches,
         `RunError` for a loss that is not finite; gradients are then unchanged.
         """
         with self.trainer.call("train_step"):

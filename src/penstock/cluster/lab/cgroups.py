@@ -20,7 +20,8 @@ from penstock.errors import ClusterError, RunError
 _PERIOD_US = 10_000
 # the smallest quota that the kernel accepts
 _MIN_QUOTA_US = 1_000
-# hosts have priority over this machine's other processes, as boards would not wait for them; quotas leave the rest
+# hosts have priority, because a real board does not wait for this machine's processes; those get the CPU time that the
+# quotas do not cover
 _MOST_SHARES = 2**18
 _MOST_WEIGHT = 10_000
 _DEADLINE_S = 10.0

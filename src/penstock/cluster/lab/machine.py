@@ -114,7 +114,7 @@ def _own_cgroups(text: str) -> Iterator[tuple[str, str]]:
 
 
 def _under(mount: Path, shown: str, own: str) -> Path:
-    """Return the path of a cgroup below a mount that may show only a part of the tree; by default the mount itself."""
+    """Return the path of a cgroup below a mount that shows the tree from `shown` on; if it is not there, the mount."""
     part = Path(own)
     path = mount / (part.relative_to(shown) if part.is_relative_to(shown) else "")
     return path if path.is_dir() else mount

@@ -78,8 +78,9 @@ def command_line(target: Target, command: Sequence[str]) -> list[str]:
 def choose_cores(shares: Sequence[float], cores: Sequence[int]) -> list[int | None]:
     """Assign a core of the machine to each host with at most one core, so that shares on a core add up to at most 1.
 
-    A small board cannot run two threads simultaneously, and if a quota is used on two cores, a part of it is unused on
-    the core where a thread sleeps. The result is None for a host that is larger or does not fit.
+    A host with at most one core cannot run two threads simultaneously. Also, the kernel hands out a quota per core:
+    when a thread sleeps on one of two cores, that core's part is lost. The result is None for a host that is larger or
+    does not fit.
 
     >>> choose_cores([0.35, 0.35, 0.35, 0.35], [0, 1])
     [0, 1, 0, 1]

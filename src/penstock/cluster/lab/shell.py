@@ -29,7 +29,7 @@ class SystemShell:
     """
 
     def run(self, command: Sequence[str]) -> str:
-        """Run a command; raises `RunError` with its last line of output if it fails or takes too long."""
+        """Run a command; raises `RunError` if it fails, with what it wrote to standard error, or takes too long."""
         try:
             with _signals_wait():
                 # inherits open files: a command that outlives its killed caller keeps holding the lock under which it

@@ -46,7 +46,7 @@ def ended_by_signals() -> Iterator[None]:
 
 
 def _end_later(begin_s: float) -> Callable[[int, FrameType | None], None]:
-    """Return a handler that ends the program, but not before `begin_s`, while the program is already exiting."""
+    """Return a handler that ignores signals until `begin_s`, when the program should have exited, and ends it after."""
 
     def end(number: int, _frame: FrameType | None) -> None:
         if time.monotonic() > begin_s:

@@ -57,7 +57,7 @@ print(json.dumps(found))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostCheck:
-    """Result of one machine's check: the `problem` and the command that fixes it, both empty if there is none."""
+    """Result of one machine's check: the `problem` and what mends it, both empty if there is none."""
 
     name: str
     target: str
@@ -69,7 +69,7 @@ class HostCheck:
     cores: int = 0
     memory_bytes: int = 0
     free_bytes: int = 0
-    clock_s: float = 0.0  # how far its clock is ahead of this machine's, at least
+    clock_s: float = 0.0  # lower bound of how far its clock is off this machine's; negative if it is behind
     loop_s: float = 0.0  # seconds of a fixed Python loop
     bits: int = 64  # word size of its Python
     takes_cpu_build: bool = False  # True if it gets PyTorch's CPU build

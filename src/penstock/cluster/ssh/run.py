@@ -74,7 +74,7 @@ class RemoteRun:
         try:
             for host, words in zip(hosts, commands, strict=True):
                 self._members.append(self._start(host, words))
-                with contextlib.suppress(OSError):  # a machine that cannot be reached is reported below
+                with contextlib.suppress(OSError):  # `wait` returns the status of an unreachable machine
                     stdin = self._members[-1].process.stdin
                     if stdin is not None:
                         stdin.write(key.decode() + "\n")
@@ -87,7 +87,7 @@ class RemoteRun:
         """Wait until every process has exited; return each machine's exit status.
 
         All processes are ended when one fails, or with `end_together="first"` when the first machine's process exits.
-        Raises `ClusterError` if a machine cannot be reached, and `RunError` on a timeout.
+        The status of a machine that cannot be reached is 255, ssh's own. Raises `RunError` on a timeout.
         """
         deadline = time.monotonic() + timeout_s if timeout_s is not None else None
         while None in (codes := [member.process.poll() for member in self._members]):

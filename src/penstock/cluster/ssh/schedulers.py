@@ -25,7 +25,8 @@ def slurm_script(
     if arguments[0] in _RESUMED:
         options += "\n#SBATCH --requeue"
         words += ' ${SLURM_RESTART_COUNT:+"--resume"}'
-    # without --cpus-per-task a step has one core per task (Slurm 22.05); processes report failures themselves
+    # without --cpus-per-task a step has one core per task (Slurm 22.05); --kill-on-bad-exit=0, because processes report
+    # failures to each other
     step = 'srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=0'
     if survives:
         options += "\n#SBATCH --no-kill"

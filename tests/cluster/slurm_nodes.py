@@ -40,7 +40,7 @@ class SlurmNodes:
         own = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SRUN", "PENSTOCK"))}
         self._env = own | {
             "SLURM_CONF": f"{folder}/slurm.conf", "PATH": _PATH, "PYTHONPATH": f"{ROOT}/src:{ROOT}",
-            "OMP_NUM_THREADS": "1", "PENSTOCK_TRUSTED": "1",
+            "OMP_NUM_THREADS": "1", "PENSTOCK_TRUSTED": "1", "PENSTOCK_PROGRESS": "0",
         }  # fmt: skip
         self._daemons: list[subprocess.Popen[bytes]] = []
 

@@ -52,7 +52,12 @@ class Running:
         self, command: Sequence[str], *, deadline_s: float, stdin: str = "", env: Mapping[str, str] | None = None
     ) -> None:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")}
-        environment |= {"PYTHONPATH": f"{ROOT}/src:{ROOT}", "OMP_NUM_THREADS": "1", **(env or {})}
+        environment |= {
+            "PYTHONPATH": f"{ROOT}/src:{ROOT}",
+            "OMP_NUM_THREADS": "1",
+            "PENSTOCK_PROGRESS": "0",
+            **(env or {}),
+        }
         self._deadline = time.monotonic() + PATIENCE * deadline_s
         self._stdin = stdin
         self._process = subprocess.Popen(

@@ -12,6 +12,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from penstock.errors import ModelError
+from penstock.zoo.models.hf_models import hf_config
 from penstock.zoo.models.models import load_model
 
 transformers = pytest.importorskip("transformers")
@@ -266,3 +267,10 @@ def test_transformers_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ModelError, match=r"penstock\[text\]"):
         load_model("hf:gpt2")
+
+
+def test_special_tokens_are_in_the_vocabulary() -> None:
+    config = hf_config("gpt2", None, {"vocab_size": 512})
+    assert (config.bos_token_id, config.eos_token_id) == (None, None)
+    assert hf_config("gpt2", None, {}).eos_token_id == 50256
+    assert hf_config("gpt2", None, {"vocab_size": 512, "eos_token_id": 7}).eos_token_id == 7

@@ -89,6 +89,7 @@ def hf_config(name: str, directory: Path | None, options: Mapping[str, object]) 
     for key in options:
         if not hasattr(known, key):
             raise ModelError(f"{key} not found in the configuration of {name}{nearest(key, known.to_dict())}")
+    options = {**_tokens_outside(known, options), **options}
     try:
         # created again rather than changed: some fields are computed from others
         config = type(known)(**options) if directory is None else type(known).from_pretrained(directory, **options)
@@ -99,6 +100,15 @@ def hf_config(name: str, directory: Path | None, options: Mapping[str, object]) 
     if options.get("dtype") is None:
         config.dtype = torch.float32
     return config
+
+
+def _tokens_outside(known: Any, options: Mapping[str, object]) -> dict[str, None]:
+    """Return the special tokens that a smaller vocabulary does not have, each with None instead of its number."""
+    size = options.get("vocab_size")
+    if not isinstance(size, int):
+        return {}
+    numbers = {name: getattr(known, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    return {name: None for name, number in numbers.items() if isinstance(number, int) and number >= size}
 
 
 def build_hf(name: str, config: Any, seed: int, head: Head | None = None) -> nn.Module:

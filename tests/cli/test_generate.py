@@ -144,7 +144,7 @@ def test_a_conversation_that_is_too_long_is_one_line(
     ("words", "value"),
     [
         ([], "--prompt"),
-        (["-p", "w3", "--file", "x"], "either"),
+        (["-p", "w3", "--file", "x"], "--file"),
         (["--file", "missing.txt"], "missing.txt"),
         (["-p", "w3", "--top-p", "0.5"], "--temperature"),
         (["-p", "w3", "--max-new-tokens", "600"], "512"),

@@ -99,12 +99,12 @@ def test_what_keeps_something_else_is_refused() -> None:
 def test_attention_that_counts_from_the_cache_is_refused_beyond_its_start() -> None:
     model = decoder("llama4")
     assert {layer.self_attn.floor_scale for layer in model.model.layers} == {8192}
-    with pytest.raises(UsageError, match="does not take positions below 8256"):
+    with pytest.raises(UsageError, match="8256"):
         CachedDecoder(model, slots=1, length=8256)
     inkling = transformers.InklingTextConfig(
         vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
     )
-    with pytest.raises(UsageError, match="InklingForCausalLM does not take positions"):
+    with pytest.raises(UsageError, match="InklingForCausalLM .*64"):
         CachedDecoder(transformers.AutoModelForCausalLM.from_config(inkling), slots=1, length=64)
 
 

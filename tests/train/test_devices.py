@@ -130,5 +130,5 @@ def test_a_pipeline_that_trains_needs_a_gpu_that_is_there() -> None:
         pytest.skip("there is a GPU on this machine")
     with pytest.raises(UsageError, match=r"is a GPU, and torch .* finds none"):
         penstock.Pipeline(torch.nn.Linear(2, 2).train(), torch.zeros(2, 2), device="cuda")
-    with pytest.raises(UsageError, match="cpu or cuda; got 'tpu'"):
+    with pytest.raises(UsageError, match="got 'tpu'"):
         penstock.Pipeline(torch.nn.Linear(2, 2).eval(), torch.zeros(2, 2), device="tpu")

@@ -104,7 +104,7 @@ def test_attention_that_counts_from_the_cache_is_refused_beyond_its_start() -> N
     inkling = transformers.InklingTextConfig(
         vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
     )
-    with pytest.raises(UsageError, match="InklingForCausalLM .*64"):
+    with pytest.raises(UsageError, match=r"InklingForCausalLM .*64"):
         CachedDecoder(transformers.AutoModelForCausalLM.from_config(inkling), slots=1, length=64)
 
 

@@ -187,8 +187,9 @@ def test_weights_that_are_even_within_microbatches_only_are_refused() -> None:
     def loss_fn(output: Tensor, labels: Tensor) -> Tensor:
         return mixed(output.unsqueeze(-1).expand(-1, -1, 4), labels)
 
-    with penstock.Pipeline(model(), given["x"], microbatches=2) as pipe, pytest.raises(UsageError, match="microbatches=1"):
-        pipe.train_step(given["x"], labels, loss_fn)
+    with penstock.Pipeline(model(), given["x"], microbatches=2) as pipe:  # noqa: SIM117
+        with pytest.raises(UsageError, match="microbatches=1"):
+            pipe.train_step(given["x"], labels, loss_fn)
 
 
 def test_a_sum_is_found_where_outputs_are_0_at_first() -> None:

@@ -1,13 +1,14 @@
 """Labs that benchmarks measure in: put up, a session run on every host, taken down."""
 
 import json
+import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.cluster.lab import lab_session, parse_lab
+from penstock.cluster.lab import lab_session, parse_lab, read_lab
 from penstock.cluster.output import OutputLine
 
 ROOT = Path(__file__).parents[1]
@@ -39,6 +40,17 @@ def run_session(lab: str, module: str, given: Mapping[str, Any], name: str) -> d
         return {
             each.stem.partition(".")[2]: json.loads(each.read_text()) for each in Path(folder).glob("session.*.json")
         }
+
+
+def generate(lab: Path, model: str, prompts: Sequence[str], *options: object) -> dict[str, Any]:
+    """Run `penstock generate` on the hosts of a lab, and return what it writes with `--json`."""
+    with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder, lab_session(read_lab(lab)):
+        file, output = Path(folder) / "prompts.txt", Path(folder) / "output.json"
+        file.write_text("\n".join(prompts))
+        words = ["generate", model, "--file", file, "--cluster", lab, "--json", output, *options]
+        subprocess.run([sys.executable, "-m", "penstock", *map(str, words)], check=True)
+        said: dict[str, Any] = json.loads(output.read_text())
+        return said
 
 
 def show(line: OutputLine) -> None:

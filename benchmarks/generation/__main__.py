@@ -9,8 +9,6 @@ and for `fits`: hosts without enough memory for the whole model.
 import argparse
 import json
 import random
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -19,8 +17,7 @@ from typing import Any
 import torch
 
 from benchmarks.generation.fits import fits
-from benchmarks.labs import lab_text
-from penstock.cluster.lab import lab_session, read_lab
+from benchmarks.labs import generate, lab_text
 from penstock.generate.generator import Generator
 from tests.generate.decoders import FAMILIES, decoder, expected, prompts
 
@@ -149,21 +146,15 @@ def beside_transformers(name: str, runtime: str) -> list[dict[str, Any]]:
 def in_lab(name: str, counts: tuple[int, ...], num_requests: int, runtime: str) -> list[dict[str, Any]]:
     """Measure `penstock generate` on so many hosts of a lab, all with as many sequences in flight."""
     rows = []
+    asked = [_PROMPTS[i % len(_PROMPTS)] for i in range(num_requests)]
     with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
-        file = folder / "prompts.txt"
-        file.write_text("\n".join(_PROMPTS[i % len(_PROMPTS)] for i in range(num_requests)))
         for count in counts:
-            lab, output = folder / "lab.toml", folder / f"{count}.json"
+            lab = Path(place) / "lab.toml"
             lab.write_text(lab_text("generation", [_CPU] * count, memory="4 GiB"))
-            with lab_session(read_lab(lab)):
-                subprocess.run(
-                    [sys.executable, "-m", "penstock", "generate", name, "--file", str(file), "--cluster", str(lab),
-                     "--stages", str(count), "--slots", str(_SLOTS), "--max-new-tokens", "24", "--max-length", "128",
-                     "--runtime", runtime, "--json", str(output)],
-                    check=True,
-                )  # fmt: skip
-            said = json.loads(output.read_text())
+            said = generate(
+                lab, name, asked, "--stages", count, "--slots", _SLOTS, "--max-new-tokens", 24, "--max-length", 128,
+                "--runtime", runtime,
+            )  # fmt: skip
             rows.append({"hosts": count, "requests": num_requests, "tokens_per_s": said["tokens_per_s"],
                          "texts": [row["text"] for row in said["rows"]]})  # fmt: skip
     return rows

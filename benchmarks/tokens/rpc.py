@@ -3,13 +3,12 @@
 import json
 import shlex
 import statistics
-import subprocess
-import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.labs import lab_text, show
+from benchmarks.labs import generate, lab_text, show
 from penstock.cluster.lab import lab_session, read_lab
 
 _HOSTS = 4
@@ -26,17 +25,16 @@ def beside_rpc(model: str, gguf: Path, programs: Path, runtimes: Sequence[str], 
     `programs` is the folder with llama.cpp's `ggml-rpc-server` and `llama-batched-bench`. Tokens per second include the
     prompts.
     """
-    folder = Path.cwd() / "build" / "rpc"
-    folder.mkdir(parents=True, exist_ok=True)
-    lab = folder / "lab.toml"
-    lab.write_text(lab_text("rpc", [_CPU] * _HOSTS, memory="2 GiB"))
     rates: dict[tuple[str, int], list[float]] = {}
-    for _ in range(turns):
-        for count, rate in _llama(lab, gguf, programs).items():
-            rates.setdefault(("llama.cpp", count), []).append(rate)
-        for runtime in runtimes:
-            for count in _COUNTS:
-                rates.setdefault((runtime, count), []).append(_ours(lab, model, runtime, count))
+    with tempfile.TemporaryDirectory() as place:
+        lab = Path(place) / "lab.toml"
+        lab.write_text(lab_text("rpc", [_CPU] * _HOSTS, memory="2 GiB"))
+        for _ in range(turns):
+            for count, rate in _llama(lab, gguf, programs).items():
+                rates.setdefault(("llama.cpp", count), []).append(rate)
+            for runtime in runtimes:
+                for count in _COUNTS:
+                    rates.setdefault((runtime, count), []).append(_ours(lab, model, runtime, count))
     return [
         {"what": what, "sequences": count, "tokens_per_s": round(statistics.median(values), 2),
          "all": [round(value, 2) for value in values]}
@@ -64,14 +62,9 @@ def _llama(lab: Path, gguf: Path, programs: Path) -> dict[int, float]:
 
 
 def _ours(lab: Path, model: str, runtime: str, count: int) -> float:
-    prompts, output = lab.with_suffix(".txt"), lab.with_suffix(".json")
-    prompts.write_text(f"{_PROMPT}\n" * count)
-    with lab_session(read_lab(lab)):
-        subprocess.run(
-            [sys.executable, "-m", "penstock", "generate", model, "--file", str(prompts), "--cluster", str(lab),
-             "--stages", str(_HOSTS), "--slots", str(-(-count // _HOSTS)), "--max-length", "128", "--runtime", runtime,
-             "--max-new-tokens", str(_NEW), "--json", str(output)],
-            check=True,
-        )  # fmt: skip
-    rate: float = json.loads(output.read_text())["tokens_per_s"]
+    said = generate(
+        lab, model, [_PROMPT] * count, "--stages", _HOSTS, "--slots", -(-count // _HOSTS), "--max-length", 128,
+        "--runtime", runtime, "--max-new-tokens", _NEW,
+    )  # fmt: skip
+    rate: float = said["tokens_per_s"]
     return rate

@@ -42,9 +42,12 @@ def measure_runtimes(
     torch.set_num_threads(timing.threads)
     program = divide(graph, [])[0]
 
+    weights = {state.value.name: load(state) for state in program.states if state.kind != "cache"}
+
     def loaded(choice: RuntimeChoice) -> StageRuntime:
-        # for each runtime anew, since it writes its caches
-        return choice.load(program, {state.value.name: load(state) for state in program.states})
+        # each runtime writes its own caches
+        caches = {state.value.name: load(state) for state in program.states if state.kind == "cache"}
+        return choice.load(program, weights | caches)
 
     eager = loaded(EAGER)
     found = []

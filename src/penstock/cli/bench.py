@@ -15,6 +15,7 @@ from penstock.cli.cluster import Cluster
 from penstock.cli.settings_options import Given, named_options, takes_settings
 from penstock.errors import UsageError
 from penstock.plan.check import read_plan
+from penstock.report.comparison_text import name_of
 from penstock.spec.plan import Plan
 from penstock.terminal import notes
 from penstock.terminal.progress import duration, working
@@ -60,7 +61,6 @@ def bench(
     from penstock.deploy.worker import follow
     from penstock.group.entry import join_torchrun, start_local, under_torchrun
     from penstock.report.comparison import write_comparison
-    from penstock.report.comparison_text import name_of
     from penstock.runtime.registry import parse_runtime
     from penstock.tensors import find_device
     from penstock.wire import FEEDER
@@ -183,8 +183,6 @@ def _microbatch_size(plans: Mapping[Path, Plan], size: int | None) -> int | None
 
 
 def _print(rows: list[dict[str, Any]], report: Path | None) -> None:
-    from penstock.report.comparison_text import name_of
-
     console = opt.make_console()
     console.print(_table(rows))
     for line in _notes(rows):
@@ -198,8 +196,6 @@ def _print(rows: list[dict[str, Any]], report: Path | None) -> None:
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:
-    from penstock.report.comparison_text import name_of
-
     heads = ("row", "runtime", "images/s", "speed-up, times", "efficiency, of 1", "fill, s", "outputs bit-equal")
     table = Table(*(Column(head, overflow="fold") for head in heads))
     for row in rows:
@@ -213,8 +209,6 @@ def _table(rows: list[dict[str, Any]]) -> Table:
 
 def _stage_table(rows: list[dict[str, Any]]) -> Table:
     """Return the seconds of every stage in a pass."""
-    from penstock.report.comparison_text import name_of
-
     heads = ("row", "stage", "device", "compute, s per pass", "wait, s per pass", "send, s per pass")
     table = Table(*(Column(head, overflow="fold") for head in heads))
     for row in rows:

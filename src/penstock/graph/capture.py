@@ -84,11 +84,11 @@ def capture(
         try:
             return _export(model, wide_arguments, wide_keywords, shapes, labels, fixed_batch=None)
         except CaptureError as error:
-            limits = {**(largest or {}), **found} if dynamic and (found := _limits(error)) else {}
+            limits = _limits(error) if dynamic else {}
             if dynamic and not limits:
                 raise
         if limits:
-            shapes = _dynamic_shapes(model, labels, dynamic or {}, limits)
+            shapes = _dynamic_shapes(model, labels, dynamic or {}, {**(largest or {}), **limits})
             return _export(model, wide_arguments, wide_keywords, shapes, labels, fixed_batch=None)
         # retry at the example's own batch size, which is right only if the model requires it; its error is more useful
         # than an error about rows that the caller did not pass

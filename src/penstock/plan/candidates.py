@@ -132,18 +132,14 @@ def candidates_of(problem: Problem, request: Request) -> list[Candidate]:
     if interleaves(problem.setting.schedule):
         return _interleaved(problem, request)
     found = _single(problem, request)
-    if problem.setting.counts_stages:
-        # for too many devices the search did not have the number of stages
+    if request.aim != "latency" and len(problem.devices) > 1:
+        if request.shared and not problem.setting.trains:
+            found += _shared(problem, request)
+        if request.replicas:
+            found += _replicas(problem, request)
+    if problem.setting.trains or problem.setting.generates:
+        # with very many devices the search did not know the number of stages, on which memory may depend
         found = [candidate for candidate in found if fits(candidate.prediction, problem.cluster)]
-    if request.aim == "latency" or len(problem.devices) == 1:
-        return found
-    if problem.setting.trains:
-        found += _replicas_that_train(problem, request) if request.replicas else []
-        return [candidate for candidate in found if fits(candidate.prediction, problem.cluster)]
-    if request.shared:
-        found += _shared(problem, request)
-    if request.replicas:
-        found += [_side_by_side(problem, divisions, request) for _, divisions in best_replicas(problem)[:2]]
     return found
 
 
@@ -260,6 +256,13 @@ def _shared(problem: Problem, request: Request) -> list[Candidate]:
         return []
     kept = [d for _, d in found.values() if any(len(stage.devices) > 1 for stage in d)]
     return [as_candidate(problem, "shared stages", ((1.0, division),), request, exact=True) for division in kept]
+
+
+def _replicas(problem: Problem, request: Request) -> list[Candidate]:
+    """Return whole pipelines in parallel."""
+    if problem.setting.trains:
+        return _replicas_that_train(problem, request)
+    return [_side_by_side(problem, divisions, request) for _, divisions in best_replicas(problem)[:2]]
 
 
 def _side_by_side(problem: Problem, divisions: tuple[Division, ...], request: Request) -> Candidate:

@@ -17,7 +17,7 @@ from penstock.plan.cost.stage_cost import Vector
 from penstock.plan.schedule.schedules import DEFAULT_SCHEDULE
 from penstock.spec.cluster import Cluster, Device
 from penstock.spec.fields import fingerprint
-from penstock.spec.plan import Generation, Plan, num_lanes
+from penstock.spec.plan import Generation, Plan
 from penstock.spec.profile import Profile
 from penstock.units import format_bytes
 
@@ -112,7 +112,7 @@ def write_down(candidate: Candidate, profile: Profile, cluster: Cluster, request
 def _caches(candidate: Candidate, profile: Profile) -> Generation | None:
     if profile.generation is None:
         return None
-    lanes = candidate.problem.setting.lanes or num_lanes(len(candidate.pipelines[0].stages))
+    lanes = candidate.problem.setting.lanes_of(len(candidate.pipelines[0].stages))
     return msgspec.structs.replace(profile.generation, slots=candidate.rows, lanes=lanes)
 
 

@@ -69,7 +69,7 @@ class HostCheck:
     cores: int = 0
     memory_bytes: int = 0
     free_bytes: int = 0
-    clock_s: float = 0.0  # lower bound of how far its clock is off this machine's; negative if it is behind
+    clock_s: float = 0.0  # its clock minus this machine's, the difference nearest to 0 that was possible
     loop_s: float = 0.0  # seconds of a fixed Python loop
     bits: int = 64  # word size of its Python
     takes_cpu_build: bool = False  # True if it gets PyTorch's CPU build

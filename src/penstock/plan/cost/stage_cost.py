@@ -78,13 +78,17 @@ class Setting:
         """True if the memory of a stage depends on the number of stages."""
         return SCHEDULES[self.schedule].counts_stages if self.trains else self.generates and self.lanes is None
 
+    def lanes_of(self, num_stages: int) -> int:
+        """Return the lanes of a pipeline of so many stages that generates."""
+        return self.lanes or num_lanes(num_stages)
+
     def in_flight(self, from_end: int) -> int:
         """Return the number of microbatches that a stage keeps for their backward, or whose caches it holds.
 
         The last stage has `from_end` 1.
         """
         if self.generates:
-            return self.lanes or num_lanes(self.num_stages or from_end)
+            return self.lanes_of(self.num_stages or from_end)
         if not self.trains:
             return 0
         num_stages, num_microbatches = self.num_stages or from_end, self.num_microbatches or 1

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.jobs import FromWeights
 from penstock.deploy.policies import choose_cuts
-from penstock.deploy.programs import divide_in_turns
+from penstock.deploy.programs import divide_by_sets
 from penstock.deploy.run_options import RunOptions
 from penstock.deploy.state import load_state
 from penstock.errors import RunError, UsageError
@@ -130,7 +130,7 @@ def test_streams_through_a_device_as_one_process_there(
     model = make().eval()
     args, kwargs = ((), given) if isinstance(given, dict) else ((given,), {})
     graph = capture(model, args, kwargs)
-    programs = divide_in_turns(graph, [choose_cuts(graph, Cuts(graph), stages=3)])
+    programs = divide_by_sets(graph, [choose_cuts(graph, Cuts(graph), stages=3)])
     weights = ModuleWeights(model)
     whole, largest = bind_inputs(graph, args, kwargs)
     settled = pretend.module.num_settled

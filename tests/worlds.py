@@ -12,7 +12,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.jobs import FromWeights
 from penstock.deploy.policies import choose_cuts
-from penstock.deploy.programs import divide_in_turns
+from penstock.deploy.programs import divide_by_sets
 from penstock.deploy.run_options import RunOptions
 from penstock.deploy.state import load_state
 from penstock.deploy.worker import work
@@ -23,7 +23,6 @@ from penstock.graph.graph import Graph
 from penstock.graph.program import StageProgram
 from penstock.group.liveness import Boards, Health
 from penstock.group.world import World
-from penstock.plan.schedule.round_robin import RoundRobin
 from penstock.transport.faulty import Fault, FaultyTransport
 from penstock.transport.memory_network import MemoryNetwork
 from penstock.zoo.weights.weights import ModuleWeights
@@ -76,7 +75,7 @@ class Divided:
 
     model: nn.Module
     graph: Graph
-    programs: list[RoundRobin[StageProgram]]
+    programs: list[tuple[StageProgram, ...]]
 
     def deploy(self, world: World, *, batch: int = 2, **settings: float) -> Deployment:
         """Put the stages on a world."""
@@ -92,7 +91,7 @@ def divided_tower(num_stages: int) -> Divided:
     """A tower in so many stages."""
     model = tower()
     graph = capture(model, tower_inputs(1)[0])
-    return Divided(model, graph, divide_in_turns(graph, [choose_cuts(graph, Cuts(graph), stages=num_stages)]))
+    return Divided(model, graph, divide_by_sets(graph, [choose_cuts(graph, Cuts(graph), stages=num_stages)]))
 
 
 @dataclass

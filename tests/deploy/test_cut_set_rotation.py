@@ -11,14 +11,14 @@ from torch import nn
 
 from penstock.deploy.deployment import Deployment, Replicas
 from penstock.deploy.jobs import FromWeights
-from penstock.deploy.programs import divide_in_turns
+from penstock.deploy.programs import divide_by_sets
 from penstock.deploy.run_options import RunOptions
 from penstock.deploy.state import load_state
 from penstock.engine.channels import Formats
 from penstock.errors import TransportError
 from penstock.graph.capture import capture
 from penstock.graph.cuts import Cuts
-from penstock.graph.program import states_of
+from penstock.graph.program import StageProgram, states_of
 from penstock.graph.stages import divide
 from penstock.plan.schedule.round_robin import RoundRobin
 from penstock.transport.messages import DATA, Format, Message
@@ -54,52 +54,57 @@ def test_alternating_cuts_give_the_same_numbers(build: object, seed: int) -> Non
     sets = [sorted(chance.sample(cuts, 2), key=lambda cut: cut.position) for _ in range(3)]
     order = [chance.randrange(3) for _ in range(5)]
     inputs = [batch(chance.randint(1, ROWS)) for _ in range(12)]
-    whole = divide_in_turns(graph, [[]])
+    whole = divide_by_sets(graph, [[]])
     load = partial(load_state, graph, weights=ModuleWeights(model))
     microbatches = [([x], {"batch": len(x)}) for x in inputs]
 
-    def run(programs: list[RoundRobin]) -> list[list[torch.Tensor]]:  # type: ignore[type-arg]
+    def run(programs: list[tuple[StageProgram, ...]], order: list[int]) -> list[list[torch.Tensor]]:
         with memory_world(len(programs)) as world:
             deployment = Deployment(
-                world.feeder, programs, FromWeights(load), RunOptions(threads=1), sizes={"batch": ROWS}
+                world.feeder, programs, FromWeights(load), RunOptions(threads=1), sizes={"batch": ROWS}, order=order
             )
             # twice: every stream begins with the first turn
             results = [list(deployment.stream(microbatches)) for _ in range(2)]
             deployment.close()
         return results[0] + results[1]
 
-    expected, given_ = run(whole), run(divide_in_turns(graph, sets, order))
+    expected, given_ = run(whole, [0]), run(divide_by_sets(graph, sets), order)
     assert len(given_) == 24
     for one, other in zip(expected, given_, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-def test_weights_that_turns_share_are_held_once() -> None:
+def test_weights_that_programs_share_are_held_once() -> None:
     model = deit()
     graph = capture(model, (torch.randn(1, 3, 32, 32),))
     cuts = list(Cuts(graph))
     near = [cuts[len(cuts) // 2 - 3], cuts[len(cuts) // 2 + 3]]
-    first, second = divide_in_turns(graph, [[cut] for cut in near], [0, 1])
+    first, second = divide_by_sets(graph, [[cut] for cut in near])
     for turns in (first, second):
-        names = [state.value.name for state in states_of(turns.items)]
+        names = [state.value.name for state in states_of(turns)]
         assert len(names) == len(set(names))
-        assert set(names) == {state.value.name for program in turns.items for state in program.states}
-    held = sum(len(states_of(turns.items)) for turns in (first, second))
+        assert set(names) == {state.value.name for program in turns for state in program.states}
+    held = sum(len(states_of(turns)) for turns in (first, second))
     assert len(divide(graph, [])[0].states) <= held < 2 * len(divide(graph, [])[0].states)
 
 
-def test_a_message_of_another_turn_is_noticed() -> None:
+def test_a_message_of_another_program_is_noticed() -> None:
     narrow, wide = (Format([Value("x", torch.float32, (Size("batch"), n))], ["batch"], {"batch": 3}) for n in (4, 64))
-    formats = Formats(RoundRobin([narrow, wide], [0, 1]))
+    formats = Formats([narrow, wide])
     buffer = torch.zeros(formats.largest({"batch": 2}), dtype=torch.uint8)
-    for index, width in ((0, 4), (1, 64), (2, 4)):
+    for index, (program, width) in enumerate([(0, 4), (1, 64), (0, 4)]):
         x = torch.randn(2, width)
-        formats.write(Message(DATA, index, (2,), [x]), buffer)
-        assert torch.equal(formats.read(buffer).tensors[0], x)
-    swapped = Formats(RoundRobin([wide, narrow], [0, 1]))
+        formats.write(Message(DATA, index, (2,), [x], program=program), buffer)
+        read = formats.read(buffer)
+        assert read.program == program
+        assert torch.equal(read.tensors[0], x)
+    swapped = Formats([wide, narrow])
     formats.write(Message(DATA, 0, (2,), [torch.randn(2, 4)]), buffer)
     with pytest.raises(TransportError, match="too short"):
         swapped.read(buffer)
+    formats.write(Message(DATA, 0, (2,), [torch.randn(2, 64)], program=1), buffer)
+    with pytest.raises(TransportError, match="program 1"):
+        Formats([wide]).read(buffer)
 
 
 @pytest.mark.parametrize("order", [(0, 1), (0, 0, 1), (1, 0, 0, 0, 1)])
@@ -112,7 +117,7 @@ def test_pipelines_side_by_side_give_results_in_order(order: tuple[int, ...]) ->
     with memory_world(3) as world:
         pipelines = [
             Deployment(
-                world.feeder, divide_in_turns(graph, [chosen]), FromWeights(load), RunOptions(threads=1),
+                world.feeder, divide_by_sets(graph, [chosen]), FromWeights(load), RunOptions(threads=1),
                 sizes={"batch": ROWS}, ranks=ranks,
                 number=number,
             )

@@ -264,7 +264,7 @@ def test_slow_work_is_not_a_stall(thirds: Divided) -> None:
 
 
 def test_a_slow_stage_is_not_a_stall(thirds: Divided, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = thirds.programs[1].items[0]
+    run = thirds.programs[1][0]
 
     def slow(self: object, *arguments: object) -> object:
         if self.program == run:  # type: ignore[attr-defined]
@@ -350,7 +350,7 @@ def test_weights_are_loaded_one_at_a_time(thirds: Divided) -> None:
         world.feeder.transport.abort()
         for worker in world.workers:
             worker.transport.abort()
-    assert len(alive) == sum(len(program.states) for turns in thirds.programs for program in turns.items)
+    assert len(alive) == sum(len(program.states) for turns in thirds.programs for program in turns)
     assert max(alive) == 1
 
 

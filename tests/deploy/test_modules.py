@@ -38,7 +38,7 @@ def two_modules() -> list[nn.Module]:
 
 def test_the_interface_is_learned_from_two_batch_sizes() -> None:
     graph, turns = chain(two_modules(), (torch.randn(2, 6),), {})
-    programs = [stage.items[0] for stage in turns]
+    programs = [stage[0] for stage in turns]
     assert [value.shape for value in programs[0].outputs] == [(Size("batch"), 6), (Size(("*", 12, "batch")),)]
     assert programs[1].inputs == programs[0].outputs
     assert [value.shape for value in programs[1].outputs] == [(), (Size("batch"), 6)] or [

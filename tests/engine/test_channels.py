@@ -8,12 +8,11 @@ import torch
 
 from penstock.engine.channels import Formats, LocalChannel, Receiver, RemoteReceiver, RemoteSender, Sender
 from penstock.errors import ConnectionBroken, TransportError
-from penstock.plan.schedule.round_robin import RoundRobin
 from penstock.transport.memory_network import MemoryNetwork
 from penstock.transport.messages import CLOSE, DATA, END, Format, Message
 from penstock.values import Size, Value
 
-FORMAT = Formats(RoundRobin([Format([Value("x", torch.float32, (Size("batch"), 4))], ["batch"], {"batch": 8})]))
+FORMAT = Formats([Format([Value("x", torch.float32, (Size("batch"), 4))], ["batch"], {"batch": 8})])
 NUM_BYTES = FORMAT.largest({"batch": 3})
 DEPTH = 2
 

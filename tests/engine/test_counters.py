@@ -13,7 +13,6 @@ from penstock.engine.stall import StallWatch
 from penstock.engine.wiring import Link
 from penstock.errors import TransportError
 from penstock.plan.schedule.actions import Action
-from penstock.plan.schedule.round_robin import RoundRobin
 from penstock.tracing.record import FEEDER_STAGE
 
 
@@ -49,7 +48,7 @@ class Pipe:
 
     def watching(self, job: int, ranks: list[int]) -> StallWatch:
         bounds = [FEEDER_STAGE, *range(len(ranks)), FEEDER_STAGE]
-        links = [Link(a, b, ACTIVATIONS, RoundRobin([()]), ()) for a, b in pairwise(bounds)]
+        links = [Link(a, b, ACTIVATIONS, [()], ()) for a, b in pairwise(bounds)]
         holders = {stage: {rank: f"host{rank}"} for stage, rank in enumerate(ranks)}
         return StallWatch(
             job, links, [holders | {FEEDER_STAGE: {0: "feeder"}}], self.said, stall_s=10.0, own=self.feeder

@@ -43,7 +43,7 @@ class Stages:
         )
         weights = ModuleWeights(divided.model)
         runtimes = {
-            index: RoundRobin(load_programs(turns.items, lambda state: load_state(divided.graph, state, weights)))
+            index: load_programs(turns, lambda state: load_state(divided.graph, state, weights))
             for index, turns in enumerate(divided.programs)
         }
         self.own = OwnStages(made_world(self.network, 1), job, runtimes)
@@ -165,7 +165,7 @@ def test_a_schedule_that_ends_too_early_says_so(halves: Divided) -> None:
             pass
 
     weights = ModuleWeights(halves.model)
-    runtimes = RoundRobin(load_programs(halves.programs[0].items, lambda s: load_state(halves.graph, s, weights)))
+    runtimes = load_programs(halves.programs[0], lambda s: load_state(halves.graph, s, weights))
     stages, channels = {0: ForwardStage(runtimes)}, Channels()
     channels.receivers[0, ACTIVATIONS] = channels.senders[0, ACTIVATIONS] = Endless()  # type: ignore[assignment]
     with pytest.raises(RunError, match="schedule ended before the stream"):

@@ -9,7 +9,6 @@ import torch
 from penstock.deploy.state import load_state
 from penstock.engine import reference
 from penstock.engine.reference import measure_baseline
-from penstock.plan.schedule.round_robin import RoundRobin
 from penstock.runtime.eager import Runtime
 from penstock.tracing.record import RECORDING_BYTES
 from penstock.transport.messages import DATA, Message
@@ -20,7 +19,7 @@ from tests.worlds import divided_tower, tower_inputs
 
 def first_stage() -> Runtime:
     halves = divided_tower(2)
-    program, weights = halves.programs[0].items[0], ModuleWeights(halves.model)
+    program, weights = halves.programs[0][0], ModuleWeights(halves.model)
     return Runtime(program, {s.value.name: load_state(halves.graph, s, weights) for s in program.states})
 
 
@@ -52,7 +51,7 @@ def test_copies_stand_in_for_the_other_stages(monkeypatch: pytest.MonkeyPatch, r
         monkeypatch.setattr(reference, "SCRATCH_BYTES", room * runtime.weight_bytes)
     message = Message(DATA, 0, (2,), list(tower_inputs(1)[0]))
     with torch.inference_mode():
-        alone = measure_baseline(7, RoundRobin([runtime]), [message], others=3)
+        alone = measure_baseline(7, [runtime], {0: message}, {0: 1}, others=3)
     assert alone.stage == 7
     assert alone.seconds > 0
     assert len(set(ran)) == expected
@@ -71,7 +70,7 @@ def test_what_other_threads_compute_is_not_the_stage_s() -> None:
     try:
         message = Message(DATA, 0, (2,), list(tower_inputs(1)[0]))
         with torch.inference_mode():
-            alone = measure_baseline(0, RoundRobin([first_stage()]), [message])
+            alone = measure_baseline(0, [first_stage()], {0: message}, {0: 1})
     finally:
         over.set()
         for other in others:
@@ -90,7 +89,6 @@ from penstock.transport.messages import DATA, Message
 from penstock.memory import peak_bytes
 from penstock.runtime.eager import Runtime
 from penstock.deploy.state import load_state
-from penstock.plan.schedule.round_robin import RoundRobin
 from penstock.graph.capture import capture
 from penstock.graph.stages import divide
 from penstock.zoo.weights.weights import ModuleWeights
@@ -99,17 +97,16 @@ model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(4)]).eval()
 graph = capture(model, (torch.zeros(2048, 512),))
 program, weights = divide(graph, [])[0], ModuleWeights(model)
 tensors = {state.value.name: load_state(graph, state, weights) for state in graph.states}
-order = [turn % 6 for turn in range(60)]
-runtimes = RoundRobin([Runtime(program, tensors) for _ in range(6)], order)
+runtimes = [Runtime(program, tensors) for _ in range(6)]
 observer = StreamObserver({0: ForwardStage(runtimes)}, "here", 4)
 reference._ALONE_S = 0.0
 with torch.inference_mode():
     runtimes[0]({"batch": 2048}, [torch.zeros(2048, 512)])
     before = peak_bytes()
     for index in range(60):
-        observer.keep(0, Message(DATA, index, (2048,), [torch.zeros(2048, 512)]))
+        observer.keep(0, Message(DATA, index, (2048,), [torch.zeros(2048, 512)], program=index % 6))
     assert 1 <= len(observer.kept[0]) <= 6
-    assert reference.measure_baseline(0, runtimes, list(observer.kept[0].values()), others=4).seconds > 0
+    assert reference.measure_baseline(0, runtimes, observer.kept[0], observer.num_run[0], others=4).seconds > 0
 print(peak_bytes() - before)
 """
 

@@ -89,7 +89,7 @@ def test_units_on_request(halves: Divided) -> None:
         traces = stream(halves, made, units=True, num=2)
     units = [span for span in traces[1].spans if span.kind == "unit" and span.microbatch == 0]
     (compute,) = (span for span in traces[1].spans if span.kind == "compute" and span.microbatch == 0)
-    assert {span.name for span in units} == {op.name for op in halves.programs[0].items[0].ops}
+    assert {span.name for span in units} == {op.name for op in halves.programs[0][0].ops}
     assert sum(span.seconds for span in units) <= compute.seconds
 
 

@@ -19,7 +19,7 @@ from penstock.deploy.documents import write_document
 from penstock.deploy.jobs import FromWeights
 from penstock.deploy.placing import place, ranks_of
 from penstock.deploy.policies import best_blocks, choose_cuts
-from penstock.deploy.programs import divide_in_turns
+from penstock.deploy.programs import divide_by_sets
 from penstock.deploy.run_options import RunOptions
 from penstock.deploy.state import load_state
 from penstock.engine.tracers import FeederTracer
@@ -145,7 +145,7 @@ class Comparison:
     def _deploy(self, world: World, cuts: Sequence[Cut], ranks: Sequence[int] | None = None) -> Deployment:
         self._number += 1
         return Deployment(
-            world, divide_in_turns(self.graph, [cuts]), FromWeights(self._load), self._run, sizes=self._sizes,
+            world, divide_by_sets(self.graph, [cuts]), FromWeights(self._load), self._run, sizes=self._sizes,
             ranks=ranks, number=self._number, tracer=FeederTracer(world) if self._options.trace else None,
         )  # fmt: skip
 

@@ -26,7 +26,6 @@ from penstock.graph.graph import Graph
 from penstock.graph.ops import State
 from penstock.graph.program import StageProgram, read_interface, read_program, states_of, write_program
 from penstock.plan.check import read_plan
-from penstock.plan.schedule.round_robin import RoundRobin
 from penstock.spec.fields import check_name, decode_json, fingerprint, read_bytes, write_json, write_text
 from penstock.spec.plan import Plan, write_plan
 from penstock.zoo.weights.weight_files import FileWeights, save_weights
@@ -60,14 +59,14 @@ def write_bundle(folder: Path, graph: Graph, plan: Plan, load: LoadState) -> lis
     _check_folders(plan)
     folder.mkdir(parents=True, exist_ok=True)
     write_plan(folder / _PLAN, plan)
-    first, last = pipelines[0][0].items[0], pipelines[0][-1].items[0]
+    first, last = pipelines[0][0][0], pipelines[0][-1][0]
     write_text(folder / _INTERFACE, write_program(_interface(first, last)))
     written = []
     for number, (pipeline, programs) in enumerate(zip(plan.pipelines, pipelines, strict=True)):
-        for index, (stage, turns) in enumerate(zip(pipeline.stages, programs, strict=True)):
+        for index, (stage, of_stage) in enumerate(zip(pipeline.stages, programs, strict=True)):
             for device in stage.devices:
                 part = Part(plan=fingerprint(plan), device=device, pipeline=number, stage=index, programs=(), files={})
-                written.append(_write_part(folder / device, part, turns.items, load))
+                written.append(_write_part(folder / device, part, of_stage, load))
     return written
 
 
@@ -119,13 +118,13 @@ def read_bundle(folder: Path) -> tuple[Plan, StageProgram]:
     return plan, read_interface(read_bytes(folder / _INTERFACE, "an interface", ProgramError))
 
 
-def interfaces(interface: StageProgram, num_stages: int) -> list[RoundRobin[StageProgram]]:
+def interfaces(interface: StageProgram, num_stages: int, num_programs: int) -> list[tuple[StageProgram, ...]]:
     """Return programs that have only the pipeline's inputs and outputs, which is all that its driver needs."""
     first, last = replace(interface, outputs=()), replace(interface, inputs=())
     between = replace(interface, inputs=(), outputs=())
     if num_stages == 1:
-        return [RoundRobin([interface])]
-    return [RoundRobin([first]), *[RoundRobin([between])] * (num_stages - 2), RoundRobin([last])]
+        return [(interface,) * num_programs]
+    return [(program,) * num_programs for program in (first, *[between] * (num_stages - 2), last)]
 
 
 def hash_file(path: Path) -> str:

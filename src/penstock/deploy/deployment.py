@@ -39,9 +39,8 @@ _SHORTEST_STALL_BEATS = 4
 class Deployment:
     """Stages placed on the devices of a world, ready for successive streams.
 
-    Each stage has one program, or several that microbatches use round-robin if the cuts around the stage rotate; all
-    stages have the same order. `ranks` has for each stage the rank that holds the stage, or several ranks that share
-    it.
+    `programs` has the programs of each stage, by number: one, or one for each set of cuts. Microbatches use the numbers
+    in `order`, which repeats. `ranks` has for each stage the rank that holds the stage, or several ranks that share it.
 
     Raises `RunError` or `DeviceLost` if a device fails; after that nothing more can be streamed. If a message is lost
     but no device fails, this is detected once no message has arrived and no stage has computed for `stall_s` while the
@@ -49,16 +48,17 @@ class Deployment:
     """
 
     def __init__(
-        self, world: World, programs: Sequence[RoundRobin[StageProgram]], source: Source, run: RunOptions, *,
+        self, world: World, programs: Sequence[Sequence[StageProgram]], source: Source, run: RunOptions, *,
         sizes: Mapping[str, int], ranks: Sequence[int | RoundRobin[int]] | None = None, number: int = 0,
-        runtimes: Sequence[RuntimeChoice] = (), tracer: FeederTracer | None = None, pipeline: int = 0,
+        runtimes: Sequence[RuntimeChoice] = (), order: Sequence[int] = (0,), tracer: FeederTracer | None = None,
+        pipeline: int = 0,
     ) -> None:  # fmt: skip
         self.world = world
-        self.symbols = programs[0].items[0].symbols
+        self.symbols = programs[0][0].symbols
         self.cache_bytes = [
-            sum(state.value.num_bytes({}) for program in each.items for state in program.caches) for each in programs
+            sum(state.value.num_bytes({}) for program in each for state in program.caches) for each in programs
         ]
-        self.stage_bytes = [sum(program.state_bytes() for program in each.items) for each in programs]
+        self.stage_bytes = [sum(program.state_bytes() for program in each) for each in programs]
         places = [
             Rotation(each.items, each.order) if isinstance(each, RoundRobin) else Rotation((each,))
             for each in ranks or assign_stages(world, len(programs))
@@ -70,7 +70,7 @@ class Deployment:
             torch_settings=dict(read_settings()),
         )  # fmt: skip
         _check_shared(self.job)
-        check_operators(world, [ranks.items for ranks in places], [each.items for each in programs])
+        check_operators(world, [ranks.items for ranks in places], programs)
         self.tracer, self._pipeline = tracer, pipeline  # index among parallel pipelines
         self._executor: threading.Thread | None = None
         try:
@@ -82,13 +82,13 @@ class Deployment:
                 index: source.make(index, programs[index], self.job.runtime_of(index), own)
                 for index in self.job.stages_of(FEEDER)
             }
-            self.place = self._connect(programs, runtimes_here, run.stall_s, direct=direct)
+            self.place = self._connect(programs, runtimes_here, tuple(order), run.stall_s, direct=direct)
         except TransportError as error:
             raise world.explain(error) from error
 
     def _connect(
-        self, programs: Sequence[RoundRobin[StageProgram]], runtimes: Mapping[int, RoundRobin[StageRuntime]],
-        stall_s: float, *, direct: bool,
+        self, programs: Sequence[Sequence[StageProgram]], runtimes: Mapping[int, Sequence[StageRuntime]],
+        order: tuple[int, ...], stall_s: float, *, direct: bool,
     ) -> Place:  # fmt: skip
         """Open the channels of the driver and of its own stages, and start serving these stages."""
         world, job = self.world, self.job
@@ -110,7 +110,7 @@ class Deployment:
                 target=self._serve, args=(own, errors), name="penstock-stages", daemon=True
             )
             self._executor.start()
-        return Place(world, job, self.symbols, own.channels, watch, counters, window, self.tracer, errors)
+        return Place(world, job, self.symbols, order, own.channels, watch, counters, window, self.tracer, errors)
 
     def _serve(self, own: OwnStages, errors: "queue.Queue[BaseException]") -> None:
         """Run this process's own stages, in a thread."""

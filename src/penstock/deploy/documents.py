@@ -64,7 +64,11 @@ def read_document(data: bytes, num_ranks: int) -> Document:
 
 def _check_stages(document: StagesJob, num_ranks: int) -> None:
     for rotation in document.ranks:
-        _check_order("ranks for a stage", rotation.order, len(rotation.items))
+        if not rotation.order or not rotation.items or max(rotation.order) >= len(rotation.items):
+            raise ProgramError(
+                f"the job has {len(rotation.items)} ranks for a stage, numbered from 0, but its rotation order uses "
+                f"{max(rotation.order, default='none')}; start again"
+            )
         if max(rotation.items) >= num_ranks:
             raise ProgramError(
                 f"a stage's rank must be below {num_ranks}, the number of processes; got {max(rotation.items)}; "
@@ -75,8 +79,10 @@ def _check_stages(document: StagesJob, num_ranks: int) -> None:
             raise ProgramError(
                 f"a stage index of this job must be below {len(document.ranks)}; got {index}; start again"
             )
-        if document.source != "bundle":
-            _check_order(f"programs for stage {index}", document.order, len(programs))
+        if document.source != "bundle" and len(programs) != document.num_programs:
+            raise ProgramError(
+                f"stage {index} of a job must have {document.num_programs} programs; got {len(programs)}; start again"
+            )
     if len(document.runtimes) not in (0, len(document.ranks)):
         raise ProgramError(
             f"expected {len(document.ranks)} runtimes, one per stage; got {len(document.runtimes)}; start again"
@@ -87,14 +93,6 @@ def _check_stages(document: StagesJob, num_ranks: int) -> None:
         )
     if document.source == "bundle":
         check_name("the device of a job", document.part, ProgramError)
-
-
-def _check_order(what: str, order: tuple[int, ...], count: int) -> None:
-    if not order or not count or max(order) >= count:
-        most = max(order, default="none")
-        raise ProgramError(
-            f"the job has {count} {what}, numbered from 0, but its rotation order uses {most}; start again"
-        )
 
 
 def check_settings(settings: Mapping[str, Any], wanted: type[Any]) -> Any:

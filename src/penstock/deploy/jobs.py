@@ -22,7 +22,6 @@ from penstock.errors import ProgramError, UsageError
 from penstock.graph.program import StageProgram, read_interface, read_program, states_of, write_program
 from penstock.group.direct import go_direct
 from penstock.group.world import World
-from penstock.plan.schedule.round_robin import RoundRobin
 from penstock.runtime.registry import EAGER, RuntimeChoice, StageRuntime
 from penstock.tensors import HOST, find_device, moved
 from penstock.transport.base import JOB_BYTES, Transport, receive_bytes, send_bytes
@@ -30,8 +29,8 @@ from penstock.wire import FEEDER
 
 # makes a stage's runtime in a process that has the stage's module; only the stage's interface is sent
 MakeRuntime = Callable[[int, StageProgram], StageRuntime]
-Programs = RoundRobin[StageProgram]
-Runtimes = RoundRobin[StageRuntime]
+Programs = Sequence[StageProgram]  # of one stage, in the order of their numbers
+Runtimes = Sequence[StageRuntime]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +43,7 @@ class FromWeights:
 
     def make(self, _index: int, programs: Programs, runtime: RuntimeChoice, device: torch.device) -> Runtimes:
         """Make a stage's runtimes in the driver."""
-        return RoundRobin(load_programs(programs.items, self.load, device, runtime), programs.order)
+        return load_programs(programs, self.load, device, runtime)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +55,10 @@ class FromBundle:
     folder: Path
     plan: str
     devices: Mapping[int, str]
-    order: tuple[int, ...]
 
-    def make(self, _index: int, _programs: Programs, runtime: RuntimeChoice, device: torch.device) -> Runtimes:
+    def make(self, _index: int, programs: Programs, runtime: RuntimeChoice, device: torch.device) -> Runtimes:
         """Make a stage's runtimes in the driver."""
-        return load_part(self.folder / self.devices[FEEDER], self.plan, self.order, device, runtime)
+        return load_part(self.folder / self.devices[FEEDER], self.plan, len(programs), device, runtime)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,24 +71,21 @@ class FromModules:
 
     def make(self, index: int, programs: Programs, _runtime: RuntimeChoice, _device: torch.device) -> Runtimes:
         """Make a stage's runtimes in the driver."""
-        return programs.map(lambda program: self.make_runtime(index, program))
+        return [self.make_runtime(index, program) for program in programs]
 
 
 Source = FromWeights | FromBundle | FromModules
 
 
 def load_part(
-    folder: Path, plan: str, order: Sequence[int], device: torch.device = HOST, runtime: RuntimeChoice = EAGER
+    folder: Path, plan: str, num_programs: int, device: torch.device = HOST, runtime: RuntimeChoice = EAGER
 ) -> Runtimes:
     """Make a stage's runtimes from a device's part of a bundle."""
     programs, tensors = read_part(folder, plan)
-    if max(order) >= len(programs):
-        raise ProgramError(
-            f"{folder} has {len(programs)} programs, numbered from 0, but a job's order uses program {max(order)}; "
-            "bundle again"
-        )
+    if len(programs) != num_programs:
+        raise ProgramError(f"{folder} has {len(programs)} programs, but the job uses {num_programs}; bundle again")
     there = {name: moved(tensor, device) for name, tensor in tensors.items()}
-    return RoundRobin([runtime.load(program, there, device) for program in programs], order)
+    return [runtime.load(program, there, device) for program in programs]
 
 
 def load_programs(
@@ -102,7 +97,7 @@ def load_programs(
 
 
 def send_stages(
-    transport: Transport, job: StagesJob, programs: Sequence[RoundRobin[StageProgram]], source: Source, *,
+    transport: Transport, job: StagesJob, programs: Sequence[Programs], source: Source, *,
     compare: bool = False,
 ) -> None:  # fmt: skip
     """Send every other rank its stages, reading one weight at a time.
@@ -112,10 +107,10 @@ def send_stages(
     others = sorted(job.holders - {transport.rank})
     for rank in others:
         indices = job.stages_of(rank)
-        texts = {index: [write_program(program) for program in programs[index].items] for index in indices}
+        texts = {index: [write_program(program) for program in programs[index]] for index in indices}
         part = source if isinstance(source, FromBundle) else None
         document = msgspec.structs.replace(
-            job, source=source.kind, programs=texts, order=tuple(part.order if part else programs[0].order),
+            job, source=source.kind, programs=texts, num_programs=len(programs[0]),
             plan=part.plan if part else "", part=part.devices[rank] if part else "",
             compare=compare and isinstance(source, FromWeights),
         )  # fmt: skip
@@ -123,7 +118,7 @@ def send_stages(
     if not isinstance(source, FromWeights):
         return
     for rank in others:
-        states = [states_of(programs[index].items) for index in job.stages_of(rank)]
+        states = [states_of(programs[index]) for index in job.stages_of(rank)]
         there: Collection[str] = ()
         if compare:
             there = compare_holdings(transport, rank, [state for own in states for state in own], source.load)
@@ -150,7 +145,7 @@ def receive_stages(transport: Transport) -> StagesJob:
 def read_stages(
     world: World, job: StagesJob, make: MakeRuntime | None = None, bundle: Path | None = None,
     holdings: Holdings | None = None,
-) -> tuple[dict[int, RoundRobin[StageRuntime]], bool]:  # fmt: skip
+) -> tuple[dict[int, Runtimes], bool]:  # fmt: skip
     """Make the runtimes of a job's stages: from weights that follow, from modules, or from a bundle.
 
     Returns the stages' runtimes, and whether tensors between stages are sent from device to device. Tensors among
@@ -161,7 +156,7 @@ def read_stages(
     if set(job.programs) != set(job.stages_of(world.rank)):
         raise ProgramError(f"a job must have a program for each stage of a process; got stages {sorted(job.programs)}")
     device = find_device(job.options.device, world.position)
-    runtimes: dict[int, RoundRobin[StageRuntime]] = {}
+    runtimes: dict[int, Runtimes] = {}
     holdings = holdings or Holdings()
     read: dict[int, list[StageProgram]] = {}
     there: dict[str, Tensor] = {}
@@ -176,18 +171,17 @@ def read_stages(
                     "the stages are in a bundle, and this process has no bundle folder; give it the folder"
                 )
             folder, runtime = bundle / job.part, job.runtime_of(index)
-            runtimes[index] = load_part(folder, job.plan, job.order, device, runtime)
+            runtimes[index] = load_part(folder, job.plan, job.num_programs, device, runtime)
         elif job.source == "weights":
             programs, states = read[index], states_of(read[index])
             missing = [state for state in states if state.value.name not in there]
             tensors = {state.value.name: there[state.value.name] for state in states if state.value.name in there}
             tensors |= receive_state(world.transport, missing, device)
             holdings.keep(states, tensors)
-            made = [job.runtime_of(index).load(program, tensors, device) for program in programs]
-            runtimes[index] = RoundRobin(made, job.order)
+            runtimes[index] = [job.runtime_of(index).load(program, tensors, device) for program in programs]
         elif make is None:
             raise UsageError("the stages are modules, and this process has none; pass the same list to its Pipeline")
         else:
-            runtimes[index] = RoundRobin([make(index, read_interface(text)) for text in texts], job.order)
+            runtimes[index] = [make(index, read_interface(text)) for text in texts]
     direct = device != HOST and job.source != "modules" and go_direct(world, job.holders, device)
     return runtimes, direct

@@ -24,7 +24,6 @@ from penstock.graph.program import StageProgram
 from penstock.group.entry import thread_worlds
 from penstock.group.launcher import WorkerExit
 from penstock.group.world import World
-from penstock.plan.schedule.round_robin import RoundRobin
 from penstock.runtime.registry import StageRuntime
 from penstock.tensors import HOST, copy_exactly
 from penstock.values import Expression, Size, Value
@@ -33,7 +32,7 @@ from penstock.wire import FEEDER
 
 def chain(
     modules: Sequence[nn.Module], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[Graph, list[RoundRobin[StageProgram]]]:
+) -> tuple[Graph, list[tuple[StageProgram, ...]]]:
     """Infer the interfaces of modules that are called in sequence, from two runs of the example.
 
     A tuple that a module returns becomes the positional inputs of the next module. A dimension that grows with the
@@ -66,8 +65,8 @@ def chain(
         for stage, pair in enumerate(zip(runs[0][0], runs[1][0], strict=True))
     ]
     crossing = [[value for value in inputs if value is not None], *values]
-    programs = [
-        RoundRobin([StageProgram(symbols=("batch",), states=(), inputs=tuple(a), prelude=(), ops=(), outputs=tuple(b))])
+    programs: list[tuple[StageProgram, ...]] = [
+        (StageProgram(symbols=("batch",), states=(), inputs=tuple(a), prelude=(), ops=(), outputs=tuple(b)),)
         for a, b in pairwise(crossing)
     ]
     graph = Graph(

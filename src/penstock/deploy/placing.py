@@ -55,7 +55,8 @@ def place(
     deployments = [
         Deployment(
             world, programs, FromWeights(load), run, sizes=sizes, ranks=_places(pipeline, ranks),
-            number=number + index, runtimes=_runtimes(pipeline), tracer=tracer, pipeline=index,
+            number=number + index, runtimes=_runtimes(pipeline), order=order_of(pipeline), tracer=tracer,
+            pipeline=index,
         )
         for index, (pipeline, programs) in enumerate(zip(plan.pipelines, divide_plan(graph, plan), strict=True))
     ]  # fmt: skip
@@ -90,11 +91,11 @@ def place_bundle(world: World, folder: Path, run: RunOptions, *, number: int = 0
     deployments = []
     for index, pipeline in enumerate(plan.pipelines):
         names = {ranks[name]: name for stage in pipeline.stages for name in stage.devices}
-        source = FromBundle(folder, fingerprint(plan), names, order_of(pipeline))
+        source, order = FromBundle(folder, fingerprint(plan), names), order_of(pipeline)
         deployments.append(
             Deployment(
-                world, interfaces(interface, len(pipeline.stages)), source, run, sizes=sizes,
-                ranks=_places(pipeline, ranks), number=number + index, runtimes=_runtimes(pipeline),
+                world, interfaces(interface, len(pipeline.stages), len(pipeline.cut_sets)), source, run, sizes=sizes,
+                ranks=_places(pipeline, ranks), number=number + index, runtimes=_runtimes(pipeline), order=order,
             )
         )  # fmt: skip
     return Replicas(deployments, round_robin([pipeline.share for pipeline in plan.pipelines])), interface

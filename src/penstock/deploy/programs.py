@@ -1,4 +1,4 @@
-"""A graph divided into the programs of all stages: by sets of cuts that alternate, or by a plan.
+"""A graph divided into the programs of all stages: by sets of cuts, or by a plan.
 
 Separate from `split` because workers need this module, while capturing, which they never do, takes long to import.
 """
@@ -14,20 +14,17 @@ from penstock.graph.program import StageProgram
 from penstock.graph.stages import divide, graph_fingerprint
 from penstock.group.world import World
 from penstock.plan.check import check_cuts, check_plan, check_purpose
-from penstock.plan.schedule.round_robin import RoundRobin, round_robin
+from penstock.plan.schedule.round_robin import round_robin
 from penstock.spec.plan import Pipeline, Plan
 
 
-def divide_in_turns(
-    graph: Graph, cut_sets: Sequence[Sequence[Cut]], order: Sequence[int] = (0,)
-) -> list[RoundRobin[StageProgram]]:
-    """Return the programs of every stage, one for each set of cuts; microbatches use them alternately, in this order.
+def divide_by_sets(graph: Graph, cut_sets: Sequence[Sequence[Cut]]) -> list[tuple[StageProgram, ...]]:
+    """Return the programs of every stage, one for each set of cuts.
 
     Example:
-        divide_in_turns(graph, [cuts.find_all(["blocks.5:after"])])
+        divide_by_sets(graph, [cuts.find_all(["blocks.5:after"])])
     """
-    sets = [divide(graph, cuts) for cuts in cut_sets]
-    return [RoundRobin(programs, order) for programs in zip(*sets, strict=True)]
+    return list(zip(*(divide(graph, cuts) for cuts in cut_sets), strict=True))
 
 
 def check_operators(
@@ -47,7 +44,7 @@ def check_operators(
                 )
 
 
-def divide_plan(graph: Graph, plan: Plan) -> list[list[RoundRobin[StageProgram]]]:
+def divide_plan(graph: Graph, plan: Plan) -> list[list[tuple[StageProgram, ...]]]:
     """Return the programs of all stages for every pipeline of a plan.
 
     Raises `PlanError` if the plan is for another model or is inconsistent.
@@ -55,8 +52,7 @@ def divide_plan(graph: Graph, plan: Plan) -> list[list[RoundRobin[StageProgram]]
     check_purpose(plan, trains=False)
     cuts = cuts_of_plan(graph, plan)
     return [
-        divide_in_turns(graph, [cuts.find_all(each.cuts) for each in pipeline.cut_sets], order_of(pipeline))
-        for pipeline in plan.pipelines
+        divide_by_sets(graph, [cuts.find_all(each.cuts) for each in pipeline.cut_sets]) for pipeline in plan.pipelines
     ]
 
 

@@ -10,48 +10,52 @@ device never waits for a message that is not in flight; so the sender has as man
 
 import queue
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from penstock.errors import ConnectionBroken
-from penstock.plan.schedule.round_robin import RoundRobin
+from penstock.errors import ConnectionBroken, TransportError
 from penstock.tensors import copy_exactly
 from penstock.tracing.record import Track
 from penstock.transport.base import Pending, Transport
-from penstock.transport.messages import CLOSE, Format, Message, apart_of, index_of, size_of
+from penstock.transport.messages import CLOSE, Format, Message, apart_of, program_of, size_of
 from penstock.transport.tags import device_tag
 
 _POLL_S = 0.1
 
 
 class Formats:
-    """Message formats of a link whose cut rotates: each message uses the format of its microbatch's cut set."""
+    """Message formats of a link, one for each program: a message names its program in its header."""
 
-    def __init__(self, formats: RoundRobin[Format]) -> None:
-        self._formats = formats
+    def __init__(self, formats: Sequence[Format]) -> None:
+        self._formats = tuple(formats)
 
     def largest(self, sizes: Mapping[str, int]) -> int:
         """Return the bytes of the largest message for microbatches up to these sizes."""
-        return max(layout.largest(sizes) for layout in self._formats.items)
+        return max(layout.largest(sizes) for layout in self._formats)
 
     def largest_apart(self, sizes: Mapping[str, int]) -> tuple[int, int]:
         """Return the bytes of the largest message without its tensors, and the bytes of its tensors."""
-        rooms = [layout.largest_apart(sizes) for layout in self._formats.items]
+        rooms = [layout.largest_apart(sizes) for layout in self._formats]
         return max(host for host, _ in rooms), max(apart for _, apart in rooms)
 
     def write(self, message: Message, buffer: Tensor, apart: Tensor | None = None) -> int:
         """Write a message to one or two buffers, and return its bytes in the first."""
-        return self._formats[message.index].write(message, buffer, apart)
+        return self._formats[message.program].write(message, buffer, apart)
 
     def read(self, buffer: Tensor, fetch: Callable[[int], Tensor] | None = None) -> Message:
         """Read a message as `Format.read` does."""
-        # a damaged index selects another format, whose checksum does not match
-        return self._formats[index_of(buffer)].read(buffer, fetch)
+        program = program_of(buffer)
+        if program >= len(self._formats):
+            raise TransportError(
+                f"a message names program {program}, but this link has {len(self._formats)}, numbered from 0; check "
+                "the network and try again"
+            )
+        return self._formats[program].read(buffer, fetch)
 
 
 class Receiver(Protocol):
@@ -280,7 +284,7 @@ class LocalChannel:
         room_s = self._sending_track.now() if self._sending_track else 0.0
         # the caller may change the tensors as soon as this returns
         copies = [copy_exactly(tensor.detach()) for tensor in message.tensors]
-        self._messages.put(Message(message.kind, message.index, message.sizes, copies, message.body))
+        self._messages.put(replace(message, tensors=copies))
         if self._sending_track:
             self._sending_track.gave(message.index, begin_s, room_s, 0)
         return True

@@ -5,6 +5,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -67,8 +68,10 @@ class Driver:
         self._check_stall()
 
     def feed(self, tensors: Sequence[Tensor], sizes: Sequence[int]) -> None:
-        """Send a microbatch; waits while the first stage has no room."""
-        self._hand_over(Message(DATA, self.num_fed, tuple(sizes), list(tensors)))
+        """Send a microbatch, for the program whose turn it is; waits while the first stage has no room."""
+        order = self._place.order
+        program = order[self.num_fed % len(order)]
+        self._hand_over(Message(DATA, self.num_fed, tuple(sizes), list(tensors), program=program))
         self.num_fed += 1
 
     def take(self) -> list[Tensor]:
@@ -195,7 +198,7 @@ class Driver:
             while True:
                 message = self._take()
                 tensors = [copy_exactly(tensor, HOST) for tensor in message.tensors]
-                kept = Message(message.kind, message.index, message.sizes, tensors, message.body)
+                kept = replace(message, tensors=tensors)
                 if kept.kind != CLOSE:  # no receive may stay posted after CLOSE
                     self._receiver.release()
                 self._place.counters.taken[ACTIVATIONS] += 1 if kept.kind == DATA else self._receiver.width

@@ -1,7 +1,8 @@
 """The executor: runs a schedule's actions in order on stages, and takes and sends their messages."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import ClassVar, Protocol
 
 import torch
@@ -146,7 +147,7 @@ def _run(
 def _pass_on(action: Action, message: Message, channels: Channels, observer: Observer) -> None:
     """Forward END or CLOSE to the next stage, with the observer's report on this stage."""
     receiver, sender = channels.receivers[action.stage, ACTIVATIONS], channels.senders[action.stage, ACTIVATIONS]
-    ended = Message(message.kind, message.index, body=observer.ended(action, message, receiver.width))
+    ended = replace(message, body=observer.ended(action, message, receiver.width))
     observer.sent(action, ACTIVATIONS, sender.width, num_bytes=sender.put(ended))
     if message.kind == END:
         receiver.release()
@@ -160,14 +161,14 @@ class OwnStages:
     """
 
     def __init__(
-        self, world: World, job: StagesJob, runtimes: Mapping[int, RoundRobin[StageRuntime]], direct: bool = False,
+        self, world: World, job: StagesJob, runtimes: Mapping[int, Sequence[StageRuntime]], direct: bool = False,
         feeds: Iterable[Link] = (),
     ) -> None:  # fmt: skip
         self.world, self.job = world, job
         self.stages = {index: ForwardStage(each) for index, each in sorted(runtimes.items())}
         feeds = list(feeds)
         links = {link.number: link for link in feeds}
-        programs = {index: each.map(lambda runtime: runtime.program) for index, each in runtimes.items()}
+        programs = {index: [runtime.program for runtime in each] for index, each in runtimes.items()}
         links.update({link.number: link for link in stream_links(programs, len(job.ranks))})
         devices = [stage.device for stage in self.stages.values()]
         ranks = {index: RoundRobin(each.items, each.order) for index, each in enumerate(job.ranks)}

@@ -1,41 +1,41 @@
 """A stage of a stream: forward passes of its programs, run by the executor."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 
 from penstock.errors import RunError
 from penstock.plan.schedule.actions import Action
-from penstock.plan.schedule.round_robin import RoundRobin
 from penstock.runtime.registry import StageRuntime
 from penstock.tensors import moved, synchronize
 from penstock.tracing.record import Recorder
-from penstock.transport.messages import DATA, Message
+from penstock.transport.messages import Message
 
 
 @dataclass(slots=True)
 class ForwardStage:
-    """A stage of a stream with its programs, one for each cut set, which run microbatches round-robin.
+    """A stage of a stream with its programs; a microbatch runs the program that its message names.
 
     With a recorder, every operation is recorded.
     """
 
     keeps_inputs: ClassVar[bool] = False
 
-    runtimes: RoundRobin[StageRuntime]
+    runtimes: Sequence[StageRuntime]
     recorder: Recorder | None = None
 
     @property
     def device(self) -> torch.device:
         """Device on which the stage computes."""
-        return self.runtimes.items[0].device
+        return self.runtimes[0].device
 
     def run(self, action: Action, message: Message | None) -> Message | None:
         """Compute one microbatch."""
         if message is None:
             raise RunError(f"{action} needs a microbatch, but received none; add a link to the stage that carries it")
-        runtime = self.runtimes[action.microbatch]
+        runtime = self.runtimes[message.program]
         sizes = dict(zip(runtime.program.symbols, message.sizes, strict=True))
         message.tensors = [moved(tensor, runtime.device) for tensor in message.tensors]
         recorder = self.recorder
@@ -48,4 +48,4 @@ class ForwardStage:
                 recorder.span("unit", action.stage, message.index, at_s, at_s + taken_s, op.name)
                 at_s += taken_s
         synchronize(runtime.device)
-        return Message(DATA, message.index, message.sizes, outputs)
+        return replace(message, tensors=outputs)

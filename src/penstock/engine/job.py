@@ -49,7 +49,7 @@ class StagesJob(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag
     """A job to serve some stages of a pipeline until CLOSE.
 
     `source` is the origin of the programs' tensors: messages that follow, the device's part in the bundle of `plan`, or
-    modules of the process. `programs` are texts by stage, one for each cut set; `order` is their round-robin order.
+    modules of the process. `programs` are texts by stage, one for each of `num_programs`.
     """
 
     number: Number
@@ -62,7 +62,7 @@ class StagesJob(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag
     torch_settings: dict[Short, bool | Short] = {}  # the driver's settings
     source: Literal["weights", "bundle", "modules"] = "weights"
     programs: dict[int, list[str]] = {}
-    order: tuple[Number, ...] = (0,)
+    num_programs: Few = 1
     plan: Short = ""
     part: Short = ""
     compare: bool = False  # first report which tensors this worker still holds

@@ -4,8 +4,9 @@ import contextlib
 import json
 import math
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 from penstock.cores import cpu_quota
 from penstock.engine.counters import COMPUTING, Counters
@@ -199,8 +200,10 @@ class StreamObserver(Observer):
         super().__init__(stages, clock)
         self._stages, self._device_name, self._others = stages, device_name, others
         self._began_cpu_s: dict[int, float] = {}
-        self.kept: dict[int, dict[int, Message]] = {index: {} for index in stages}  # first message by stage and program
+        self.kept: dict[int, dict[int, Message]] = {}  # first message by stage and program
+        self.num_run: dict[int, Counter[int]] = {}  # microbatches by stage and program
         self.alone: dict[int, Alone] = {}
+        self.forget()
 
     def took(self, action: Action, kind: str, message: Message, width: int = 1) -> None:
         """Record the arrival of an action's message; keep the first message of each program."""
@@ -213,15 +216,15 @@ class StreamObserver(Observer):
 
     def keep(self, stage: int, message: Message) -> None:
         """Keep a microbatch of each program for the baseline, within a memory limit for all of them."""
-        runtimes, kept = self._stages[stage].runtimes, self.kept[stage]
-        program = runtimes.order[message.index % len(runtimes.order)]
-        if program in kept:
+        kept = self.kept[stage]
+        self.num_run[stage][message.program] += 1
+        if message.program in kept:
             return
         num_bytes = sum(tensor.nbytes for tensor in message.tensors)
         before = sum(tensor.nbytes for each in kept.values() for tensor in each.tensors)
         if not kept or before + num_bytes <= KEPT_BYTES:
             tensors = [copy_exactly(tensor, self._stages[stage].device) for tensor in message.tensors]
-            kept[program] = Message(DATA, message.index, message.sizes, tensors)
+            kept[message.program] = replace(message, tensors=tensors)
 
     def ended(self, action: Action, message: Message, width: int) -> bytes:
         """Record the end of a stream at a stage, and add its report."""
@@ -230,8 +233,9 @@ class StreamObserver(Observer):
         if message.kind == END:
             body = json.dumps([*json.loads(message.body or b"[]"), asdict(self._report(index))]).encode()
             if self.kept[index] and self.seconds[index].num_microbatches:
-                kept = list(self.kept[index].values())
-                self.alone[index] = measure_baseline(index, stage.runtimes, kept, others=self._others)
+                self.alone[index] = measure_baseline(
+                    index, stage.runtimes, self.kept[index], self.num_run[index], others=self._others
+                )
         super().ended(action, message, width)
         return body
 
@@ -249,4 +253,5 @@ class StreamObserver(Observer):
     def forget(self) -> None:
         """Drop kept microbatches and measurements, for another stream."""
         self.kept = {index: {} for index in self._stages}
+        self.num_run = {index: Counter() for index in self._stages}
         self.alone = {}

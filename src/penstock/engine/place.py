@@ -29,12 +29,14 @@ class Stream(Protocol):
 class Place:
     """A pipeline's ranks, the driver's ends of it with their counters, and the last stream's report.
 
-    `window` limits the microbatches in flight; `counters` count the driver's sent and taken messages.
+    Microbatches use the programs in `order`, which repeats. `window` limits those in flight; `counters` count the
+    driver's sent and taken messages.
     """
 
     world: World
     job: StagesJob
     symbols: Sequence[str]
+    order: tuple[int, ...]
     channels: Channels
     watch: StallWatch
     counters: Counters

@@ -3,7 +3,7 @@
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -11,7 +11,6 @@ from torch.nn import functional
 
 from penstock.cores import usable_cpus
 from penstock.memory import limit_bytes
-from penstock.plan.schedule.round_robin import RoundRobin
 from penstock.runtime.registry import StageRuntime
 from penstock.tensors import synchronize
 from penstock.tracing.record import SCRATCH_BYTES
@@ -28,16 +27,16 @@ _BYTE_ROUNDS = 8
 
 
 def measure_baseline(
-    stage: int, runtimes: RoundRobin[StageRuntime], kept: Sequence[Message], *, others: int = 0
-) -> Alone:
+    stage: int, runtimes: Sequence[StageRuntime], kept: Mapping[int, Message], num_run: Mapping[int, int], *,
+    others: int = 0,
+) -> Alone:  # fmt: skip
     """Rerun a stage on kept microbatches, one for each of its programs, without any messages.
 
-    Each program is weighted by its share of microbatches. Programs are measured sequentially, so the memory
+    `num_run` has the microbatches that each program ran, its weight. Programs are measured sequentially, so the memory
     for it does not grow with their number: at most `SCRATCH_BYTES`.
     """
-    number = {id(runtime): position for position, runtime in enumerate(runtimes.items)}
-    weights = [runtimes.order.count(number[id(runtimes[message.index])]) for message in kept]
-    measured = [_measure(runtimes[message.index], message, others, _ALONE_S / len(kept)) for message in kept]
+    weights = [num_run[program] for program in kept]
+    measured = [_measure(runtimes[n], message, others, _ALONE_S / len(kept)) for n, message in kept.items()]
     seconds, cpu_s = (
         sum(weight * each[part] for weight, each in zip(weights, measured, strict=True)) / sum(weights)
         for part in (0, 1)

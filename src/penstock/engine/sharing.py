@@ -9,6 +9,7 @@ import json
 import math
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import cycle
 
 from penstock.engine.channels import Receiver, Sender
@@ -45,7 +46,7 @@ class RoundRobinReceiver:
         ends = [message if receiver is source else receiver.take() for receiver in self._receivers]
         self._taken.append(self._receivers)
         self._turn = cycle(self._sources)
-        return Message(message.kind, message.index, body=_joined(ends) if message.kind == END else b"")
+        return replace(message, body=_joined(ends) if message.kind == END else b"")
 
     def release(self) -> None:
         """Release the buffer of the oldest message taken."""
@@ -75,7 +76,7 @@ class RoundRobinSender:
             return self._senders[message.index].put(message)
         # the reports collected by the end are sent along one path only
         return sum(
-            sender.put(message if not place else Message(message.kind, message.index))
+            sender.put(message if not place else replace(message, body=b""))
             for place, sender in enumerate(self._senders.items)
         )
 

@@ -39,7 +39,7 @@ _Remote = TypeVar("_Remote", RemoteReceiver, RemoteSender)
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Messages of one kind from one stage to another: their values for every cut set, and their symbols.
+    """Messages of one kind from one stage to another: their values for every program, and their symbols.
 
     The driver is `FEEDER_STAGE`. A link may lead from the last stage back to the first.
     """
@@ -47,7 +47,7 @@ class Link:
     source: int
     target: int
     kind: str
-    values: RoundRobin[Sequence[Value]]
+    values: Sequence[Sequence[Value]]
     symbols: Sequence[str]
 
     @property
@@ -56,30 +56,30 @@ class Link:
         return 2 * (self.target + 1) + 1 if self.kind == GRADIENTS else 2 * (self.source + 1)
 
 
-def stream_links(programs: Mapping[int, RoundRobin[StageProgram]], num_stages: int) -> list[Link]:
+def stream_links(programs: Mapping[int, Sequence[StageProgram]], num_stages: int) -> list[Link]:
     """Return the links of these stages in a stream."""
     links: dict[int, Link] = {}
     for index, own in programs.items():
         after = index + 1 if index + 1 < num_stages else FEEDER_STAGE
         for link in (
-            _forward(index - 1, index, own.map(lambda program: program.inputs), own),
-            _forward(index, after, own.map(lambda program: program.outputs), own),
+            _forward(index - 1, index, [program.inputs for program in own], own),
+            _forward(index, after, [program.outputs for program in own], own),
         ):
             links.setdefault(link.number, link)
     return list(links.values())
 
 
-def feeder_links(programs: Sequence[RoundRobin[StageProgram]]) -> list[Link]:
+def feeder_links(programs: Sequence[Sequence[StageProgram]]) -> list[Link]:
     """Return the driver's two links: to the first stage and from the last stage."""
     first, last = programs[0], programs[-1]
     return [
-        _forward(FEEDER_STAGE, 0, first.map(lambda program: program.inputs), first),
-        _forward(len(programs) - 1, FEEDER_STAGE, last.map(lambda program: program.outputs), last),
+        _forward(FEEDER_STAGE, 0, [program.inputs for program in first], first),
+        _forward(len(programs) - 1, FEEDER_STAGE, [program.outputs for program in last], last),
     ]
 
 
-def _forward(source: int, target: int, values: RoundRobin[Sequence[Value]], programs: RoundRobin[StageProgram]) -> Link:
-    return Link(source, target, ACTIVATIONS, values, programs.items[0].symbols)
+def _forward(source: int, target: int, values: Sequence[Sequence[Value]], programs: Sequence[StageProgram]) -> Link:
+    return Link(source, target, ACTIVATIONS, values, programs[0].symbols)
 
 
 def training_links(parts: Sequence[TrainingPart], *, evaluates: bool = False) -> list[Link]:
@@ -87,10 +87,10 @@ def training_links(parts: Sequence[TrainingPart], *, evaluates: bool = False) ->
     links = []
     for stage, part in enumerate(parts[1:], 1):
         symbols = part.program.symbols
-        links.append(Link(stage - 1, stage, ACTIVATIONS, RoundRobin([part.crossing]), symbols))
+        links.append(Link(stage - 1, stage, ACTIVATIONS, [part.crossing], symbols))
         if part.backward_inputs and not evaluates:
             values = [part.crossing[position] for position in part.backward_inputs]
-            links.append(Link(stage, stage - 1, GRADIENTS, RoundRobin([values]), symbols))
+            links.append(Link(stage, stage - 1, GRADIENTS, [values], symbols))
     return links
 
 
@@ -168,7 +168,7 @@ def _open(
         # one thread runs both ends of a link within a process, so it must never wait for room
         return channels.local.setdefault(link.number, LocalChannel(opening.depth if with_feeder else None))
     sizes = opening.sizes
-    formats = Formats(link.values.map(lambda values: Format(values, link.symbols, sizes)))
+    formats = Formats([Format(values, link.symbols, sizes) for values in link.values])
     tag = link_tag(opening.number, link.number)
     if opening.direct and not with_feeder:  # the driver's ends are on its host
         num_bytes, num_apart = formats.largest_apart(sizes)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.jobs import FromWeights
-from penstock.deploy.programs import divide_in_turns
+from penstock.deploy.programs import divide_by_sets
 from penstock.deploy.run_options import RunOptions
 from penstock.deploy.state import load_state
 from penstock.deploy.worker import work
@@ -106,7 +106,7 @@ def _run(
     graph = capture(model, (example,))
     cuts = Cuts(graph).find_all([f"{stage}:before" for stage in range(1, len(ranks))])
     deployment = Deployment(
-        world, divide_in_turns(graph, [cuts]), FromWeights(partial(load_state, graph, weights=ModuleWeights(model))),
+        world, divide_by_sets(graph, [cuts]), FromWeights(partial(load_state, graph, weights=ModuleWeights(model))),
         RunOptions(threads=1), sizes=graph.sizes(1), ranks=ranks, number=number,
     )  # fmt: skip
     for counted in (False, True):

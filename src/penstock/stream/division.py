@@ -16,7 +16,7 @@ from penstock.deploy.jobs import FromModules, FromWeights, MakeRuntime, Source, 
 from penstock.deploy.modules import advising, chain, runtime_maker, start_threads
 from penstock.deploy.placing import name_devices, place, places_in_line
 from penstock.deploy.policies import choose_cuts
-from penstock.deploy.programs import divide_in_turns
+from penstock.deploy.programs import divide_by_sets
 from penstock.deploy.run_options import CutOptions, ModelCall, RunOptions
 from penstock.deploy.state import load_state
 from penstock.engine.executor import OwnStages
@@ -31,7 +31,6 @@ from penstock.group.entry import start_local
 from penstock.group.regroup import next_group, release
 from penstock.group.world import World, assign_stages
 from penstock.measure.counted import counted_profile
-from penstock.plan.schedule.round_robin import RoundRobin
 from penstock.runtime.registry import EAGER
 from penstock.runtime.torch_settings import applied
 from penstock.spec.fields import as_name
@@ -81,7 +80,7 @@ def divide_model(call: ModelCall, cut: CutOptions, run: RunOptions, world: World
         places = places_in_line(world, graph, stages) if world else None
         cuts = tuple(choose_cuts(graph, Cuts(graph), names=cut.cuts, stages=stages, policy=cut.policy, places=places))
         deploy = _line(
-            run, divide_in_turns(graph, [cuts]), FromWeights(load), sizes,
+            run, divide_by_sets(graph, [cuts]), FromWeights(load), sizes,
             lambda world: places_in_line(world, graph, len(cuts) + 1),
         )  # fmt: skip
         num_devices = len(cuts) + 1
@@ -172,7 +171,7 @@ def _chained(modules: Sequence[nn.Module], call: ModelCall, cut: CutOptions, run
 
 def _line(
     run: RunOptions,
-    programs: Sequence[RoundRobin[StageProgram]],
+    programs: Sequence[Sequence[StageProgram]],
     source: Source,
     sizes: Mapping[str, int],
     places: Callable[[World], Sequence[int]],

@@ -1,6 +1,7 @@
 """Message format of a microbatch: a fixed header, the layouts, then the tensors.
 
-    0        magic, kind, number of tensors, index, total bytes, bytes of the body, bytes and sum apart, checksum
+    0        magic, kind, program, number of tensors, index, total bytes, bytes of the body, bytes and sum apart,
+             checksum
     64       the sizes of the microbatch, then the strides of every tensor, as int64
     aligned  the body (JSON; only control messages have one)
     aligned  tensor 0, aligned tensor 1, ...
@@ -25,8 +26,8 @@ from penstock.transport.claims import Layout, check_layouts
 from penstock.values import Value
 
 _MAGIC = 0x504E53544F434B31  # "PNSTOCK1"
-_HEADER = struct.Struct("<QIIqQQQqq")
-_INDEX, _TOTAL, _APART = 3, 4, 6
+_HEADER = struct.Struct("<QHHIqQQQqq")
+_PROGRAM, _TOTAL, _APART = 2, 5, 7
 _CHECKSUM = struct.Struct("<q")
 _CHECKSUM_AT = _HEADER.size - _CHECKSUM.size
 _LAYOUTS_AT = 64
@@ -43,13 +44,17 @@ _KINDS = {DATA: "data", END: "end", CLOSE: "close"}
 
 @dataclass(slots=True)
 class Message:
-    """A message across a cut: one microbatch, the end of a stream (END) or a stop of the stages (CLOSE)."""
+    """A message across a cut: one microbatch, the end of a stream (END) or a stop of the stages (CLOSE).
+
+    `program` is the number of the stages' program that the microbatch runs; the driver chooses it.
+    """
 
     kind: int
     index: int = 0
     sizes: tuple[int, ...] = ()
     tensors: list[Tensor] = field(default_factory=list)
     body: bytes = b""
+    program: int = 0
 
     def __str__(self) -> str:
         if self.kind == DATA:
@@ -127,8 +132,8 @@ class Format:
             target.copy_(tensor if shape is None else tensor.as_strided(shape, tensor.stride()))
         num_apart = laid.apart.numel()
         _HEADER.pack_into(
-            view, 0, _MAGIC, message.kind, len(message.tensors), message.index, offset, len(message.body), num_apart,
-            sum_words(laid.apart[:num_apart]) if num_apart else 0, 0,
+            view, 0, _MAGIC, message.kind, message.program, len(message.tensors), message.index, offset,
+            len(message.body), num_apart, sum_words(laid.apart[:num_apart]) if num_apart else 0, 0,
         )  # fmt: skip
         _CHECKSUM.pack_into(view, _CHECKSUM_AT, int(laid.words.sum()))
         return offset
@@ -178,7 +183,8 @@ class Format:
         Raises `TransportError` for a damaged message.
         """
         view = memoryview(buffer.numpy())  # type: ignore[arg-type]
-        magic, kind, num_tensors, index, total, num_body, num_apart, sum_apart, checksum = _HEADER.unpack_from(view, 0)
+        header = _HEADER.unpack_from(view, 0)
+        magic, kind, program, num_tensors, index, total, num_body, num_apart, sum_apart, checksum = header
         known = magic == _MAGIC and kind in _KINDS
         if not known or not self._body_at + num_body <= total <= buffer.numel() or total % ALIGNMENT:
             raise TransportError("a message is damaged: invalid header; check the network and try again")
@@ -188,7 +194,7 @@ class Format:
                 f"{_KINDS[kind]} message {index} is damaged: wrong checksum; check the network and try again"
             )
         body = bytes(view[self._body_at : self._body_at + num_body]) if num_body else b""
-        message = Message(kind, index, body=body)
+        message = Message(kind, index, body=body, program=program)
         if kind == DATA:
             there, begin, end = buffer, aligned(self._body_at + num_body), total
             if num_apart and fetch is not None:
@@ -245,9 +251,9 @@ class Format:
             )
 
 
-def index_of(buffer: Tensor) -> int:
-    """Return the index of the message in a buffer; arbitrary if it is damaged."""
-    return int(_HEADER.unpack_from(memoryview(buffer.numpy()))[_INDEX])  # type: ignore[arg-type]
+def program_of(buffer: Tensor) -> int:
+    """Return the number of the program of the message in a buffer; arbitrary if it is damaged."""
+    return int(_HEADER.unpack_from(memoryview(buffer.numpy()))[_PROGRAM])  # type: ignore[arg-type]
 
 
 def size_of(buffer: Tensor) -> int:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.deploy.deployment import Deployment
+from penstock.deploy.deployment import Deployment, deploy_pipeline
 from penstock.deploy.jobs import FromWeights
 from penstock.deploy.policies import choose_cuts
 from penstock.deploy.programs import divide_by_sets
@@ -136,10 +136,11 @@ def test_streams_through_a_device_as_one_process_there(
     settled = pretend.module.num_settled
     # the second device has two stages, so one cut lies within a process
     with memory_world(2) as world:
-        deployment = Deployment(
+        pipeline = deploy_pipeline(
             world.feeder, programs, FromWeights(lambda state: load_state(graph, state, weights)),
             RunOptions(threads=1, device=pretend.NAME), sizes=largest,
         )  # fmt: skip
+        deployment = Deployment(world.feeder, [pipeline])
         fed = [(whole, largest), ([tensor[:1] for tensor in whole], {**largest, "batch": 1})] * 2
         results = list(deployment.stream(fed))
         deployment.close()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from penstock.deploy.deployment import Deployment
+from penstock.deploy.deployment import Deployment, deploy_pipeline
 from penstock.deploy.jobs import FromWeights
 from penstock.deploy.policies import choose_cuts
 from penstock.deploy.programs import divide_by_sets
@@ -81,10 +81,11 @@ class Divided:
         """Put the stages on a world."""
         weights = ModuleWeights(self.model)
         asked = {name: settings.pop(name) for name in ("stall_s", "depth", "device") if name in settings}
-        return Deployment(
+        pipeline = deploy_pipeline(
             world, self.programs, FromWeights(lambda state: load_state(self.graph, state, weights)),
             RunOptions(threads=1, **asked), sizes={"batch": batch}, **settings,  # type: ignore[arg-type]
         )  # fmt: skip
+        return Deployment(world, [pipeline])
 
 
 def divided_tower(num_stages: int) -> Divided:

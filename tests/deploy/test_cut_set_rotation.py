@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from penstock.deploy.deployment import Deployment, Replicas
+from penstock.deploy.deployment import Deployment, deploy_pipeline
 from penstock.deploy.jobs import FromWeights
 from penstock.deploy.programs import divide_by_sets
 from penstock.deploy.run_options import RunOptions
@@ -60,9 +60,10 @@ def test_alternating_cuts_give_the_same_numbers(build: object, seed: int) -> Non
 
     def run(programs: list[tuple[StageProgram, ...]], order: list[int]) -> list[list[torch.Tensor]]:
         with memory_world(len(programs)) as world:
-            deployment = Deployment(
+            pipeline = deploy_pipeline(
                 world.feeder, programs, FromWeights(load), RunOptions(threads=1), sizes={"batch": ROWS}, order=order
             )
+            deployment = Deployment(world.feeder, [pipeline])
             # twice: every stream begins with the first turn
             results = [list(deployment.stream(microbatches)) for _ in range(2)]
             deployment.close()
@@ -116,14 +117,14 @@ def test_pipelines_side_by_side_give_results_in_order(order: tuple[int, ...]) ->
     inputs = [torch.randn(1 + index % ROWS, 3, 32, 32) for index in range(15)]
     with memory_world(3) as world:
         pipelines = [
-            Deployment(
+            deploy_pipeline(
                 world.feeder, divide_by_sets(graph, [chosen]), FromWeights(load), RunOptions(threads=1),
                 sizes={"batch": ROWS}, ranks=ranks,
                 number=number,
             )
             for number, (chosen, ranks) in enumerate([([cuts[len(cuts) // 2]], [1, 2]), ([], [3])])
         ]  # fmt: skip
-        replicas = Replicas(pipelines, order)
+        replicas = Deployment(world.feeder, pipelines, order)
         for _ in range(2):
             results = list(replicas.stream([([x], {"batch": len(x)}) for x in inputs]))
             assert len(results) == len(inputs)

@@ -299,7 +299,7 @@ def test_own_stages_of_the_feeding_process(thirds: Divided) -> None:
     with memory_world(1) as world:
         world.feeder.devices = [0, 1]
         deployment = thirds.deploy(world.feeder)
-        assert [ranks.items for ranks in deployment.job.ranks] == [(0,), (0,), (1,)]
+        assert [ranks.items for ranks in deployment.pipelines[0].job.ranks] == [(0,), (0,), (1,)]
         check(thirds, deployment, tower_inputs(20))
         deployment.close()
     inputs = tower_inputs(9)

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import ImageClassifierOutput
 
-from penstock.deploy.deployment import Deployment
 from penstock.errors import DeviceLost, RunError, UsageError
 from penstock.group.entry import start_local
 from penstock.group.world import World
@@ -207,8 +206,7 @@ def test_threads_per_stage(world: World, monkeypatch: pytest.MonkeyPatch) -> Non
     assert threads_per_stage(world) == 4
     with Pipeline(tower(), tower_inputs(1)[0], stages=2, threads=1, world=world) as pipe:
         assert pipe._streaming.threads == 1
-        assert isinstance(pipe._streaming.deployment, Deployment)
-        assert pipe._streaming.deployment.job.threads == 1
+        assert pipe._streaming.deployment.pipelines[0].job.threads == 1
 
 
 def test_two_pipelines_at_once_and_a_worker_that_is_killed(capfd: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ from penstock.bench.options import BenchOptions
 from penstock.bench.peer import PeerSettings, block_after, do_peer
 from penstock.bench.samples import Difference, Measured, Samples, limit_of
 from penstock.cores import available_cores
-from penstock.deploy.deployment import Deployment, Replicas
+from penstock.deploy.deployment import Deployment, deploy_pipeline
 from penstock.deploy.documents import write_document
 from penstock.deploy.jobs import FromWeights
 from penstock.deploy.placing import place, ranks_of
@@ -22,6 +22,7 @@ from penstock.deploy.policies import best_blocks, choose_cuts
 from penstock.deploy.programs import divide_by_sets
 from penstock.deploy.run_options import RunOptions
 from penstock.deploy.state import load_state
+from penstock.engine.deployed_pipeline import DeployedPipeline
 from penstock.engine.tracers import FeederTracer
 from penstock.errors import RunError
 from penstock.graph.capture import capture
@@ -124,7 +125,9 @@ class Comparison:
             self.graph, Cuts(self.graph), names=cuts, stages=stages, policy=policy or "balanced", sizes=self._sizes,
             places=ranks,
         )  # fmt: skip
-        measured = self._stream(lambda: self._deploy(world, chosen), len(world.devices), stages, chosen)
+        measured = self._stream(
+            lambda: Deployment(world, [self._pipeline(world, chosen)]), len(world.devices), stages, chosen
+        )
         names = [cut.name for cut in chosen]
         row = measured.row("pipeline", stages, policy or "by hand", names, self._options.runtime)
         sums = stage_sums(count_work(self.graph, self._sizes), [cut.position for cut in chosen])
@@ -137,14 +140,14 @@ class Comparison:
         """Stream through the whole model on `count` devices, round-robin."""
         ranks = self._world.devices[:count]
 
-        def deploy() -> Replicas:
-            return Replicas([self._deploy(self._world, [], [rank]) for rank in ranks])
+        def deploy() -> Deployment:
+            return Deployment(self._world, [self._pipeline(self._world, [], [rank]) for rank in ranks])
 
         return self._stream(deploy, len(ranks), len(ranks)).row("replicas", 1, "replicas", [], self._options.runtime)
 
-    def _deploy(self, world: World, cuts: Sequence[Cut], ranks: Sequence[int] | None = None) -> Deployment:
+    def _pipeline(self, world: World, cuts: Sequence[Cut], ranks: Sequence[int] | None = None) -> DeployedPipeline:
         self._number += 1
-        return Deployment(
+        return deploy_pipeline(
             world, divide_by_sets(self.graph, [cuts]), FromWeights(self._load), self._run, sizes=self._sizes,
             ranks=ranks, number=self._number, tracer=FeederTracer(world) if self._options.trace else None,
         )  # fmt: skip
@@ -157,7 +160,7 @@ class Comparison:
         """Stream by a plan, on its devices."""
         ranks = ranks_of(self._world, plan.devices)
 
-        def deploy() -> Replicas:
+        def deploy() -> Deployment:
             number, self._number = self._number + 1, self._number + len(plan.pipelines)
             return place(self._world, self.graph, plan, self._load, self._run, number=number)
 
@@ -201,7 +204,7 @@ class Comparison:
         }  # fmt: skip
 
     def _stream(
-        self, deploy: Callable[[], Deployment | Replicas], num_devices: int, stages: int, cuts: Sequence[Cut] = ()
+        self, deploy: Callable[[], Deployment], num_devices: int, stages: int, cuts: Sequence[Cut] = ()
     ) -> Measured:
         """Warm up, then stream all passes and compare every result.
 
@@ -222,7 +225,7 @@ class Comparison:
             deployment.close()
         return Measured(reports, difference, rates, self._serial_images_per_s)
 
-    def _pass(self, deployment: Deployment | Replicas, length: int, difference: Difference) -> None:
+    def _pass(self, deployment: Deployment, length: int, difference: Difference) -> None:
         for index, outputs in enumerate(deployment.stream(self._samples.feed(length))):
             difference.add(index, outputs)
 
@@ -236,7 +239,7 @@ class Comparison:
             yield
         rates.append(measured)
 
-    def _recorded(self, deployment: Deployment | Replicas, cuts: Sequence[Cut]) -> Run:
+    def _recorded(self, deployment: Deployment, cuts: Sequence[Cut]) -> Run:
         """Return the traces of the last stream as a run."""
         facts = stream_facts(
             deployment, deployment.last_report, model=self._zoo.name, cuts=[cut.name for cut in cuts],

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from penstock.deploy.bundle import LoadState, interfaces, read_bundle
-from penstock.deploy.deployment import Deployment, Replicas
+from penstock.deploy.deployment import Deployment, deploy_pipeline
 from penstock.deploy.jobs import FromBundle, FromWeights
 from penstock.deploy.programs import divide_plan, order_of
 from penstock.deploy.run_options import RunOptions
@@ -28,7 +28,7 @@ def place(
     world: World, graph: Graph, plan: Plan, load: LoadState, run: RunOptions, *, number: int = 0,
     tracer: FeederTracer | None = None, ranks: Mapping[str, int] | None = None,
     largest: Mapping[str, int] | None = None,
-) -> Replicas:  # fmt: skip
+) -> Deployment:  # fmt: skip
     """Send every device its stages and return the pipelines to stream through.
 
     `ranks` has the rank of each device if known, `largest` the sizes of the largest microbatch except its rows, which
@@ -52,15 +52,15 @@ def place(
     further = {symbol: size for symbol, size in (largest or {}).items() if symbol != "batch"}
     sizes = graph.sizes(plan.microbatch_rows, **further)
     run = msgspec.structs.replace(run, depth=plan.depth)
-    deployments = [
-        Deployment(
+    pipelines = [
+        deploy_pipeline(
             world, programs, FromWeights(load), run, sizes=sizes, ranks=_places(pipeline, ranks),
             number=number + index, runtimes=_runtimes(pipeline), order=order_of(pipeline), tracer=tracer,
-            pipeline=index,
+            index=index,
         )
         for index, (pipeline, programs) in enumerate(zip(plan.pipelines, divide_plan(graph, plan), strict=True))
     ]  # fmt: skip
-    return Replicas(deployments, round_robin([pipeline.share for pipeline in plan.pipelines]))
+    return Deployment(world, pipelines, _order(plan))
 
 
 def places_in_line(world: World, graph: Graph, num_stages: int) -> list[int]:
@@ -79,7 +79,7 @@ def places_in_line(world: World, graph: Graph, num_stages: int) -> list[int]:
     return sorted(places, key=lambda rank: rank == FEEDER) if given > taken else places
 
 
-def place_bundle(world: World, folder: Path, run: RunOptions, *, number: int = 0) -> tuple[Replicas, StageProgram]:
+def place_bundle(world: World, folder: Path, run: RunOptions, *, number: int = 0) -> tuple[Deployment, StageProgram]:
     """Deploy a bundle, each device reading its own part; return the pipelines and the interface.
 
     Raises `ProgramError` for a damaged bundle, and `PlanError` as `place` does.
@@ -88,17 +88,22 @@ def place_bundle(world: World, folder: Path, run: RunOptions, *, number: int = 0
     ranks = ranks_of(world, plan.devices)
     sizes = {symbol: plan.microbatch_rows if symbol == "batch" else 1 for symbol in interface.symbols}
     run = msgspec.structs.replace(run, depth=plan.depth)
-    deployments = []
+    pipelines = []
     for index, pipeline in enumerate(plan.pipelines):
         names = {ranks[name]: name for stage in pipeline.stages for name in stage.devices}
         source, order = FromBundle(folder, fingerprint(plan), names), order_of(pipeline)
-        deployments.append(
-            Deployment(
+        pipelines.append(
+            deploy_pipeline(
                 world, interfaces(interface, len(pipeline.stages), len(pipeline.cut_sets)), source, run, sizes=sizes,
                 ranks=_places(pipeline, ranks), number=number + index, runtimes=_runtimes(pipeline), order=order,
             )
         )  # fmt: skip
-    return Replicas(deployments, round_robin([pipeline.share for pipeline in plan.pipelines])), interface
+    return Deployment(world, pipelines, _order(plan)), interface
+
+
+def _order(plan: Plan) -> tuple[int, ...]:
+    """Return the round-robin order of a plan's pipelines."""
+    return round_robin([pipeline.share for pipeline in plan.pipelines])
 
 
 def _runtimes(pipeline: Pipeline) -> list[RuntimeChoice]:

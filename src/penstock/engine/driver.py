@@ -11,8 +11,8 @@ from torch import Tensor
 
 from penstock.engine.channels import LocalChannel
 from penstock.engine.counters import ACTIVATIONS
+from penstock.engine.deployed_pipeline import DeployedPipeline
 from penstock.engine.observer import StageReport, StreamReport
-from penstock.engine.place import Place
 from penstock.errors import ConnectionBroken, PenstockError, RunError, TransportError, UsageError
 from penstock.plan.schedule.round_robin import RoundRobin
 from penstock.tensors import HOST, copy_exactly
@@ -28,11 +28,11 @@ JOIN_S = 5.0
 class Driver:
     """The driver of one pipeline during one stream; a thread for each end may block, so the caller never does."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, pipeline: DeployedPipeline) -> None:
         self.num_fed = self.num_taken = 0
-        self._place = place
-        self._sender = place.channels.senders[FEEDER_STAGE, ACTIVATIONS]
-        self._receiver = place.channels.receivers[FEEDER_STAGE, ACTIVATIONS]
+        self._pipeline = pipeline
+        self._sender = pipeline.channels.senders[FEEDER_STAGE, ACTIVATIONS]
+        self._receiver = pipeline.channels.receivers[FEEDER_STAGE, ACTIVATIONS]
         self._finished = self._ended = False
         self._results: queue.SimpleQueue[Message | BaseException] = queue.SimpleQueue()
         self._heard: Callable[[], object] | None = None
@@ -51,7 +51,7 @@ class Driver:
     @property
     def has_room(self) -> bool:
         """True if the pipeline has room for another microbatch."""
-        return self.num_fed - self.num_taken < self._place.window
+        return self.num_fed - self.num_taken < self._pipeline.window
 
     @property
     def has_result(self) -> bool:
@@ -69,7 +69,7 @@ class Driver:
 
     def feed(self, tensors: Sequence[Tensor], sizes: Sequence[int]) -> None:
         """Send a microbatch, for the program whose turn it is; waits while the first stage has no room."""
-        order = self._place.order
+        order = self._pipeline.order
         program = order[self.num_fed % len(order)]
         self._hand_over(Message(DATA, self.num_fed, tuple(sizes), list(tensors), program=program))
         self.num_fed += 1
@@ -95,7 +95,7 @@ class Driver:
         """End the stream, discard results in flight, and return the stages' reports, which END carries."""
         if self._finished:
             return []
-        if self._place.world.health.failure is not None or not self._place.errors.empty():
+        if self._pipeline.world.health.failure is not None or not self._pipeline.errors.empty():
             self.abandon()
             return []
         message = self._last(END)
@@ -109,7 +109,7 @@ class Driver:
     def abandon(self) -> None:
         """Abort all waits after a failure, and wait for both threads to end."""
         self._finished = True
-        self._place.give_up()
+        self._pipeline.give_up()
         self._entry.abort()
         for thread in self._threads:
             thread.join(JOIN_S)
@@ -131,17 +131,17 @@ class Driver:
         return message
 
     def _hand_over(self, message: Message) -> None:
-        self._place.watch.begin()
+        self._pipeline.watch.begin()
         while True:
             self._check()
             if self._entry.offer(message, _POLL_S):
                 break
             self._check_stall()
         if self._entry is self._sender:
-            self._place.counters.sent[ACTIVATIONS] += 1
+            self._pipeline.counters.sent[ACTIVATIONS] += 1
 
     def _result(self) -> Message:
-        self._place.watch.begin()
+        self._pipeline.watch.begin()
         while True:
             try:
                 result = self._results.get(timeout=_POLL_S)
@@ -150,7 +150,7 @@ class Driver:
                 self._check_stall()
                 continue
             if isinstance(result, TransportError):
-                raise self._named(self._place.world.explain(result)) from result
+                raise self._named(self._pipeline.world.explain(result)) from result
             if isinstance(result, BaseException):
                 raise result
             return result
@@ -158,26 +158,26 @@ class Driver:
     def _check(self) -> None:
         if self._finished:
             raise UsageError("the pipeline was closed during this stream; create a new one")
-        if not self._place.errors.empty():
-            raise self._place.errors.get()
+        if not self._pipeline.errors.empty():
+            raise self._pipeline.errors.get()
         try:
-            self._place.world.check()
+            self._pipeline.world.check()
         except RunError as error:
             raise self._named(error) from None
 
     def _check_stall(self) -> None:
-        stalled = self._place.watch.check()
+        stalled = self._pipeline.watch.check()
         if stalled is not None:
             error = RunError(stalled.message)
-            self._place.world.health.report(error)
+            self._pipeline.world.health.report(error)
             raise error
 
     def _named(self, error: PenstockError) -> PenstockError:
         """Add the failed rank's stages and the next step to an error."""
-        failure = self._place.world.health.failure
+        failure = self._pipeline.world.health.failure
         if failure is None or failure.message != str(error):
             return error
-        stages = [str(index) for index in self._place.job.stages_of(failure.rank)]
+        stages = [str(index) for index in self._pipeline.job.stages_of(failure.rank)]
         held = f" (stage {', '.join(stages)})" if stages else ""
         return type(error)(f"{failure.message}{held}; the results so far are complete, start again after them")
 
@@ -185,15 +185,15 @@ class Driver:
         try:
             while True:
                 message = self._entry.take()
-                self._place.counters.sent_bytes += self._sender.put(message)
-                self._place.counters.sent[ACTIVATIONS] += 1 if message.kind == DATA else self._sender.width
+                self._pipeline.counters.sent_bytes += self._sender.put(message)
+                self._pipeline.counters.sent[ACTIVATIONS] += 1 if message.kind == DATA else self._sender.width
                 if message.kind != DATA:
                     return
         except Exception as error:
             self._results.put(error)
 
     def _receive(self) -> None:
-        self._place.counters.doing = ACTIVATIONS
+        self._pipeline.counters.doing = ACTIVATIONS
         try:
             while True:
                 message = self._take()
@@ -201,7 +201,7 @@ class Driver:
                 kept = replace(message, tensors=tensors)
                 if kept.kind != CLOSE:  # no receive may stay posted after CLOSE
                     self._receiver.release()
-                self._place.counters.taken[ACTIVATIONS] += 1 if kept.kind == DATA else self._receiver.width
+                self._pipeline.counters.taken[ACTIVATIONS] += 1 if kept.kind == DATA else self._receiver.width
                 self._results.put(kept)
                 if self._heard is not None:
                     self._heard()
@@ -219,39 +219,39 @@ class Driver:
             raise TransportError(f"from the last stage to the driver: {error}") from error
 
 
-def open_stream(place: Place) -> Driver:
+def open_stream(pipeline: DeployedPipeline) -> Driver:
     """Start a stream; raises `UsageError` while another stream is running."""
-    if place.driver is not None:
+    if pipeline.driver is not None:
         raise UsageError("another stream is running; take all of its results or close() it first")
-    driver = place.driver = Driver(place)
+    driver = pipeline.driver = Driver(pipeline)
     return driver
 
 
-def finish_stream(place: Place) -> list[StageReport]:
+def finish_stream(pipeline: DeployedPipeline) -> list[StageReport]:
     """End the running stream and discard results in flight; returns the stages' reports."""
-    driver, place.driver = place.driver, None
+    driver, pipeline.driver = pipeline.driver, None
     reports = driver.finish() if driver is not None else []
-    if reports and place.tracer is not None:
+    if reports and pipeline.tracer is not None:
         try:
-            place.traces = place.tracer.gather(place.job.holders)
+            pipeline.traces = pipeline.tracer.gather(pipeline.job.holders)
         except TransportError as error:
-            raise place.world.explain(error) from error
+            raise pipeline.world.explain(error) from error
     return reports
 
 
 def stream_through(
-    places: RoundRobin[Place], microbatches: Iterable[Microbatch]
+    pipelines: RoundRobin[DeployedPipeline], microbatches: Iterable[Microbatch]
 ) -> Generator[list[Tensor], None, None]:
     """Feed microbatches round-robin to parallel pipelines, and yield their results in order.
 
     When this returns or raises, each pipeline has ended its stream. An exception of `microbatches` itself is raised
     after microbatches in flight have been drained.
     """
-    first = places.items[0]
-    drivers = places.map(open_stream)
+    first = pipelines.items[0]
+    drivers = pipelines.map(open_stream)
     report = StreamReport()
-    for place in places.items:
-        place.report = report
+    for pipeline in pipelines.items:
+        pipeline.report = report
     try:
         source = iter(microbatches)
         yield from _drive(drivers, first.symbols, first.tracer.loading(source) if first.tracer else source, report)
@@ -260,11 +260,11 @@ def stream_through(
         first.world.health.report(error)
         raise
     finally:
-        report.stages = [stage for place in places.items for stage in finish_stream(place)]
+        report.stages = [stage for pipeline in pipelines.items for stage in finish_stream(pipeline)]
         if first.tracer is not None and report.stages:
-            traces = [first.tracer.own(), *(trace for place in places.items for trace in place.traces)]
-            for place in places.items:
-                place.traces = traces
+            traces = [first.tracer.own(), *(trace for pipeline in pipelines.items for trace in pipeline.traces)]
+            for pipeline in pipelines.items:
+                pipeline.traces = traces
 
 
 def _drive(

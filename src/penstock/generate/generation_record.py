@@ -1,10 +1,9 @@
 """Record of a traced generation, for a report: its microbatches and requests."""
 
 import time
-from collections.abc import Sequence
 
+from penstock.engine.deployed_pipeline import DeployedPipeline
 from penstock.engine.observer import StageReport, StreamReport
-from penstock.engine.place import Place
 from penstock.engine.tracers import FeederTracer
 from penstock.generate.lanes import Lanes, Step
 from penstock.generate.request import Request
@@ -14,10 +13,10 @@ from penstock.tracing.trace import GenerationFacts, RequestTimes
 class GenerationRecord:
     """The record of one traced stream; `requests` are those that have finished."""
 
-    def __init__(self, place: Place, tracer: FeederTracer, lanes: Lanes) -> None:
+    def __init__(self, pipeline: DeployedPipeline, tracer: FeederTracer, lanes: Lanes) -> None:
         self.report = StreamReport()
         self.requests: list[Request] = []
-        self._place, self._tracer, self._lanes = place, tracer, lanes
+        self._pipeline, self._tracer, self._lanes = pipeline, tracer, lanes
         self._begin_s = time.perf_counter()
         self._microbatches: list[tuple[str, int]] = []
 
@@ -36,15 +35,15 @@ class GenerationRecord:
         """Record a result."""
         self.report.took(time.perf_counter() - self._begin_s)
 
-    def end(self, stages: list[StageReport], cache_bytes: Sequence[int]) -> GenerationFacts:
+    def end(self, stages: list[StageReport]) -> GenerationFacts:
         """Complete the report, with tokens as its rows, and return the facts of the generation."""
         self.report.stages = stages
         self.report.num_rows = sum(len(request.tokens) for request in self.requests)
-        self._place.traces = [self._tracer.own(), *self._place.traces]
+        self._pipeline.traces = [self._tracer.own(), *self._pipeline.traces]
         return GenerationFacts(
             microbatches=tuple(self._microbatches), requests=tuple(map(self._times, self.requests)),
             num_slots=self._lanes.num_slots, num_guesses=self._lanes.num_guesses, num_right=self._lanes.num_right,
-            cache_bytes=tuple(cache_bytes),
+            cache_bytes=tuple(self._pipeline.cache_bytes),
         )  # fmt: skip
 
     def _times(self, request: Request) -> RequestTimes:

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from penstock.deploy.deployment import Deployment
 from penstock.engine.driver import Driver, finish_stream, open_stream
 from penstock.errors import PenstockError, RunError, UsageError
 from penstock.generate.generation_record import GenerationRecord
@@ -77,28 +76,23 @@ class GenerationLoop:
         for request in ended:
             request.fail(error)
 
-    @property
-    def _deployment(self) -> Deployment:
-        """The stages as currently deployed."""
-        return self._pipeline.deployment.deployments[0]
-
     def _run(self) -> None:
         """Generate until `end`; recover from lost devices if the pipeline survives them."""
         try:
             self._pipeline.run_over_losses(self._generate, lambda: len(self._requests), self._lanes.begin_again)
         except Exception as error:  # raised to the callers by their requests
             self.fail(error)
-            self._deployment.abandon()
+            self._pipeline.deployment.abandon()
 
     def _generate(self) -> None:
-        place = self._deployment.place
-        driver = open_stream(place)
+        (deployed,) = self._pipeline.deployment.pipelines
+        driver = open_stream(deployed)
         # limit on microbatches in flight: high enough that no stage waits, low enough that a new request does not wait
         # long
-        most = 2 * len(place.job.ranks)
+        most = 2 * len(deployed.job.ranks)
         in_flight: deque[tuple[Step, Mapping[str, int]]] = deque()
-        tracer = place.tracer
-        record = self._record = GenerationRecord(place, tracer, self._lanes) if tracer is not None else None
+        tracer = deployed.tracer
+        record = self._record = GenerationRecord(deployed, tracer, self._lanes) if tracer is not None else None
         while self._goes_on(in_flight):
             # only devices that join cause a change: speeds vary between prompts and tokens, so they do not trigger a
             # replan
@@ -121,9 +115,9 @@ class GenerationLoop:
                 self._sample(step, logits)
                 if record is not None:
                     record.took()
-        stages = finish_stream(place)
+        stages = finish_stream(deployed)
         if record is not None and record.report.num_microbatches:
-            self._pipeline.write_trace(record.report, record.end(stages, self._deployment.cache_bytes))
+            self._pipeline.write_trace(record.report, record.end(stages))
 
     def _goes_on(self, in_flight: Sequence[object]) -> bool:
         """Admit requests, and wait briefly for one when idle; return False once closed and drained."""
@@ -154,7 +148,7 @@ class GenerationLoop:
 
     def _feed(self, driver: Driver, step: Step) -> Mapping[str, int]:
         tensors, sizes = bind_inputs(self._pipeline.graph, (), inputs_of(step))
-        driver.feed(tensors, [sizes[symbol] for symbol in self._deployment.symbols])
+        driver.feed(tensors, [sizes[symbol] for symbol in self._pipeline.graph.symbols])
         return sizes
 
     def _sample(self, step: Step, logits: Tensor) -> None:

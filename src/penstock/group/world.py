@@ -236,7 +236,7 @@ def assign_stages(world: World, num_stages: int) -> list[int]:
 
 
 class Streams(Protocol):
-    """Deployed stages: a `Deployment`, or `Replicas` of one."""
+    """Deployed stages, such as a `Deployment`."""
 
     def abandon(self) -> None:
         """Stop immediately, without waiting for work in flight."""

@@ -11,7 +11,7 @@ from itertools import combinations, pairwise
 import torch
 from torch import Tensor, nn
 
-from penstock.deploy.deployment import Deployment
+from penstock.deploy.deployment import Deployment, deploy_pipeline
 from penstock.deploy.jobs import FromWeights
 from penstock.deploy.programs import divide_by_sets
 from penstock.deploy.run_options import RunOptions
@@ -105,10 +105,11 @@ def _run(
     example = torch.zeros(1, width)
     graph = capture(model, (example,))
     cuts = Cuts(graph).find_all([f"{stage}:before" for stage in range(1, len(ranks))])
-    deployment = Deployment(
+    pipeline = deploy_pipeline(
         world, divide_by_sets(graph, [cuts]), FromWeights(partial(load_state, graph, weights=ModuleWeights(model))),
         RunOptions(threads=1), sizes=graph.sizes(1), ranks=ranks, number=number,
     )  # fmt: skip
+    deployment = Deployment(world, [pipeline])
     for counted in (False, True):
         begin = time.process_time()
         for _ in deployment.stream(([example], graph.sizes(1)) for _ in range(num_microbatches if counted else 10)):

@@ -126,9 +126,9 @@ class _Opened:
     def stages(self) -> list[dict[str, Any]]:
         """Return every stage's device, bytes of weights and caches, and counters."""
         world, found = self._pipeline.world, []
-        for deployment in self._pipeline.deployment.deployments:
-            states = iter([state for state in deployment.stage_states() if state.computes])
-            for index, (ranks, num_bytes) in enumerate(zip(deployment.job.ranks, deployment.stage_bytes, strict=True)):
+        states = iter([state for state in self.states() if state.computes])
+        for pipeline in self._pipeline.deployment.pipelines:
+            for index, (ranks, num_bytes) in enumerate(zip(pipeline.job.ranks, pipeline.stage_bytes, strict=True)):
                 for rank, state in zip(ranks.items, states, strict=False):
                     found.append(
                         {"stage": index, "device": world.names[rank], "memory_bytes": num_bytes,

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from penstock.deploy.bundle import LoadState
-from penstock.deploy.deployment import Deployment, Replicas
+from penstock.deploy.deployment import Deployment, deploy_pipeline
 from penstock.deploy.holdings import Holdings
 from penstock.deploy.jobs import FromModules, FromWeights, MakeRuntime, Source, read_stages, receive_stages
 from penstock.deploy.modules import advising, chain, runtime_maker, start_threads
@@ -36,7 +36,7 @@ from penstock.runtime.torch_settings import applied
 from penstock.spec.fields import as_name
 from penstock.spec.plan import Plan, Precision, Stage
 from penstock.stream.replanner import Replanner
-from penstock.stream.survival import SurvivingStages
+from penstock.stream.survival import SurvivingDeployment
 from penstock.transport.messages import CLOSE
 from penstock.zoo.weights.weights import ModuleWeights
 
@@ -54,7 +54,7 @@ class Division:
     graph: Graph
     cuts: tuple[Cut, ...]
     start_world: Callable[[], World]
-    deploy: Callable[[World, int, FeederTracer | None], Deployment | Replicas | SurvivingStages]
+    deploy: Callable[[World, int, FeederTracer | None], Deployment]
 
 
 def divide_model(call: ModelCall, cut: CutOptions, run: RunOptions, world: World | None) -> Division:
@@ -93,10 +93,10 @@ def divide_model(call: ModelCall, cut: CutOptions, run: RunOptions, world: World
 
 def _planned(
     run: RunOptions, graph: Graph, plan: Plan, load: LoadState, sizes: Mapping[str, int]
-) -> Callable[[World, int, FeederTracer | None], Deployment | Replicas]:
+) -> Callable[[World, int, FeederTracer | None], Deployment]:
     """Return a function that deploys the stages of a plan."""
 
-    def deploy(world: World, threads: int, tracer: FeederTracer | None) -> Replicas:
+    def deploy(world: World, threads: int, tracer: FeederTracer | None) -> Deployment:
         return place(
             world, graph, plan, load, msgspec.structs.replace(run, threads=threads), tracer=tracer, largest=sizes
         )
@@ -106,13 +106,13 @@ def _planned(
 
 def _surviving(
     cut: CutOptions, run: RunOptions, graph: Graph, load: LoadState, cuts: Sequence[Cut],
-    deploy: Callable[[World, int, FeederTracer | None], Deployment | Replicas], sizes: Mapping[str, int],
-) -> Callable[[World, int, FeederTracer | None], SurvivingStages]:  # fmt: skip
+    deploy: Callable[[World, int, FeederTracer | None], Deployment], sizes: Mapping[str, int],
+) -> Callable[[World, int, FeederTracer | None], SurvivingDeployment]:  # fmt: skip
     """Return a function that deploys stages that survive the loss of devices."""
     rows, options = sizes.get("batch", 1), run.survival
     found = options.profile
 
-    def survive(world: World, threads: int, tracer: FeederTracer | None) -> SurvivingStages:
+    def survive(world: World, threads: int, tracer: FeederTracer | None) -> SurvivingDeployment:
         replanner = Replanner(
             cut.plan,
             lambda: found if found is not None else counted_profile(graph, rows),
@@ -126,12 +126,12 @@ def _surviving(
         if cut.plan is None:
             _describe(replanner, run, cuts, places_in_line(world, graph, len(cuts) + 1), ranks, rows)
 
-        def put(world: World, plan: Plan, ranks: Mapping[str, int], number: int) -> Replicas:
+        def put(world: World, plan: Plan, ranks: Mapping[str, int], number: int) -> Deployment:
             asked = msgspec.structs.replace(run, threads=threads)
             return place(world, graph, plan, load, asked, number=number, ranks=ranks, largest=sizes)
 
         asked_for = cut.plan is not None or cut.cuts is not None or cut.policy != "balanced"
-        return SurvivingStages(
+        return SurvivingDeployment(
             world, lambda: deploy(world, threads, tracer), ranks, replanner, put, options, adapts=not asked_for
         )
 
@@ -175,12 +175,13 @@ def _line(
     source: Source,
     sizes: Mapping[str, int],
     places: Callable[[World], Sequence[int]],
-) -> Callable[[World, int, FeederTracer | None], Deployment | Replicas]:
+) -> Callable[[World, int, FeederTracer | None], Deployment]:
     """Return a function that deploys successive stages, for microbatches up to the example's size."""
 
     def deploy(world: World, threads: int, tracer: FeederTracer | None) -> Deployment:
         asked = msgspec.structs.replace(run, threads=threads)
-        return Deployment(world, programs, source, asked, sizes=sizes, ranks=places(world), tracer=tracer)
+        pipeline = deploy_pipeline(world, programs, source, asked, sizes=sizes, ranks=places(world), tracer=tracer)
+        return Deployment(world, [pipeline])
 
     return deploy
 

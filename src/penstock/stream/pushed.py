@@ -95,9 +95,8 @@ class PushedStream:
             self._fed.clear()
 
     def _stream(self) -> None:
-        deployments = self._pipeline.deployment.deployments
-        places = RoundRobin([deployment.place for deployment in deployments], self._pipeline.deployment.order)
-        drivers, symbols = places.map(open_stream), deployments[0].symbols
+        deployment = self._pipeline.deployment
+        drivers = RoundRobin(deployment.pipelines, deployment.order).map(open_stream)
         for driver in drivers.items:
             driver.listen(self._notify)
         fed = taken = 0
@@ -108,7 +107,7 @@ class PushedStream:
                 pushed = self._waiting.popleft()
                 self._fed.append(pushed)
                 tensors, sizes = pushed.microbatch
-                drivers[fed].feed(tensors, [sizes[symbol] for symbol in symbols])
+                drivers[fed].feed(tensors, [sizes[symbol] for symbol in self._pipeline.graph.symbols])
                 fed += 1
             if taken < fed and drivers[taken].has_result:
                 tensors = drivers[taken].take()
@@ -117,8 +116,8 @@ class PushedStream:
                 _answer(pushed, build_output(self._pipeline.graph, tensors, pushed.microbatch[1]))
             if changes and taken == fed:
                 break
-        for place in places.items:
-            finish_stream(place)
+        for pipeline in deployment.pipelines:
+            finish_stream(pipeline)
 
     def _wait(self, drivers: RoundRobin[Driver], fed: int, taken: int, *, changes: bool) -> bool:
         """Wait briefly for an input or a result; return False once closed and drained."""

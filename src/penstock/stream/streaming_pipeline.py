@@ -15,7 +15,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from penstock.cores import available_cores
-from penstock.deploy.deployment import Deployment, Replicas
+from penstock.deploy.deployment import Deployment
 from penstock.deploy.modules import runtime_maker
 from penstock.deploy.run_options import CutOptions, ModelCall, RunOptions
 from penstock.engine.driver import Microbatch
@@ -33,7 +33,7 @@ from penstock.plan.check import check_purpose
 from penstock.runtime.torch_settings import check_no_autocast, check_unchanged, read_settings
 from penstock.spec.plan import Plan
 from penstock.stream.division import ServedStages, divide_model
-from penstock.stream.survival import StreamChange, SurvivingStages
+from penstock.stream.survival import StreamChange, SurvivingDeployment
 from penstock.terminal.notes import note
 from penstock.terminal.progress import working
 from penstock.tracing.trace import GenerationFacts, RunFacts, StageTotals, write_run
@@ -54,7 +54,7 @@ class StreamingPipeline:
         self.model_name = type(call.model).__name__
         self.graph: Graph
         self.cuts: Sequence[Cut] = ()
-        self.deployment: Deployment | Replicas | SurvivingStages  # on the driver
+        self.deployment: Deployment  # on the driver
         self._run, self._plan = run, cut.plan
         self._owns_world = owns_world
         self._dropped: weakref.finalize[..., object] | None = None
@@ -182,17 +182,17 @@ class StreamingPipeline:
                 stream()
                 if not self._changes:
                     return
-                if isinstance(self.deployment, SurvivingStages):
+                if isinstance(self.deployment, SurvivingDeployment):
                     self.deployment.change()
             except (DeviceLost, OutOfMemory) as error:
-                if not isinstance(self.deployment, SurvivingStages):
+                if not isinstance(self.deployment, SurvivingDeployment):
                     raise
                 self.deployment.recover(error, num_pending())
             begin_again()
 
     def wants_change(self, *, by_speed: bool = True) -> bool:
         """Return True if the stages should switch to other devices or another plan."""
-        if not self._changes and isinstance(self.deployment, SurvivingStages):
+        if not self._changes and isinstance(self.deployment, SurvivingDeployment):
             self._changes = self.deployment.wants_change(by_speed=by_speed)
         return self._changes
 
@@ -207,7 +207,7 @@ class StreamingPipeline:
     @property
     def changes(self) -> Sequence[StreamChange]:
         """Placement changes during the last stream; empty unless the stages survive lost devices."""
-        return self.deployment.changes if isinstance(self.deployment, SurvivingStages) else ()
+        return self.deployment.changes if isinstance(self.deployment, SurvivingDeployment) else ()
 
     def __call__(self, *args: Any, microbatch_size: int = 1, **kwargs: Any) -> Any:
         """Run one batch of any size: split it into microbatches, stream them and concatenate the outputs."""
@@ -298,12 +298,12 @@ def threads_per_stage(world: World) -> int:
 
 
 def stream_facts(
-    deployment: Deployment | Replicas | SurvivingStages, report: StreamReport, *, model: str, cuts: Sequence[str],
+    deployment: Deployment, report: StreamReport, *, model: str, cuts: Sequence[str],
     threads: int,
     plan: Plan | None = None, units: Sequence[tuple[str, float, float]] = (), generation: GenerationFacts | None = None,
 ) -> RunFacts:  # fmt: skip
     """Describe a stream that has ended, for its run's folder."""
-    parts = deployment.deployments
+    parts = deployment.pipelines
     world = deployment.world
     return RunFacts(
         kind="stream", model=model, cuts=tuple(cuts), threads=threads, depth=parts[0].job.options.depth,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from penstock.deploy.deployment import Deployment, Replicas
+from penstock.deploy.deployment import Deployment
 from penstock.deploy.placing import name_devices
 from penstock.deploy.run_options import SurvivalOptions
 from penstock.engine.counters import by_stage, read_counters
@@ -27,7 +27,6 @@ from penstock.spec.plan import Plan
 from penstock.stream.feed import Feed
 from penstock.stream.replanner import Replanner
 from penstock.stream.speeds import Count, ObservedSpeeds
-from penstock.terminal.live import StageState
 from penstock.terminal.notes import note
 from penstock.tracing.trace import StreamTrace
 from penstock.wire import FEEDER
@@ -36,7 +35,7 @@ _LOOK_S = 1.0
 _ATTEMPTS = 8
 
 # deploys the stages of a plan: (world, plan, rank of each device, number of the first job)
-Place = Callable[[World, Plan, Mapping[str, int], int], Replicas]
+Place = Callable[[World, Plan, Mapping[str, int], int], Deployment]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,23 +54,23 @@ class StreamChange:
     num_lost: int = 0
 
 
-class SurvivingStages:
-    """Deployed stages that survive lost devices; used like a `Deployment`.
+class SurvivingDeployment(Deployment):
+    """A deployment that survives lost devices: its pipelines are replaced by those of another plan.
 
     `ranks` has the rank of each device by name. A regroup switches the world to the new group. With `adapts`, a stream
     that was cut without a plan is replanned as soon as the devices' speeds have been observed.
 
     Example:
-        stages = SurvivingStages(world, deploy, {"board0": 0, "board1": 1}, replanner, place, options)
+        stages = SurvivingDeployment(world, deploy, {"board0": 0, "board1": 1}, replanner, place, options)
         for result in stages.stream(microbatches):
             ...
     """
 
     def __init__(
-        self, world: World, deploy: Callable[[], Deployment | Replicas], ranks: Mapping[str, int],
+        self, world: World, deploy: Callable[[], Deployment], ranks: Mapping[str, int],
         replanner: Replanner, place: Place, options: SurvivalOptions, *, adapts: bool = False,
     ) -> None:  # fmt: skip
-        self.world = world
+        super().__init__(world, ())
         self.changes: list[StreamChange] = []  # changes of the last stream
         self._replanner, self._put, self._options = replanner, place, options
         self._report, self._begin_s = StreamReport(), time.perf_counter()
@@ -80,29 +79,16 @@ class SurvivingStages:
         self._next: tuple[str, Plan | None] = ("", None)  # reason of the next change, and its plan
         self._number = 0
         self._looked_s = time.monotonic()
-        self.deployment: Deployment | Replicas = Replicas(())
         self._adapts = adapts
         self._speeds = self._watch_speeds({})
         try:
-            self.deployment = deploy()
-            self._number = len(self.deployments)
+            self._take(deploy())
         except (DeviceLost, OutOfMemory) as error:
             self.recover(error, 0)
 
-    @property
-    def order(self) -> tuple[int, ...]:
-        """Order in which the pipelines take microbatches."""
-        return self.deployment.order
-
-    @property
-    def deployments(self) -> tuple[Deployment, ...]:
-        """The deployed pipelines."""
-        return self.deployment.deployments
-
-    @property
-    def sizes(self) -> Mapping[str, int]:
-        """Sizes of the largest microbatch."""
-        return self.deployment.sizes
+    def _take(self, deployment: Deployment) -> None:
+        self.pipelines, self.order = deployment.pipelines, deployment.order
+        self._number += len(self.pipelines)
 
     @property
     def traces(self) -> Sequence[StreamTrace]:
@@ -114,22 +100,6 @@ class SurvivingStages:
         """Times of the last stream, including its changes."""
         return self._report
 
-    def stage_states(self) -> list[StageState]:
-        """Return the progress of each stage, as `Deployment.stage_states`."""
-        return self.deployment.stage_states()
-
-    def abandon(self) -> None:
-        """Stop immediately, even with microbatches in flight; nothing more can be streamed."""
-        self.deployment.abandon()
-
-    def close(self) -> None:
-        """Close the stages; the world stays."""
-        self.deployment.close()
-
-    def leave(self) -> None:
-        """Close at interpreter exit, as `Deployment.leave`."""
-        self.deployment.leave()
-
     def stream(self, microbatches: Iterable[Microbatch]) -> Generator[list[Tensor], None, None]:
         """Stream microbatches and yield their results in order, as `Deployment.stream` does, even if devices are lost.
 
@@ -140,12 +110,12 @@ class SurvivingStages:
         self.changes, self._begin_s = [], time.perf_counter()
         while True:
             try:
-                with closing(self.deployment.stream(feed)) as results:
+                with closing(super().stream(feed)) as results:
                     for result in results:
                         self._count(report, feed.done())
                         yield result
                         feed.paused = feed.paused or self.wants_change()
-                report.stages = self.deployment.last_report.stages
+                report.stages = super().last_report.stages
                 report.fed_s = feed.fed_s - self._begin_s
                 if not feed.paused:
                     return
@@ -190,7 +160,7 @@ class SurvivingStages:
         began_s, (why, plan) = time.perf_counter(), self._next
         speeds = self._speeds.now()
         try:
-            self.deployment.close()
+            self.close()
             if plan is None:
                 self.world.dismiss(again=True)
                 self._regroup(set())
@@ -212,7 +182,7 @@ class SurvivingStages:
             if not lost:
                 raise first
             num_lost += len(lost)
-            self.deployment.abandon()
+            self.abandon()
             self._wait_for_others(len(lost), first)
             self._regroup(lost)
             try:
@@ -261,8 +231,7 @@ class SurvivingStages:
 
     def _place(self, plan: Plan, speeds: Mapping[str, float]) -> None:
         """Deploy the stages of a plan that was made for devices of these speeds."""
-        self.deployment = self._put(self.world, plan, self._ranks(), self._number)
-        self._number += len(plan.pipelines)
+        self._take(self._put(self.world, plan, self._ranks(), self._number))
         self._replanner.take(plan)
         self._speeds = self._watch_speeds(speeds)
 
@@ -273,8 +242,8 @@ class SurvivingStages:
 
         def count() -> dict[str, Count]:
             found: dict[str, Count] = {}
-            for deployment in self.deployments:
-                heard = read_counters(deployment.job.number, self.world.health.statuses())
+            for pipeline in self.pipelines:
+                heard = read_counters(pipeline.job.number, self.world.health.statuses())
                 for (_stage, rank), counters in by_stage(heard).items():
                     found[by_rank[rank]] = Count(counters.needed_s, counters.num_run)
             return found

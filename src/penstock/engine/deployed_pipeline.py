@@ -1,6 +1,7 @@
-"""A deployed pipeline, as seen by the driver."""
+"""A pipeline whose stages are in place, as seen by the driver."""
 
 import queue
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -26,10 +27,11 @@ class Stream(Protocol):
 
 
 @dataclass(slots=True)
-class Place:
+class DeployedPipeline:
     """A pipeline's ranks, the driver's ends of it with their counters, and the last stream's report.
 
-    Microbatches use the programs in `order`, which repeats. `window` limits those in flight; `counters` count the
+    `stage_bytes` and `cache_bytes` are the bytes of each stage's weights and caches. Microbatches use the programs in
+    `order`, which repeats. `window` limits those in flight; `counters` count the
     driver's sent and taken messages.
     """
 
@@ -37,12 +39,15 @@ class Place:
     job: StagesJob
     symbols: Sequence[str]
     order: tuple[int, ...]
+    stage_bytes: Sequence[int]
+    cache_bytes: Sequence[int]
     channels: Channels
     watch: StallWatch
     counters: Counters
     window: int
     tracer: FeederTracer | None = None
     errors: "queue.Queue[BaseException]" = field(default_factory=queue.Queue)  # errors of this process's stages
+    executor: threading.Thread | None = None  # runs this process's stages, if any
     driver: Stream | None = None  # driver of the running stream
     report: StreamReport = field(default_factory=StreamReport)  # report on the last stream
     traces: Sequence[StreamTrace] = field(default_factory=list)  # traces of its processes, if recorded

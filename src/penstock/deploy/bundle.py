@@ -19,11 +19,12 @@ from pathlib import Path
 import msgspec
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_structure
 
 from penstock.deploy.programs import divide_plan
 from penstock.errors import PlanError, ProgramError
 from penstock.graph.graph import Graph
-from penstock.graph.ops import State
+from penstock.graph.ops import Ref, State
 from penstock.graph.program import StageProgram, read_interface, read_program, states_of, write_program
 from penstock.plan.check import read_plan
 from penstock.spec.fields import check_name, decode_json, fingerprint, read_bytes, write_json, write_text
@@ -125,6 +126,17 @@ def interfaces(interface: StageProgram, num_stages: int, num_programs: int) -> l
     if num_stages == 1:
         return [(interface,) * num_programs]
     return [(program,) * num_programs for program in (first, *[between] * (num_stages - 2), last)]
+
+
+def interface_graph(interface: StageProgram) -> Graph:
+    """Return a graph without operations: its call takes the pipeline's inputs in order, and returns a list."""
+    return Graph(
+        model="the bundle's model", symbols=interface.symbols, inputs=interface.inputs, plain_inputs={},
+        input_spec=tree_structure((tuple(interface.inputs), {})), states=(), prelude=(), ops=(), visits=(),
+        values={value.name: value for value in (*interface.inputs, *interface.outputs)},
+        outputs=tuple(Ref(value.name) for value in interface.outputs),
+        output_spec=tree_structure(list(interface.outputs)), fixed_batch=None, constants={}, forbidden={},
+    )  # fmt: skip
 
 
 def hash_file(path: Path) -> str:

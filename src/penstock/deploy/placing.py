@@ -15,7 +15,6 @@ from penstock.engine.tracers import FeederTracer
 from penstock.errors import PlanError
 from penstock.graph.graph import Graph
 from penstock.graph.ops import Ref
-from penstock.graph.program import StageProgram
 from penstock.group.world import World, assign_stages
 from penstock.plan.schedule.round_robin import RoundRobin, round_robin
 from penstock.runtime.registry import RuntimeChoice
@@ -79,8 +78,8 @@ def places_in_line(world: World, graph: Graph, num_stages: int) -> list[int]:
     return sorted(places, key=lambda rank: rank == FEEDER) if given > taken else places
 
 
-def place_bundle(world: World, folder: Path, run: RunOptions, *, number: int = 0) -> tuple[Deployment, StageProgram]:
-    """Deploy a bundle, each device reading its own part; return the pipelines and the interface.
+def place_bundle(world: World, folder: Path, run: RunOptions, *, number: int = 0) -> Deployment:
+    """Deploy a bundle, each device reading its own part.
 
     Raises `ProgramError` for a damaged bundle, and `PlanError` as `place` does.
     """
@@ -98,7 +97,7 @@ def place_bundle(world: World, folder: Path, run: RunOptions, *, number: int = 0
                 ranks=_places(pipeline, ranks), number=number + index, runtimes=_runtimes(pipeline), order=order,
             )
         )  # fmt: skip
-    return Deployment(world, pipelines, _order(plan)), interface
+    return Deployment(world, pipelines, _order(plan))
 
 
 def _order(plan: Plan) -> tuple[int, ...]:

@@ -20,15 +20,22 @@ from penstock.spec.profile import Profile
 from penstock.zoo.weights.weights import Weights
 
 
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """The folder of a bundle, as the model of a pipeline; each process reads its own device's part."""
+
+    folder: Path
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCall:
     """A model, the example call with which it is captured, and the source of its tensors.
 
-    `model` is a module, a function that returns a module, a list of modules, or None in a worker. `dynamic` and
-    `largest` are those of `capture`.
+    `model` is a module, a function that returns a module, a list of modules, a bundle, or None in a worker.
+    `dynamic` and `largest` are those of `capture`.
     """
 
-    model: nn.Module | Sequence[nn.Module] | Callable[[], nn.Module] | None
+    model: nn.Module | Sequence[nn.Module] | Callable[[], nn.Module] | Bundle | None
     args: Sequence[Any] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     dynamic: Mapping[str, Mapping[str | int, int]] | None = None

@@ -3,22 +3,24 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import cast
 
 import msgspec
 import torch
 from torch import nn
 
-from penstock.deploy.bundle import LoadState
+from penstock.deploy.bundle import LoadState, interface_graph, read_bundle
 from penstock.deploy.deployment import Deployment, deploy_pipeline
 from penstock.deploy.holdings import Holdings
 from penstock.deploy.jobs import FromModules, FromWeights, MakeRuntime, Source, read_stages, receive_stages
 from penstock.deploy.modules import advising, chain, runtime_maker, start_threads
-from penstock.deploy.placing import name_devices, place, places_in_line
+from penstock.deploy.placing import name_devices, place, place_bundle, places_in_line
 from penstock.deploy.policies import choose_cuts
 from penstock.deploy.programs import divide_by_sets
-from penstock.deploy.run_options import CutOptions, ModelCall, RunOptions
+from penstock.deploy.run_options import Bundle, CutOptions, ModelCall, RunOptions
 from penstock.deploy.state import load_state
+from penstock.deploy.worker import BUNDLE
 from penstock.engine.executor import OwnStages
 from penstock.engine.tracers import FeederTracer, follow_stages
 from penstock.errors import PenstockError, UsageError
@@ -64,6 +66,8 @@ def divide_model(call: ModelCall, cut: CutOptions, run: RunOptions, world: World
     """
     if isinstance(call.model, Sequence):
         return _chained(call.model, call, cut, run)
+    if isinstance(call.model, Bundle):
+        return _bundled(call.model.folder, run)
     if not isinstance(call.model, nn.Module):
         raise UsageError("the driver needs the model; pass it to Pipeline")
     with advising(call.model):
@@ -169,6 +173,17 @@ def _chained(modules: Sequence[nn.Module], call: ModelCall, cut: CutOptions, run
     return Division(graph, (), start_world, _line(run, programs, FromModules(make), sizes, in_order))
 
 
+def _bundled(folder: Path, run: RunOptions) -> Division:
+    """Use the parts of a bundle, which the devices of its plan read."""
+    plan, interface = read_bundle(folder)
+
+    def deploy(world: World, threads: int, _tracer: FeederTracer | None) -> Deployment:
+        return place_bundle(world, folder, msgspec.structs.replace(run, threads=threads))
+
+    start_world = partial(start_local, len(plan.devices), {BUNDLE: str(folder)})
+    return Division(interface_graph(interface), (), start_world, deploy)
+
+
 def _line(
     run: RunOptions,
     programs: Sequence[Sequence[StageProgram]],
@@ -187,13 +202,15 @@ def _line(
 
 
 class ServedStages:
-    """Stages that this process runs: received from the driver, or its own modules, whose runtimes `make` creates.
+    """Stages that this process runs: received from the driver, its own modules, or its part of a bundle.
+
+    `make` creates the runtimes of modules; `bundle` is the folder of the bundle.
 
     An error that prevents this process from running them is reported to the other processes, then raised.
     """
 
-    def __init__(self, world: World, make: MakeRuntime | None) -> None:
-        self._world, self._make, self._holdings = world, make, Holdings()
+    def __init__(self, world: World, make: MakeRuntime | None, bundle: Path | None = None) -> None:
+        self._world, self._make, self._bundle, self._holdings = world, make, bundle, Holdings()
         self.closed = False
         self._take()
 
@@ -203,7 +220,7 @@ class ServedStages:
             try:
                 with self._world.explained():
                     job = receive_stages(self._world.transport)
-                    found = read_stages(self._world, job, self._make, holdings=self._holdings)
+                    found = read_stages(self._world, job, self._make, self._bundle, self._holdings)
                     torch.set_num_threads(job.threads)
                     self._own = OwnStages(self._world, job, *found)
                     self._stream_ended = follow_stages(self._own)

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from penstock.cores import available_cores
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.modules import runtime_maker
-from penstock.deploy.run_options import CutOptions, ModelCall, RunOptions
+from penstock.deploy.run_options import Bundle, CutOptions, ModelCall, RunOptions
 from penstock.engine.driver import Microbatch
 from penstock.engine.observer import StreamReport
 from penstock.engine.tracers import FeederTracer, environment
@@ -68,7 +68,8 @@ class StreamingPipeline:
         if world is not None and world.rank != FEEDER:
             self.world = world
             make = runtime_maker(call.model, None) if isinstance(call.model, Sequence) else None
-            self._stages = ServedStages(world, make)
+            bundle = call.model.folder if isinstance(call.model, Bundle) else None
+            self._stages = ServedStages(world, make, bundle)
         else:
             self._place(call, cut, world)
         self._look_after_end()

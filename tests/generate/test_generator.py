@@ -379,3 +379,24 @@ def test_under_torchrun(tmp_path: Path) -> None:
     done = run_python(*arguments, deadline_s=120.0)
     assert done.status == 0, done.stderr
     assert done.stdout.count("fine") == 2
+
+
+LEFT_OPEN = """
+import sys, penstock
+from tests.generate.decoders import decoder, prompts
+if __name__ == "__main__":
+    generator = penstock.Generator(decoder("llama"), stages=int(sys.argv[1]), max_length=512)
+    request = generator.submit(prompts(5)[0], max_new_tokens=500, min_new_tokens=500)
+    assert (generator.pipeline.world.workers is None) == (sys.argv[1] == "1")
+    next(iter(request))
+    raise SystemExit(3)
+"""
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_process_that_ends_with_a_request_in_flight(tmp_path: Path, stages: int) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(LEFT_OPEN)
+    done = run_python(str(script), str(stages), deadline_s=120.0)
+    assert done.status == 3, done.stderr
+    assert "failed" not in done.stderr

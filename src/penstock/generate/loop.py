@@ -1,5 +1,6 @@
 """The thread that feeds the stages and samples tokens; any thread may submit requests and read tokens."""
 
+import atexit
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -7,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from penstock.engine.driver import Driver, finish_stream, open_stream
+from penstock.engine.driver import JOIN_S, Driver, finish_stream, open_stream
 from penstock.errors import PenstockError, RunError, UsageError
 from penstock.generate.generation_record import GenerationRecord
 from penstock.generate.guessing import Guesser
@@ -38,6 +39,8 @@ class GenerationLoop:
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="penstock-generator", daemon=True)
         self._thread.start()
+        # runs before the pipeline's own handler, which closes the stages
+        atexit.register(self._leave)
 
     def take(self, request: Request) -> None:
         """Enqueue a request; raises `RunError` once the loop has failed, and `UsageError` once it is closed."""
@@ -64,7 +67,17 @@ class GenerationLoop:
         with self._condition:
             self._closing = True
             self._condition.notify_all()
+        atexit.unregister(self._leave)
         self._thread.join()  # every wait in the thread has a deadline
+
+    def _leave(self) -> None:
+        """Stop at interpreter exit, with requests still in flight."""
+        with self._condition:
+            self._closing = True
+            for request in [*self._requests.values()]:
+                request.cancel()
+            self._condition.notify_all()
+        self._thread.join(JOIN_S)
 
     def fail(self, error: BaseException) -> None:
         """Fail every request; later requests raise the first error."""

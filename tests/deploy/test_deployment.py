@@ -319,6 +319,21 @@ def test_own_stages_of_the_feeding_process(thirds: Divided) -> None:
     torch.set_num_threads(threads)
 
 
+@pytest.mark.parametrize("devices", [[0], [1]])
+def test_a_model_that_is_changed_later_changes_no_results(devices: list[int]) -> None:
+    divided = divided_tower(1)
+    with memory_world(1) as world:
+        world.feeder.devices = devices
+        deployment = divided.deploy(world.feeder)
+        expected = [deployed[0].clone() for deployed in deployment.stream(fed(tower_inputs(2)))]
+        with torch.no_grad():
+            for parameter in divided.model.parameters():
+                parameter.add_(1.0)
+        again = [deployed[0] for deployed in deployment.stream(fed(tower_inputs(2)))]
+        assert all(torch.equal(a, b) for a, b in zip(expected, again, strict=True))
+        deployment.close()
+
+
 def test_weights_are_loaded_one_at_a_time(thirds: Divided) -> None:
     alive: list[int] = []
     lock = threading.Lock()

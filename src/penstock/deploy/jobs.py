@@ -23,7 +23,7 @@ from penstock.graph.program import StageProgram, read_interface, read_program, s
 from penstock.group.direct import go_direct
 from penstock.group.world import World
 from penstock.runtime.registry import EAGER, RuntimeChoice, StageRuntime
-from penstock.tensors import HOST, find_device, moved
+from penstock.tensors import HOST, copy_exactly, find_device, moved
 from penstock.transport.base import JOB_BYTES, Transport, receive_bytes, send_bytes
 from penstock.wire import FEEDER
 
@@ -91,8 +91,11 @@ def load_part(
 def load_programs(
     programs: Sequence[StageProgram], load: LoadState, device: torch.device = HOST, runtime: RuntimeChoice = EAGER
 ) -> list[StageRuntime]:
-    """Make runtimes in this process that share their common tensors."""
-    tensors = {state.value.name: moved(load(state), device) for state in states_of(programs)}  # without caches
+    """Make runtimes in this process that share their common tensors.
+
+    Tensors are copied, as they are for other processes: the caller may go on changing the model.
+    """
+    tensors = {state.value.name: copy_exactly(load(state), device) for state in states_of(programs)}  # without caches
     return [runtime.load(program, tensors, device) for program in programs]
 
 

@@ -25,7 +25,7 @@ from penstock.generate.sampling import (
     start_of,
 )
 from penstock.generate.text import TextDecoder
-from penstock.group.entry import thread_worlds, under_torchrun
+from penstock.group.entry import under_torchrun
 from penstock.group.world import World
 from penstock.plan.check import read_plan
 from penstock.runtime.registry import parse_runtime
@@ -89,9 +89,6 @@ class Generator:
             )  # fmt: skip
         self.max_length = caches.max_length
         self._num_slots = caches.slots * caches.lanes
-        owns_world = world is None
-        if world is None and count == 1 and on_loss == "stop" and not under_torchrun():
-            (world,) = thread_worlds(["this process"])  # messages to a worker would take time in each step
         call = ModelCall(model=None)
         if model is not None:
             if weights is None and any(parameter.is_meta for parameter in model.parameters()):
@@ -103,7 +100,7 @@ class Generator:
             RunOptions(
                 threads=threads, runtime=parse_runtime(runtime), trace=trace, survival=SurvivalOptions(on_loss=on_loss)
             ),
-            world, owns_world=owns_world,
+            world, owns_world=world is None,
         )  # fmt: skip
         self.pipeline.model_name = type(model).__name__
         self._loop: GenerationLoop | None = None

@@ -29,7 +29,7 @@ from penstock.graph.capture import capture
 from penstock.graph.cuts import Cut, Cuts
 from penstock.graph.graph import Graph
 from penstock.graph.program import StageProgram
-from penstock.group.entry import start_local
+from penstock.group.entry import start_local, thread_worlds
 from penstock.group.regroup import next_group, release
 from penstock.group.world import World, assign_stages
 from penstock.measure.counted import counted_profile
@@ -89,10 +89,18 @@ def divide_model(call: ModelCall, cut: CutOptions, run: RunOptions, world: World
         )  # fmt: skip
         num_devices = len(cuts) + 1
     survives = run.survival.survives
+    start_world: Callable[[], World] = partial(start_local, num_devices, again=survives)
+    if graph.keeps_caches and num_devices == 1 and not survives:
+        start_world = _this_process  # messages to a worker would take time in each step of a generation
     return Division(
-        graph, cuts, partial(start_local, num_devices, again=survives),
+        graph, cuts, start_world,
         _surviving(cut, run, graph, load, cuts, deploy, sizes) if survives else deploy,
     )  # fmt: skip
+
+
+def _this_process() -> World:
+    (world,) = thread_worlds(["this process"])
+    return world
 
 
 def _planned(

@@ -1,14 +1,14 @@
 """Any process of a run, the first one included, stops or dies at any moment: all others say so within ten seconds."""
 
+import itertools
 import json
 import signal
-import warnings
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from tests.processes import free_port, run_groups
+from tests.processes import Ended, free_port, run_groups
 
 MOMENTS = ["start", "stream", "between", "leave"]
 # more processes at a time than two cores carry would be lost to each other
@@ -41,7 +41,10 @@ def tell(**what):
 def stop_here(*_args, **_named):
     tell(stopped=True)
     if number == signal.SIGSTOP and not os.fork():
-        time.sleep(16)  # longer than what is promised: then it need not be waited for
+        others = [folder / f"{moment}-{victim}-{number}-{other}.json" for other in range(3) if other != victim]
+        late_s = time.monotonic() + 16  # longer than what is promised
+        while time.monotonic() < late_s and not all(other.exists() for other in others):
+            time.sleep(0.1)
         os.kill(os.getppid(), signal.SIGKILL)
         os._exit(0)
     os.kill(os.getpid(), number)
@@ -96,32 +99,41 @@ except PenstockError as error:
 """
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
-def test_whoever_is_lost_is_named(tmp_path: Path, moment: str) -> None:
+def test_whoever_is_lost_is_named(tmp_path: Path) -> None:
+    """The groups of a moment start once those of the moment before have lost their processes, and only wait."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    groups = [(3, [str(tmp_path), moment, str(victim), str(int(number)), str(free_port())]) for victim, number in CASES]
-    with warnings.catch_warnings():
-        run_groups(script, groups, 120.0)
-    for victim, number in CASES:
+    groups: list[Future[list[list[Ended]]]] = []
+    with ThreadPoolExecutor(len(MOMENTS)) as pool:
+        for moment in MOMENTS:
+            cases = [
+                [str(tmp_path), moment, str(victim), str(int(number)), str(free_port())] for victim, number in CASES
+            ]
+            groups.append(pool.submit(run_groups, script, [(3, case) for case in cases], 120.0))
+            stopped = [tmp_path / f"{moment}-{victim}-{int(number)}-{victim}.json" for victim, number in CASES]
+            while not groups[-1].done() and not all(file.exists() for file in stopped):
+                time.sleep(0.05)
+    for ended in groups:
+        ended.result()
+    for moment, (victim, number) in itertools.product(MOMENTS, CASES):
         told = {
             rank: json.loads((tmp_path / f"{moment}-{victim}-{int(number)}-{rank}.json").read_text())
             for rank in range(3)
         }
-        assert "stopped" in told[victim], told
+        assert "stopped" in told[victim], (moment, told)
         for rank in {0, 1, 2} - {victim}:
             check(told[rank], told[victim]["at_s"], moment, f"rank {victim} on ")
 
 
 def check(told: dict[str, Any], stopped_s: float, moment: str, name: str) -> None:
-    assert told["at_s"] - stopped_s < NAMED_WITHIN_S, told
+    assert told["at_s"] - stopped_s < NAMED_WITHIN_S, (moment, told)
     if moment != "leave":
-        assert told["kind"] == "DeviceLost", told
+        assert told["kind"] == "DeviceLost", (moment, told)
         # who has not met all others yet knows the first process by its store alone
         if moment == "start" and name.startswith("rank 0") and "lost contact with rank 0" in told["message"]:
             return
-        assert told["message"].startswith(name), told
-        assert "has not answered for" in told["message"] or "is lost" in told["message"], told
+        assert told["message"].startswith(name), (moment, told)
+        assert "has not answered for" in told["message"] or "is lost" in told["message"], (moment, told)
     else:  # all the work is done: nobody fails
         assert "kind" not in told, told
 
@@ -134,7 +146,7 @@ from penstock.runtime.eager import Runtime
 from penstock.pipeline import Pipeline
 from tests.worlds import tower, tower_inputs
 
-rank, busy = int(os.environ["RANK"]), int(sys.argv[1])
+rank, busy, where = int(os.environ["RANK"]), int(sys.argv[1]), sys.argv[2]
 calls, run = [], Runtime.__call__
 
 
@@ -144,14 +156,14 @@ def hold():
 
 def held(*given):
     calls.append(0)
-    if rank == busy and len(calls) == 3:
+    if rank == busy and where == "stage" and len(calls) == 3:
         hold()
     return run(*given)
 
 
 def feed():
     for index, given in enumerate(tower_inputs(8)):
-        if not busy and not rank and index == 4:
+        if where == "inputs" and index == 4:
             hold()
         yield given
 
@@ -170,5 +182,6 @@ else:
 def test_who_is_busy_is_not_lost(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(BUSY)
-    ended = run_groups(script, [(3, [str(busy)]) for busy in range(3)], 120.0)
+    holds = [*((busy, "stage") for busy in range(3)), (0, "inputs")]
+    ended = run_groups(script, [(3, [str(busy), where]) for busy, where in holds], 120.0)
     assert all(end.status == 0 for group in ended for end in group)

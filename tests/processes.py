@@ -86,6 +86,10 @@ class Running:
             pass
         return line.strip()
 
+    def has_ended(self) -> bool:
+        """Return whether it has ended by itself, or was killed."""
+        return self._process.poll() is not None
+
     def kill(self) -> None:
         """Kill it alone, and see what its children do."""
         self.children()

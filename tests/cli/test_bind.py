@@ -19,10 +19,10 @@ Run = Callable[..., tuple[int, str, str]]
 def listening(running: Running) -> dict[int, set[str]]:
     """The addresses that each process of a command listens on."""
     found: dict[int, set[str]] = {}
-    for process in [psutil.Process(running.pid), *running.children()]:
+    for pid in [running.pid, *(child.pid for child in running.children())]:
         with contextlib.suppress(psutil.Error):
-            places = process.net_connections("tcp")
-            found[process.pid] = {place.laddr.ip for place in places if place.status == psutil.CONN_LISTEN}
+            places = psutil.Process(pid).net_connections("tcp")
+            found[pid] = {place.laddr.ip for place in places if place.status == psutil.CONN_LISTEN}
     return found
 
 
@@ -30,7 +30,7 @@ def addresses_while(running: Running, num_processes: int) -> set[str]:
     """Collect every address that is listened on until the command ends, by so many processes at least."""
     seen: set[str] = set()
     listeners: set[int] = set()
-    while psutil.Process(running.pid).status() != psutil.STATUS_ZOMBIE:
+    while not running.has_ended():
         now = listening(running)
         listeners |= {pid for pid, addresses in now.items() if addresses}
         seen.update(*now.values())
@@ -45,7 +45,6 @@ def start(arguments: Collection[object], env: dict[str, str] | None = None) -> R
     return Running([sys.executable, "-m", "penstock", *map(str, arguments)], deadline_s=120.0, env=env)
 
 
-@pytest.mark.fresh
 @pytest.mark.parametrize(("bind", "address"), [((), "127.0.0.1"), (("--bind", "127.0.0.2"), "127.0.0.2")])
 def test_one_process_under_torchrun(bind: tuple[str, ...], address: str, photos: Path, tmp_path: Path) -> None:
     port = str(free_port())
@@ -55,7 +54,6 @@ def test_one_process_under_torchrun(bind: tuple[str, ...], address: str, photos:
         assert addresses_while(running, 1) == {address}
 
 
-@pytest.mark.fresh
 @pytest.mark.parametrize(("verb", "bind"), [("infer", ()), ("train", ()), ("train", ("--bind", "127.0.0.2"))])
 def test_several_processes_of_one_machine(verb: str, bind: tuple[str, ...], tmp_path: Path) -> None:
     arguments: dict[str, list[object]] = {

@@ -89,11 +89,11 @@ def process_that_stands_by() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def imports_are_no_garbage() -> None:
-    """Leave what is imported out of the collections of garbage; to go through it takes a third of a second each time.
+    """Leave what is there before a file's first test out of the collections of garbage: they take most of a second.
 
-    All files of tests are imported before the first test.
+    It is what was imported and what libraries keep; what earlier files have left as garbage is collected first.
     """
     gc.collect()
     gc.freeze()

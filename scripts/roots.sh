@@ -3,7 +3,6 @@
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 roots=${PENSTOCK_ROOTS:-$HOME/.cache/penstock/roots}
 python=$here/.venv/bin/python
-[ -x "$python" ] || python=python3
 
 fail() {
     echo "$1" >&2
@@ -31,9 +30,9 @@ system() {
 packages() {
     local root=$1 platform=$2 wanted version work
     shift 2
-    wanted=$(cat "$here/constraints.txt" - <<<"$*" | sha256sum)
+    wanted=$(fingerprint "$@")
     [ "$(cat "$root/opt/installed" 2>/dev/null)" != "$wanted" ] || return 0
-    rm -rf "$root/opt/penstock"
+    rm -rf "$root/opt/penstock" "$root/opt/installed"
     chroot "$root" python3 -m venv --without-pip /opt/penstock
     version=$(basename "$root"/opt/penstock/lib/python3*)
     work=$(mktemp -d)
@@ -45,8 +44,14 @@ packages() {
     echo "$wanted" >"$root/opt/installed"
 }
 
+# fingerprint WORDS: of what these words of pip install, the same in every clone
+fingerprint() {
+    cat "$here/constraints.txt" - <<<"${*//$here/.}" | sha256sum
+}
+
 # enter ROOT COMMAND: as a host of a lab runs one, in the current folder
 enter() {
+    [ -x "$python" ] || fail "a command in $1 is started by the project's Python, but $python was not found; run make setup"
     unshare --mount "$python" -c '
 import os, sys
 from pathlib import Path
@@ -58,6 +63,6 @@ os.execvp(words[0], words)' "$here" "$@"
 
 # versions ROOT: what is in it
 versions() {
-    chroot "$1" /opt/penstock/bin/python -c 'import platform, torch
-print("Python", platform.python_version(), "and torch", torch.__version__, "for", platform.machine())' 2>/dev/null
+    chroot "$1" /opt/penstock/bin/python -c 'import platform, importlib.metadata
+print("Python", platform.python_version(), "and torch", importlib.metadata.version("torch"), "for", platform.machine())' 2>/dev/null
 }

@@ -16,12 +16,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks.boards import BOARD, Peaks
 from benchmarks.faults.__main__ import DEIT, make_images
 from benchmarks.training.__main__ import environment
 from penstock.cluster.lab.roots import inside, root_folder
 
 HOSTS, PORT, NUM_IMAGES = 2, 2222, 20
-BOARD = "aarch64"
 _LONGEST_S = 3600.0
 
 
@@ -34,12 +34,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as name:
         folder = Path(name)
         images = make_images(folder / "images", NUM_IMAGES)
-        with daemons(folder, board=given.board):
+        names = [f"host{index}" for index in range(HOSTS)]
+        with daemons(folder, board=given.board), Peaks(names) as peaks:
             rows: dict[str, Any] = {"hosts": HOSTS, "board": given.board, "environment": environment()}
             rows["first"] = run(folder, images, folder / "first.csv")
             rows["again"] = run(folder, images, folder / "again.csv")
             rows["alone_equal"] = alone(images, folder / "alone.csv") == classes(folder / "first.csv")
-            rows["machines"] = [installed(folder / f"host{index}") for index in range(HOSTS)]
+            rows["machines"] = {
+                name: {"memory_mb": round(peaks.bytes[name] / 1e6), **installed(folder / name)} for name in names
+            }
     given.json.write_text(json.dumps(rows, indent=1))
     print(json.dumps(rows, indent=1))
 
@@ -82,7 +85,7 @@ def daemons(folder: Path, *, board: bool) -> Iterator[None]:
 
 def installed(folder: Path) -> dict[str, Any]:
     """Say what is in a machine's folder: its size, PyTorch's version, and the packages of CUDA."""
-    names = sorted(path.name for path in folder.glob("venv/lib/python3*/site-packages/*.dist-info"))
+    names = sorted(path.name for path in folder.glob(".venv/lib/python3*/site-packages/*.dist-info"))
     sizes = [path.lstat().st_size for path in folder.rglob("*") if not path.is_dir()]
     return {
         "mb": round(sum(sizes) / 1e6), "torch": [name for name in names if name.startswith("torch-")],

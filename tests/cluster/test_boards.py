@@ -1,12 +1,16 @@
 """Hosts of a lab with another processor, which is emulated: the same messages and the same classes."""
 
 import os
+import shutil
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from benchmarks.boards import count_anonymous
+from benchmarks.faults.bare import installed
 from penstock.cli.main import main
 from penstock.cluster.lab.processes import command_line
 from penstock.cluster.lab.roots import check_root, inside, root_folder
@@ -15,6 +19,7 @@ from penstock.errors import ClusterError, RunError
 from tests.cli.conftest import SMALL
 from tests.cluster.labs import make_spec
 from tests.cluster.test_lab_without_root import targets
+from tests.processes import ROOT
 
 BOARD = root_folder("aarch64")
 EMULATED = (
@@ -48,6 +53,47 @@ def test_a_processor_that_is_not_emulated_is_named(tmp_path: Path, monkeypatch: 
     shell = RecordingShell({f"chroot {tmp_path}/sparc true": RunError("exec format error")})
     with pytest.raises(ClusterError, match=r"host1 .*exec format error"):
         check_root("host1", "sparc", shell)
+
+
+def test_packages_in_the_environment_of_a_machine_are_found(tmp_path: Path) -> None:
+    packages = tmp_path / ".venv/lib/python3.13/site-packages"
+    for name in ("torch-2.15.0", "triton-3.9.0", "nvidia_nccl-2.30", "numpy-2.4.0"):
+        (packages / f"{name}.dist-info").mkdir(parents=True)
+    (packages / "torch.py").write_bytes(bytes(3_000_000))
+    assert installed(tmp_path) == {
+        "mb": 3, "torch": ["torch-2.15.0.dist-info"],
+        "cuda_packages": ["nvidia_nccl-2.30.dist-info", "triton-3.9.0.dist-info"],
+    }  # fmt: skip
+
+
+SMAPS = """
+00a6d000-00c06000 rw-p 00000000 00:00 0
+Anonymous:          1000 kB
+555590a29000-555590df1000 rw-p 00000000 00:00 0                          [heap]
+Anonymous:            20 kB
+7fe187200000-7fe18f1ff000 rwxp 00000000 00:00 0
+Anonymous:           300 kB
+"""
+EMULATOR = """
+7fe190654000-7fe1907d8000 r--p 00512000 08:01 412                        /usr/bin/qemu-aarch64-static
+Anonymous:          4000 kB
+"""
+
+
+def test_memory_of_the_emulator_is_left_out() -> None:
+    assert count_anonymous(SMAPS.splitlines()) == 1320 * 1024
+    assert count_anonymous((SMAPS + EMULATOR).splitlines()) == 1000 * 1024
+
+
+def test_packages_of_a_root_are_the_same_for_every_clone(tmp_path: Path) -> None:
+    found = []
+    for clone in (tmp_path / "one", tmp_path / "two"):
+        (clone / "scripts").mkdir(parents=True)
+        shutil.copy(ROOT / "scripts/roots.sh", clone / "scripts")
+        (clone / "constraints.txt").write_text("numpy==2.4.0\n")
+        script = f". {clone}/scripts/roots.sh; fingerprint --constraint {clone}/build/constraints-1.txt torch"
+        found.append(subprocess.run(["bash", "-c", script], check=True, capture_output=True, text=True).stdout)
+    assert found[0] == found[1] != ""
 
 
 @pytest.mark.root

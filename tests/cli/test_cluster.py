@@ -1,7 +1,6 @@
 """`--cluster`: a verb on the hosts of a lab."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ from penstock.cli.cluster import take_cluster
 from penstock.cli.hosts import join_arguments
 from penstock.errors import UsageError
 from tests.cli.conftest import SMALL
+from tests.cluster.labs import needs_lab
 from tests.processes import lay_trap
 
 
@@ -27,8 +27,7 @@ def test_without_the_option_nothing_changes() -> None:
         take_cluster(["bench", "--cluster"])
 
 
-@pytest.mark.root
-@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="a lab needs root")
+@needs_lab
 def test_bench_runs_on_the_hosts_of_a_lab_without_what_lies_in_the_current_folder(tmp_path: Path) -> None:
     mark = lay_trap(tmp_path)
     hosts = "".join(f'[[hosts]]\nname = "h{i}"\ncpu = 0.9\nmemory = "4 GiB"\n' for i in range(2))
@@ -47,8 +46,7 @@ def test_bench_runs_on_the_hosts_of_a_lab_without_what_lies_in_the_current_folde
     assert said["rows"][-1]["bit_equal"]
 
 
-@pytest.mark.root
-@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="a lab needs root")
+@needs_lab
 @pytest.mark.parametrize("verb", ["infer", "bench"])
 def test_a_first_host_that_is_killed_is_named(
     verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -1,14 +1,30 @@
 """Labs for tests, and what of them is left on the machine."""
 
 import os
+import shutil
 import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from penstock.cluster.lab import HostSpec, Lab, LabSpec, OutputLine
 
 MIB = 2**20
+PROGRAMS = ("ip", "tc", "unshare")
+LAB_MARKS = [
+    pytest.mark.root,
+    pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="labs need root"),
+    pytest.mark.skipif(any(shutil.which(program) is None for program in PROGRAMS), reason="labs need ip and tc"),
+]
+
+
+def needs_lab(test: Callable[..., None]) -> Callable[..., None]:
+    """Mark a test that starts a lab: it needs root, and the programs of labs."""
+    for mark in LAB_MARKS:
+        test = mark(test)
+    return test
 
 
 def traces(name: str) -> dict[str, list[str]]:

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -18,14 +17,9 @@ from penstock.cluster.lab.cgroups import Cgroups
 from penstock.cluster.lab.machine import find_cgroups
 from penstock.cluster.output import EndTogether
 from penstock.errors import ClusterError, OutOfMemory, RunError
-from tests.cluster.labs import MIB, Collected, make_spec, output_of, traces, until
+from tests.cluster.labs import LAB_MARKS, MIB, Collected, make_spec, output_of, traces, until
 
-PROGRAMS = ("ip", "tc", "unshare")
-pytestmark = [
-    pytest.mark.root,
-    pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="labs need root"),
-    pytest.mark.skipif(any(shutil.which(program) is None for program in PROGRAMS), reason="labs need ip and tc"),
-]
+pytestmark = LAB_MARKS
 NAME = f"t{os.getpid()}"
 VERB = [sys.executable, "-c", "from penstock.cli.lab import app; app()"]
 

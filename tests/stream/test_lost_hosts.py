@@ -1,7 +1,6 @@
 """A host of a lab is cut off, or loses its power: the others say so within ten seconds."""
 
 import os
-import shutil
 import sys
 import time
 from pathlib import Path
@@ -9,13 +8,9 @@ from pathlib import Path
 import pytest
 
 from penstock.cluster.lab import HostSpec, LabSpec, lab_session
-from tests.cluster.labs import Collected, until
+from tests.cluster.labs import LAB_MARKS, Collected, until
 
-pytestmark = [
-    pytest.mark.root,
-    pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="labs need root"),
-    pytest.mark.skipif(any(shutil.which(p) is None for p in ("ip", "tc", "unshare")), reason="labs need ip and tc"),
-]
+pytestmark = LAB_MARKS
 ROOT = Path(__file__).parents[2]
 
 SCRIPT = """

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.labs import generate, lab_text, show
+from benchmarks.labs import lab_text, show
+from benchmarks.serving.in_lab import ask, served
 from penstock.cluster.lab import lab_session, read_lab
 
 _HOSTS = 4
@@ -20,10 +21,10 @@ _COUNTS = (1, 8)
 
 
 def beside_rpc(model: str, gguf: Path, programs: Path, runtimes: Sequence[str], turns: int) -> list[dict[str, Any]]:
-    """Generate with llama.cpp's RPC servers and with `penstock generate`, one sequence and eight.
+    """Generate with llama.cpp's RPC servers and with `penstock serve`, one sequence and eight.
 
     `programs` is the folder with llama.cpp's `ggml-rpc-server` and `llama-batched-bench`. Tokens per second include the
-    prompts.
+    prompts; both have run the same prompts before.
     """
     rates: dict[tuple[str, int], list[float]] = {}
     with tempfile.TemporaryDirectory() as place:
@@ -33,8 +34,8 @@ def beside_rpc(model: str, gguf: Path, programs: Path, runtimes: Sequence[str], 
             for count, rate in _llama(lab, gguf, programs).items():
                 rates.setdefault(("llama.cpp", count), []).append(rate)
             for runtime in runtimes:
-                for count in _COUNTS:
-                    rates.setdefault((runtime, count), []).append(_ours(lab, model, runtime, count))
+                for count, rate in _ours(Path(place), model, runtime).items():
+                    rates.setdefault((runtime, count), []).append(rate)
     return [
         {"what": what, "sequences": count, "tokens_per_s": round(statistics.median(values), 2),
          "all": [round(value, 2) for value in values]}
@@ -61,10 +62,13 @@ def _llama(lab: Path, gguf: Path, programs: Path) -> dict[int, float]:
     return {row["pl"]: row["pl"] * row["tg"] / row["t"] for row in rows}
 
 
-def _ours(lab: Path, model: str, runtime: str, count: int) -> float:
-    said = generate(
-        lab, model, [_PROMPT] * count, "--stages", _HOSTS, "--slots", -(-count // _HOSTS), "--max-length", 128,
-        "--runtime", runtime, "--max-new-tokens", _NEW,
-    )  # fmt: skip
-    rate: float = said["tokens_per_s"]
-    return rate
+def _ours(place: Path, model: str, runtime: str) -> dict[int, float]:
+    slots = -(-max(_COUNTS) // _HOSTS)
+    body = {"prompt": _PROMPT, "max_tokens": _NEW, "temperature": 0, "ignore_eos": True}
+    found = {}
+    with served(model, _HOSTS, place, "--slots", slots, "--max-length", 128, "--runtime", runtime) as (_, within):
+        for count in _COUNTS:
+            ask(within, [body] * count, count)
+            said = ask(within, [body] * count, count)
+            found[count] = sum(len(answer["came_s"]) for answer in said["answers"]) / said["seconds"]
+    return found

@@ -99,6 +99,11 @@ def imports_are_no_garbage() -> None:
     gc.freeze()
 
 
+def pytest_sessionfinish() -> None:
+    """Undo the freezing: libraries report what is left at the interpreter's end as leaks."""
+    gc.unfreeze()
+
+
 @pytest.fixture(autouse=True)
 def fresh_where_asked(request: pytest.FixtureRequest) -> Iterator[None]:
     """Start processes as a person's shell does in tests that are marked `fresh`."""

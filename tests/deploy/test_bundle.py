@@ -13,7 +13,7 @@ from torch import nn
 import penstock
 from penstock.deploy.bundle import read_bundle, read_part, write_bundle
 from penstock.deploy.state import load_state
-from penstock.errors import PenstockError, PlanError, ProgramError
+from penstock.errors import PenstockError, PlanError, ProgramError, UsageError
 from penstock.graph.capture import capture
 from penstock.graph.cuts import Cuts
 from penstock.graph.graph import Graph
@@ -79,6 +79,10 @@ def test_it_runs_from_the_parts_bit_for_bit(bundle: tuple[nn.Module, Plan, Path]
     with penstock.BundledPipeline(folder, threads=1) as pipe, torch.no_grad():
         for x, (result,) in zip(inputs, pipe.stream(inputs), strict=True):
             assert torch.equal(result, model(x))
+        with pytest.raises(UsageError, match="1 tensors; got 2"):
+            list(pipe.stream([(inputs[0], inputs[0])]))
+        with pytest.raises(UsageError, match="the plan's"):
+            list(pipe.stream([torch.randn(ROWS + 1, 3, 32, 32)]))
 
 
 def test_devices_that_share_a_stage_have_a_part_each(tmp_path: Path) -> None:

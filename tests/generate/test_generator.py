@@ -1,11 +1,13 @@
 """`penstock.Generator`: the tokens of `model.generate`, the same bits in any company, and every way to end."""
 
 import asyncio
+import gc
 import os
 import random
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -379,6 +381,46 @@ def test_under_torchrun(tmp_path: Path) -> None:
     done = run_python(*arguments, deadline_s=120.0)
     assert done.status == 0, done.stderr
     assert done.stdout.count("fine") == 2
+
+
+def test_threads_that_are_started_later_have_the_callers_number_of_threads(model: Any) -> None:
+    found: list[int] = []
+    torch.set_num_threads(2)
+    try:
+        with Generator(model, stages=1, max_length=64) as made:
+            assert made.submit(prompts(5)[0], max_new_tokens=5).result()
+            thread = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+            thread.start()
+            thread.join()
+        assert (found, torch.get_num_threads()) == ([2], 2)
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_settings_that_change_after_the_start_are_refused(model: Any) -> None:
+    with Generator(model, stages=1, max_length=64) as made:
+        torch.use_deterministic_algorithms(True)
+        try:
+            with pytest.raises(UsageError, match="deterministic"):
+                made.submit(prompts(5)[0], max_new_tokens=5)
+        finally:
+            torch.use_deterministic_algorithms(False)
+        assert made.submit(prompts(5)[0], max_new_tokens=5).result()
+
+
+def test_a_generator_that_failed_is_collected(model: Any) -> None:
+    made = Generator(model, stages=2, max_length=64)
+    workers, dropped = made.pipeline.world.workers, weakref.ref(made.pipeline)
+    assert workers is not None
+    os.kill(workers.pids[1], signal.SIGKILL)
+    with pytest.raises(PenstockError):
+        made.submit(prompts(5)[0], max_new_tokens=50).result()
+    del made, workers
+    until = time.monotonic() + 20
+    while dropped() is not None and time.monotonic() < until:
+        gc.collect()
+        time.sleep(0.1)
+    assert dropped() is None
 
 
 LEFT_OPEN = """

@@ -4,6 +4,7 @@ import queue
 import threading
 from collections.abc import Generator, Iterable, Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from penstock.deploy.jobs import FromModules, Source, send_stages
@@ -163,9 +164,12 @@ def deploy_pipeline(
         window=(depth + 1) * sum(len(ranks.items) for ranks in job.ranks) + depth, tracer=tracer,
     )  # fmt: skip
     if stages:
-        arguments = own, pipeline.errors
+        ready = threading.Event()
+        arguments = own, pipeline.errors, ready
         pipeline.executor = threading.Thread(target=_serve, args=arguments, name="penstock-stages", daemon=True)
         pipeline.executor.start()
+        ready.wait()
+        torch.set_num_threads(torch.get_num_threads())  # of threads that the caller starts from now on
     return pipeline
 
 
@@ -181,8 +185,10 @@ def _watch(
     )  # fmt: skip
 
 
-def _serve(own: OwnStages, errors: "queue.Queue[BaseException]") -> None:
-    """Run this process's own stages, in a thread."""
+def _serve(own: OwnStages, errors: "queue.Queue[BaseException]", ready: threading.Event) -> None:
+    """Run this process's own stages, in a thread; `ready` is set once the thread has its number of torch threads."""
+    torch.set_num_threads(own.job.threads)
+    ready.set()
     try:
         own.serve()
     except ConnectionBroken:

@@ -43,7 +43,8 @@ class FromWeights:
 
     def make(self, _index: int, programs: Programs, runtime: RuntimeChoice, device: torch.device) -> Runtimes:
         """Make a stage's runtimes in the driver."""
-        return load_programs(programs, self.load, device, runtime)
+        # copied, as for other processes: the caller may go on changing the model
+        return load_programs(programs, lambda state: copy_exactly(self.load(state)), device, runtime)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +92,8 @@ def load_part(
 def load_programs(
     programs: Sequence[StageProgram], load: LoadState, device: torch.device = HOST, runtime: RuntimeChoice = EAGER
 ) -> list[StageRuntime]:
-    """Make runtimes in this process that share their common tensors.
-
-    Tensors are copied, as they are for other processes: the caller may go on changing the model.
-    """
-    tensors = {state.value.name: copy_exactly(load(state), device) for state in states_of(programs)}  # without caches
+    """Make runtimes in this process that share their common tensors."""
+    tensors = {state.value.name: moved(load(state), device) for state in states_of(programs)}  # without caches
     return [runtime.load(program, tensors, device) for program in programs]
 
 

@@ -156,6 +156,7 @@ class Generator:
         """
         if self._loop is None:
             raise UsageError("call submit on rank 0; this rank only holds a stage")
+        self.pipeline.check_settings()
         config = read_config(self.model, generation_config, changes)
         if (count := config.num_return_sequences or 1) > 1:
             raise UsageError(

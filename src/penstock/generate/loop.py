@@ -1,6 +1,7 @@
 """The thread that feeds the stages and samples tokens; any thread may submit requests and read tokens."""
 
 import atexit
+import os
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,7 @@ from penstock.generate.guessing import Guesser
 from penstock.generate.lanes import Lanes, SequenceState, Step
 from penstock.generate.request import Request
 from penstock.graph.call import bind_inputs, build_output
+from penstock.group.world import failed
 from penstock.stream.streaming_pipeline import StreamingPipeline
 
 _LOOK_S = 1.0  # how often to look for joining devices while idle
@@ -40,6 +42,7 @@ class GenerationLoop:
         self._thread = threading.Thread(target=self._run, name="penstock-generator", daemon=True)
         self._thread.start()
         # runs before the pipeline's own handler, which closes the stages
+        self._process = os.getpid()
         atexit.register(self._leave)
 
     def take(self, request: Request) -> None:
@@ -67,17 +70,20 @@ class GenerationLoop:
         with self._condition:
             self._closing = True
             self._condition.notify_all()
-        atexit.unregister(self._leave)
         self._thread.join()  # every wait in the thread has a deadline
 
     def _leave(self) -> None:
-        """Stop at interpreter exit, with requests still in flight."""
+        """Stop at interpreter exit, with requests still in flight; after an error the pipeline's own handler aborts."""
+        if os.getpid() != self._process or failed() is not None:
+            return
         with self._condition:
             self._closing = True
             for request in [*self._requests.values()]:
                 request.cancel()
             self._condition.notify_all()
         self._thread.join(JOIN_S)
+        if self._thread.is_alive():
+            self._pipeline.deployment.abandon()
 
     def fail(self, error: BaseException) -> None:
         """Fail every request; later requests raise the first error."""
@@ -96,6 +102,8 @@ class GenerationLoop:
         except Exception as error:  # raised to the callers by their requests
             self.fail(error)
             self._pipeline.deployment.abandon()
+        finally:
+            atexit.unregister(self._leave)  # it would keep the pipeline alive
 
     def _generate(self) -> None:
         (deployed,) = self._pipeline.deployment.pipelines

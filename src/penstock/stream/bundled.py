@@ -9,8 +9,10 @@ from torch import Tensor
 
 from penstock.deploy.run_options import Bundle, CutOptions, ModelCall, RunOptions
 from penstock.engine.observer import StreamReport
+from penstock.errors import UsageError
 from penstock.graph.call import CallInputs
 from penstock.group.direct import check_way
+from penstock.group.entry import under_torchrun
 from penstock.stream.streaming_pipeline import StreamingPipeline
 from penstock.tensors import find_device
 
@@ -33,7 +35,8 @@ class BundledPipeline:
         between_gpus: str = "gloo",
     ) -> None:  # fmt: skip
         check_way(between_gpus, str(device))
-        find_device(device)  # before anything is started
+        if not under_torchrun():
+            find_device(device)  # before anything is started
         self._pipe = StreamingPipeline(
             ModelCall(model=Bundle(Path(folder).absolute())), CutOptions(),
             RunOptions(threads=threads, device=str(device), between_gpus=between_gpus),
@@ -48,9 +51,13 @@ class BundledPipeline:
 
         Raises `UsageError` for inputs of another shape.
         """
-        return self._pipe.stream(
-            CallInputs((item,) if isinstance(item, Tensor) else tuple(item), {}) for item in inputs
-        )  # fmt: skip
+        return self._pipe.stream(map(self._call, inputs))
+
+    def _call(self, item: Tensor | Sequence[Tensor]) -> CallInputs:
+        tensors, number = (item,) if isinstance(item, Tensor) else tuple(item), len(self._pipe.graph.inputs)
+        if len(tensors) != number:
+            raise UsageError(f"the model takes {number} tensors; got {len(tensors)}; give all of them, in order")
+        return CallInputs(tensors, {})
 
     @property
     def last_report(self) -> StreamReport:

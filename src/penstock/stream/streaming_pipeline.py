@@ -56,7 +56,7 @@ class StreamingPipeline:
         self.cuts: Sequence[Cut] = ()
         self.deployment: Deployment  # on the driver
         self._run, self._plan = run, cut.plan
-        self._owns_world = owns_world
+        self._owns_world, self._from_bundle = owns_world, isinstance(call.model, Bundle)
         self._dropped: weakref.finalize[..., object] | None = None
         self._stages: ServedStages | None = None  # on the other ranks
         self._closed = False
@@ -84,7 +84,7 @@ class StreamingPipeline:
         try:
             check_no_autocast(NO_AUTOCAST)
             self._torch_settings = read_settings()
-            with working("capturing the model"):
+            with working("reading the bundle" if self._from_bundle else "capturing the model"):
                 division = divide_model(call, cut, self._run, world)
             self.graph, self.cuts = division.graph, division.cuts
             world = self.world = world or division.start_world()
@@ -149,8 +149,7 @@ class StreamingPipeline:
             self._stages.serve()
             self._closed = self._stages.closed
             return
-        check_no_autocast(NO_AUTOCAST)
-        check_unchanged(self._torch_settings)
+        self.check_settings()
         shapes: deque[dict[str, int]] = deque()
 
         def bound() -> Iterator[Microbatch]:
@@ -239,13 +238,21 @@ class StreamingPipeline:
             ]
             yield CallInputs(*pytree.tree_unflatten(part, spec))
 
+    def check_settings(self) -> None:
+        """Raise `UsageError` if torch's settings differ from those of the stages."""
+        check_no_autocast(NO_AUTOCAST)
+        check_unchanged(self._torch_settings)
+
     def check_sizes(self, sizes: Mapping[str, int]) -> None:
         """Raise `UsageError` for a microbatch that is larger than the example."""
         for name, largest in self.deployment.sizes.items():
             if sizes[name] > largest:
+                whose, advice = "example's", "make the pipeline with an example of the largest microbatch"
+                if self._from_bundle:
+                    whose, advice = "plan's", "plan for larger microbatches and bundle again"
                 raise UsageError(
-                    f"a microbatch with {name} {sizes[name]} is larger than the example's {largest}; "
-                    "make the pipeline with an example of the largest microbatch, or send smaller ones"
+                    f"a microbatch with {name} {sizes[name]} is larger than the {whose} {largest}; {advice}, or send "
+                    "smaller ones"
                 )
 
     def write_trace(self, report: StreamReport, generation: GenerationFacts | None = None) -> None:

@@ -25,7 +25,7 @@ from penstock.tensors import ALIGNMENT, aligned, num_payload_bytes, place, sum_w
 from penstock.transport.claims import Layout, check_layouts
 from penstock.values import Value
 
-_MAGIC = 0x504E53544F434B31  # "PNSTOCK1"
+_MAGIC = 0x504E53544F434B32  # "PNSTOCK2"
 _HEADER = struct.Struct("<QHHIqQQQqq")
 _PROGRAM, _TOTAL, _APART = 2, 5, 7
 _CHECKSUM = struct.Struct("<q")

@@ -25,6 +25,7 @@ def main() -> None:
     missing = [str(page) for page in given.pages if not page.is_file()]
     if missing:
         sys.exit(f"there is no {', '.join(missing)}; make a page with penstock report RUN, or bench --report PAGE")
+    given.output.mkdir(parents=True, exist_ok=True)  # the browser saves nothing into a folder that is missing
     for page in given.pages:
         browser = open_browser()
         try:

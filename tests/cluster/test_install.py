@@ -102,3 +102,15 @@ def test_a_python_that_cannot_have_it(machine: Machine, monkeypatch: pytest.Monk
         main("env", WANTED)
     assert "\n" not in str(refused.value)
     assert commands == []
+
+
+@pytest.mark.parametrize("processor", ["x86_64", "aarch64"])
+def test_an_installation_that_fails_ends_with_one_line(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, processor: str
+) -> None:
+    machine(processor)
+    monkeypatch.setattr(subprocess, "run", lambda _command, **_: SimpleNamespace(returncode=3, stderr=""))
+    with pytest.raises(SystemExit) as refused:
+        main("env", WANTED)
+    assert "status 3" in str(refused.value)
+    assert "\n" not in str(refused.value)

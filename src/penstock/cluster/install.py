@@ -38,10 +38,10 @@ def main(environment: str, wanted: list[str]) -> str:
     if not _has_torch(python):
         _check_room(environment, CPU_BYTES if takes_cpu_build() else CUDA_BYTES)
     if not os.path.exists(python):
-        subprocess.run([sys.executable, "-m", "venv", environment], check=True)
+        _run([sys.executable, "-m", "venv", environment])
     pip = [python, "-m", "pip", "install", "--quiet"]
     if gpu:
-        subprocess.run([*pip, *wanted], check=True)
+        _run([*pip, *wanted])
         return "PyTorch for the NVIDIA GPU of this machine"
     why = "uv, which knows PyTorch's index of CPU builds, is not installed"
     if uv:
@@ -53,10 +53,10 @@ def main(environment: str, wanted: list[str]) -> str:
             return "PyTorch's CPU build, from its own index by uv: this machine has no NVIDIA GPU"
         why = f"uv could not take the CPU build ({(done.stderr.strip().splitlines() or ['no reason'])[-1][:200]})"
     if not is_arm():
-        subprocess.run([*pip, *wanted], check=True)
+        _run([*pip, *wanted])
         return f"PyTorch with its CUDA libraries, though this machine has no NVIDIA GPU: {why}"
     with tempfile.TemporaryDirectory() as folder:
-        subprocess.run([*pip, *with_last_cpu(wanted, folder)], check=True)
+        _run([*pip, *with_last_cpu(wanted, folder)])
     return f"PyTorch {LAST_CPU['torch']}, the last CPU build for ARM on the usual index: {why}"
 
 
@@ -117,6 +117,15 @@ def _has_torch(python: str) -> bool:
 def takes_cpu_build() -> bool:
     """Return True if this machine gets PyTorch's CPU build rather than the build with CUDA libraries."""
     return not has_gpu() and (shutil.which("uv") is not None or is_arm())
+
+
+def _run(command: list[str]) -> None:
+    """Run a command that writes its own messages; raises `SystemExit` if it fails."""
+    status = subprocess.run(command, check=False).returncode
+    if status != 0:
+        raise SystemExit(
+            f"{' '.join(command[1:4])} ended with status {status}, for the reason above; correct it and start again"
+        )
 
 
 def has_gpu() -> bool:

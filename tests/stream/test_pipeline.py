@@ -21,7 +21,7 @@ from penstock.group.entry import start_local
 from penstock.group.world import World
 from penstock.pipeline import Pipeline
 from penstock.stream.streaming_pipeline import threads_per_stage
-from tests.processes import Running, run_python
+from tests.processes import Running, run_groups, run_python
 from tests.worlds import poison, tower, tower_inputs
 
 WIDTH = 16
@@ -316,6 +316,26 @@ def test_under_torchrun(tmp_path: Path) -> None:
     )
     assert finished.status == 0, finished.stderr
     assert finished.stdout.count("fine") == 2
+
+
+IDLE = """
+import torch, penstock
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+try:
+    with penstock.Pipeline(model, (torch.zeros(1, 4),), stages=2) as pipe:
+        list(pipe.stream([torch.zeros(1, 4)]))
+except penstock.PenstockError as error:
+    assert "rank 2" in str(error) and "\\n" not in str(error), error
+else:
+    raise SystemExit("not refused")
+"""
+
+
+def test_a_process_without_a_stage_is_refused(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(IDLE)
+    ended = run_groups(script, [(3, [])], 120.0)
+    assert [process.status for group in ended for process in group] == [0, 0, 0]
 
 
 @pytest.mark.fresh

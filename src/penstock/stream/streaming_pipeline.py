@@ -99,11 +99,23 @@ class StreamingPipeline:
             tracer = FeederTracer(world, units=units, profile=profile) if self._run.trace is not None else None
             with working("putting the stages in place"):
                 self.deployment = division.deploy(world, self.threads, tracer)
+            self._check_idle(world)
         except BaseException as error:
             if world is not None and self._owns_world:
                 world.health.report(error)  # the other processes wait for their stages
                 world.close(0.0)
             raise
+
+    def _check_idle(self, world: World) -> None:
+        """Raise `UsageError` for a process without a stage that would wait for a stage until the end."""
+        holders = {rank for pipeline in self.deployment.pipelines for rank in pipeline.job.holders}
+        idle = sorted(set(world.devices) - holders)
+        if idle and world.workers is None and not world.followed and not self._run.survival.survives:
+            raise UsageError(
+                f"{len(world.devices)} processes were started, but the stages are on {len(holders)} of them: "
+                f"{', '.join(f'rank {rank}' for rank in idle)} would have none; start {len(holders)} processes, or ask "
+                "for more stages"
+            )
 
     def _look_after_end(self) -> None:
         """Close the pipeline at exit if the caller did not; leaving it open is not an error."""

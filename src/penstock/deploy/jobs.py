@@ -44,7 +44,7 @@ class FromWeights:
     def make(self, _index: int, programs: Programs, runtime: RuntimeChoice, device: torch.device) -> Runtimes:
         """Make a stage's runtimes in the driver."""
         # copied, as for other processes: the caller may go on changing the model
-        return load_programs(programs, lambda state: copy_exactly(self.load(state)), device, runtime)
+        return load_programs(programs, lambda state: copy_exactly(self.load(state), device), device, runtime)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from penstock.deploy.baseline import serve_baseline
 from penstock.deploy.documents import DoMore, RunBaseline
 from penstock.deploy.holdings import Holdings
@@ -93,6 +95,7 @@ def do_job(
         return
     with applied(document.torch_settings):
         own = OwnStages(world, document, *read_stages(world, document, make, bundle, holdings))
+        torch.set_num_threads(document.threads)
         own.serve(follow_stages(own))
 
 

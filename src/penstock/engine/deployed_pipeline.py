@@ -31,8 +31,7 @@ class DeployedPipeline:
     """A pipeline's ranks, the driver's ends of it with their counters, and the last stream's report.
 
     `stage_bytes` and `cache_bytes` are the bytes of each stage's weights and caches. Microbatches use the programs in
-    `order`, which repeats. `window` limits those in flight; `counters` count the
-    driver's sent and taken messages.
+    `order`, which repeats. `window` limits those in flight; `counters` count the driver's sent and taken messages.
     """
 
     world: World

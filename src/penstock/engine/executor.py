@@ -188,7 +188,9 @@ class OwnStages:
         return serve_stream(self.job.schedule(self.world.rank), self.stages, self.channels, self.observer)
 
     def serve(self, ended: Callable[[], None] = lambda: None) -> None:
-        """Run stream after stream until a CLOSE message; `ended` is called after each."""
-        torch.set_num_threads(self.job.threads)
+        """Run stream after stream until a CLOSE message, in a thread with the job's number of torch threads.
+
+        `ended` is called after each stream.
+        """
         while self.serve_stream() != CLOSE:
             ended()

@@ -56,7 +56,8 @@ class StreamingPipeline:
         self.cuts: Sequence[Cut] = ()
         self.deployment: Deployment  # on the driver
         self._run, self._plan = run, cut.plan
-        self._owns_world, self._from_bundle = owns_world, isinstance(call.model, Bundle)
+        self._owns_world = owns_world
+        self._bundle = call.model.folder if isinstance(call.model, Bundle) else None
         self._dropped: weakref.finalize[..., object] | None = None
         self._stages: ServedStages | None = None  # on the other ranks
         self._closed = False
@@ -68,8 +69,7 @@ class StreamingPipeline:
         if world is not None and world.rank != FEEDER:
             self.world = world
             make = runtime_maker(call.model, None) if isinstance(call.model, Sequence) else None
-            bundle = call.model.folder if isinstance(call.model, Bundle) else None
-            self._stages = ServedStages(world, make, bundle)
+            self._stages = ServedStages(world, make, self._bundle)
         else:
             self._place(call, cut, world)
         self._look_after_end()
@@ -84,7 +84,7 @@ class StreamingPipeline:
         try:
             check_no_autocast(NO_AUTOCAST)
             self._torch_settings = read_settings()
-            with working("reading the bundle" if self._from_bundle else "capturing the model"):
+            with working("capturing the model" if self._bundle is None else "reading the bundle"):
                 division = divide_model(call, cut, self._run, world)
             self.graph, self.cuts = division.graph, division.cuts
             world = self.world = world or division.start_world()
@@ -256,12 +256,12 @@ class StreamingPipeline:
         check_unchanged(self._torch_settings)
 
     def check_sizes(self, sizes: Mapping[str, int]) -> None:
-        """Raise `UsageError` for a microbatch that is larger than the example."""
+        """Raise `UsageError` for a microbatch that is larger than the example, or than those of a bundle's plan."""
+        whose, advice = "example's", "make the pipeline with an example of the largest microbatch"
+        if self._bundle is not None:
+            whose, advice = "plan's", "plan for larger microbatches and bundle again"
         for name, largest in self.deployment.sizes.items():
             if sizes[name] > largest:
-                whose, advice = "example's", "make the pipeline with an example of the largest microbatch"
-                if self._from_bundle:
-                    whose, advice = "plan's", "plan for larger microbatches and bundle again"
                 raise UsageError(
                     f"a microbatch with {name} {sizes[name]} is larger than the {whose} {largest}; {advice}, or send "
                     "smaller ones"
@@ -318,8 +318,7 @@ def threads_per_stage(world: World) -> int:
 
 
 def stream_facts(
-    deployment: Deployment, report: StreamReport, *, model: str, cuts: Sequence[str],
-    threads: int,
+    deployment: Deployment, report: StreamReport, *, model: str, cuts: Sequence[str], threads: int,
     plan: Plan | None = None, units: Sequence[tuple[str, float, float]] = (), generation: GenerationFacts | None = None,
 ) -> RunFacts:  # fmt: skip
     """Describe a stream that has ended, for its run's folder."""

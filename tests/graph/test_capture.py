@@ -15,7 +15,6 @@ from penstock.graph.cuts import Cuts
 from penstock.graph.program import write_program
 from penstock.graph.stages import divide
 from tests.models import (
-    OLD_TORCH,
     UNet,
     albert,
     as_messages,
@@ -254,7 +253,7 @@ def test_a_dynamic_input_that_is_none() -> None:
     assert re.search("'sequence' .*'ids'.* x$", str(caught.value))
 
 
-@pytest.mark.parametrize("build", [gpt2] if OLD_TORCH else [gpt2, llama])
+@pytest.mark.parametrize("build", [gpt2, llama])
 def test_language_models_at_other_lengths(build: Any) -> None:
     model, ones = build(), torch.ones(2, 8, dtype=torch.int64)
     graph = capture(
@@ -504,3 +503,9 @@ def test_an_encoder_and_a_decoder_keep_no_cache_either() -> None:
     graph = capture(model, (), {"input_ids": ids, "decoder_input_ids": ids})
     assert len(graph.outputs) == 2
     assert model.config.use_cache is model.decoder.config.use_cache is True
+
+
+def test_an_example_goes_to_the_device_of_the_model(pretended: torch.device) -> None:
+    model, example = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).eval(), torch.randn(3, 4)
+    there, here = (capture(model, (tensor,)) for tensor in (example.to(pretended), example))
+    assert write_program(divide(there, [])[0]) == write_program(divide(here, [])[0])

@@ -23,11 +23,14 @@ from penstock.graph.callbacks import recorded_callbacks
 from penstock.graph.exports import EXPORTING
 from penstock.graph.fast_paths import fast_layers
 from penstock.graph.graph import Graph
+from penstock.graph.older_torch import ordered_multiples
 from penstock.graph.translate import translate
+from penstock.tensors import moved
 from penstock.terminal.notes import note
 from penstock.values import BATCH
 
 # torch.export treats sizes 0 and 1 as constants, and so do some models with 2
+_Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 _EXAMPLE_ROWS = 3
 _LONGEST = 240
 _TORCH = str(Path(torch.__file__).parent)
@@ -51,8 +54,8 @@ def capture(
     """Capture a model's forward pass as a graph that runs at any batch size.
 
     The first dimension of every tensor input that has the batch's size becomes the symbol `batch`. Parameters may be on
-    the meta device: they are never read. A model that fixes its batch size is captured at the example's batch size,
-    stored as `Graph.fixed_batch`.
+    the meta device: they are never read; the example is moved to the model's device. A model that fixes its batch size
+    is captured at the example's batch size, stored as `Graph.fixed_batch`.
 
     A model in training mode is captured for training: with dropout, updates of statistics, parts without gradients, and
     custom autograd functions and hooks (see `callbacks.py`). A Hugging Face model that would return its KV cache
@@ -73,9 +76,12 @@ def capture(
             f"{type(model).__name__} is captured without PyTorch's fast path of {', '.join(fast)}, which computes "
             "other values for padded rows; to compare outputs, call torch.backends.mha.set_fastpath_enabled(False)"
         )
-    arguments, keywords = tuple(args), dict(kwargs or {})
+    arguments, keywords = _beside(model, (tuple(args), dict(kwargs or {})))
     rows = _batch_rows(arguments, keywords)
-    with EXPORTING, fake_parameters(model), _as_one_pass(model), torch.set_grad_enabled(model.training):
+    with (
+        EXPORTING, ordered_multiples(), fake_parameters(model), _as_one_pass(model),
+        torch.set_grad_enabled(model.training),
+    ):  # fmt: skip
         if rows is None:
             return _export(model, arguments, keywords, None, fixed_batch=None)
         wide_arguments, wide_keywords = (_widen(x, rows) for x in (arguments, keywords))
@@ -184,6 +190,15 @@ def fake_parameters(model: nn.Module) -> Iterator[None]:
     finally:
         for module, name, parameter in owners:
             module._parameters[name] = parameter
+
+
+def _beside(model: nn.Module, inputs: _Inputs) -> _Inputs:
+    """Return the example's inputs on the device that has all of the model's tensors; as they are if several have."""
+    homes = {tensor.device for tensor in (*model.parameters(), *model.buffers()) if tensor.device.type != "meta"}
+    if len(homes) != 1:
+        return inputs
+    found: _Inputs = pytree.tree_map_only(Tensor, lambda tensor: moved(tensor, *homes), inputs)
+    return found
 
 
 def _batch_rows(arguments: object, keywords: object) -> int | None:

@@ -7,6 +7,8 @@ off, with 2 where there is no GPU. `--device cpu` does the same on the CPU, whic
 """
 
 import argparse
+import copy
+import math
 import os
 import socket
 import subprocess
@@ -22,6 +24,15 @@ from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 import penstock
 from penstock.errors import PenstockError
@@ -29,7 +40,7 @@ from penstock.tensors import find_device
 
 OUTPUTS, GRADIENTS = 1e-6, 1e-5
 DEVICES = 1e-3  # between devices, since cuDNN rounds to TF32 unless told otherwise
-WIDTH, ROWS, MICROBATCHES, STEPS, DEADLINE_S = 64, 8, 4, 3, 240
+WIDTH, ROWS, MICROBATCHES, STEPS, NEW_TOKENS, DEADLINE_S = 64, 8, 4, 3, 30, 240
 
 
 class Tokens(nn.Module):
@@ -262,8 +273,38 @@ def across(device: torch.device) -> Iterator[Row]:
     yield Row("training, 2 GPUs over NCCL", errors(by_hand(device), in_processes("cuda", "nccl")), GRADIENTS)
 
 
+def generated(device: torch.device) -> Iterator[Row]:
+    """Tokens of language models in one stage and in two, against `model.generate`; last from a model on the device."""
+    for name, model in _decoders().items():
+        prompts = [torch.randint(3, 90, (1, length)) for length in (5, 33, 70)]
+        own = copy.deepcopy(model).to(device)
+        expected = [own.generate(ids.to(device), max_new_tokens=NEW_TOKENS, do_sample=False).cpu() for ids in prompts]
+        logprobs = []
+        for stages, given in ((1, model), (2, model), (1, own)):
+            with penstock.Generator(given, stages=stages, slots=2, max_length=128, device=str(device)) as generator:
+                requests = [generator.submit(ids[0].tolist(), max_new_tokens=NEW_TOKENS) for ids in prompts]
+                found = [request.result() for request in requests]
+            wanted = [row[0, -NEW_TOKENS:].tolist() for row in expected]
+            wrong = sum(a != b for a, b in zip(found, wanted, strict=True))
+            yield Row(f"{name}, stages={stages} from {given.device.type}: texts with other tokens", wrong, 0.0)
+            logprobs.append(torch.tensor([each for request in requests for each in request.logprobs]))
+        yield Row(f"{name}: log-probabilities of 1 stage and of 2", error(logprobs[0], logprobs[1]), OUTPUTS)
+
+
+def _decoders() -> dict[str, PreTrainedModel]:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 96, "hidden_size": 48, "num_hidden_layers": 3, "eos_token_id": None}
+    llama = LlamaConfig(**sizes, num_attention_heads=4, intermediate_size=96, num_key_value_heads=2)
+    mamba = MambaConfig(**sizes, state_size=8)
+    t5 = T5Config(vocab_size=96, d_model=48, d_kv=12, d_ff=96, num_layers=2, num_heads=4, decoder_start_token_id=0)
+    t5.eos_token_id = None
+    models = LlamaForCausalLM(llama), MambaForCausalLM(mamba), T5ForConditionalGeneration(t5)
+    return {type(model).__name__: model.eval() for model in models}
+
+
 CHECKS: dict[str, Callable[[torch.device], Iterator[Row]]] = {
-    "streams": streamed, "training": trained, "repeats": repeated, "pipe": piped, "nccl": across,
+    "streams": streamed, "training": trained, "repeats": repeated, "pipe": piped, "generation": generated,
+    "nccl": across,
 }  # fmt: skip
 
 
@@ -286,10 +327,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             }
             save_file(tensors, given.rank_of / os.environ["RANK"])
             return 0
-        rows = [row for name in given.checks or CHECKS for row in CHECKS[name](device)]
     except PenstockError as problem:
         print(problem, file=sys.stderr)
         return 2
+    rows: list[Row] = []
+    for name in given.checks or CHECKS:
+        try:
+            rows += CHECKS[name](device)
+        except PenstockError as problem:
+            rows.append(Row(f"{name}: {problem}", math.inf, 0.0))
     table = Table(
         "on " + (torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"), "error", "limit", ""
     )

@@ -29,6 +29,7 @@ def chat(
     weights: opt.WeightsFile = None,
     pretrained: opt.Pretrained = False,
     threads: opt.Threads = 1,
+    device: opt.ComputesOn = "cpu",
     runtime: given.Runtime = "eager",
     on_loss: given.OnLoss = None,
     bind: opt.Bind = None,
@@ -44,7 +45,7 @@ def chat(
     settings = TextSettings(
         model=model, stages=stages, policy=policy, cuts=cut or None, plan=plan, slots=None if plan else 1,
         max_length=given.chat_length(max_length, plan),
-        threads=threads or 1, runtime=runtime, weights=weights, pretrained=pretrained, on_loss=on_loss,
+        threads=threads or 1, device=device, runtime=runtime, weights=weights, pretrained=pretrained, on_loss=on_loss,
     )  # fmt: skip
     sampling = given.sampling_of(temperature, top_p, top_k) | {"max_new_tokens": max_new_tokens, "seed": seed}
     with world if world is not None else nullcontext(), open_generator(settings, world) as generator:

@@ -62,6 +62,7 @@ def generate(
     weights: opt.WeightsFile = None,
     pretrained: opt.Pretrained = False,
     threads: opt.Threads = 1,
+    device: opt.ComputesOn = "cpu",
     runtime: Runtime = "eager",
     speculate: Speculate = True,
     trace: opt.Trace = None,
@@ -83,9 +84,9 @@ def generate(
 
     settings = TextSettings(
         model=model, stages=stages, policy=policy, cuts=cut or None, plan=plan, slots=slots, max_length=max_length,
-        threads=threads or 1, runtime=runtime, weights=weights, pretrained=pretrained, seed=seed, on_loss=on_loss,
+        threads=threads or 1, device=device, runtime=runtime, weights=weights, pretrained=pretrained, seed=seed,
         sampling=sampling_of(temperature, top_p, top_k) | {"max_new_tokens": max_new_tokens}, speculate=speculate,
-        trace=trace,
+        on_loss=on_loss, trace=trace,
     )  # fmt: skip
     prompts = list(prompt) if prompt else read_prompts(file) if file is not None else []
     with world if world is not None else nullcontext(), open_generator(settings, world) as generator:

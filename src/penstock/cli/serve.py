@@ -35,6 +35,7 @@ def serve(
     weights: opt.WeightsFile = None,
     pretrained: opt.Pretrained = False,
     threads: opt.Threads = 1,
+    device: opt.ComputesOn = "cpu",
     runtime: opt.Runtime = "eager",
     speculate: given.Speculate = True,
     on_loss: given.OnLoss = None,
@@ -67,8 +68,8 @@ def serve(
         placed = TextSettings(
             model=model, stages=stages, policy=policy, cuts=cut or None, plan=plan, slots=slots,
             max_length=given.chat_length(max_length, plan),
-            threads=threads or 1, runtime=runtime, weights=weights, pretrained=pretrained, on_loss=on_loss,
-            speculate=speculate,
+            threads=threads or 1, device=device, runtime=runtime, weights=weights, pretrained=pretrained,
+            on_loss=on_loss, speculate=speculate,
         )  # fmt: skip
         settings = ServeSettings(
             placed=placed, name=name, keys=keys, most_waiting=most_waiting, deadline_s=deadline, drain_s=drain,

@@ -3,6 +3,7 @@
 Slots and positions are graph inputs, so one graph serves prefill and decode.
 """
 
+import copy
 import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,7 +21,7 @@ from penstock.graph.capture import fake_parameters
 from penstock.spec.plan import Generation
 from penstock.text import one_line
 from penstock.zoo.optional import optional_import
-from penstock.zoo.weights.weights import PrefixedWeights, Weights
+from penstock.zoo.weights.weights import ModuleWeights, PrefixedWeights, Weights
 
 BLOCK = 64  # attended lengths are multiples of this: masked positions beyond a sequence then change no bits
 WANTED = 8  # a call returns the logits of at most this many of its tokens
@@ -196,11 +197,24 @@ def decoder_call(model: Any, caches: Generation, weights: Weights | None = None)
     `weights` is a source of tensors under the model's own names; default: the module's tensors. Raises `UsageError`
     like `CachedDecoder`.
     """
-    decoder = CachedDecoder(model, slots=caches.slots * caches.lanes, length=caches.max_length).eval()
+    if (host := _on_host(model)) is not model:
+        weights = weights or ModuleWeights(model)
+    decoder = CachedDecoder(host, slots=caches.slots * caches.lanes, length=caches.max_length).eval()
     return ModelCall(
         model=decoder, kwargs=decoder.example(caches.slots, CHUNKS[-1]), dynamic=decoder.dynamic,
         largest=decoder.largest, weights=None if weights is None else PrefixedWeights(weights, "model."),
     )  # fmt: skip
+
+
+def _on_host(model: Any) -> Any:
+    """Return a model without values on the CPU, which decoders are captured on, in place of a model on a GPU."""
+    _check(model)
+    if all(tensor.device.type in {"cpu", "meta"} for tensor in (*model.parameters(), *model.buffers())):
+        return model
+    moved: dict[int, Tensor] = {id(buffer): buffer.cpu() for buffer in model.buffers()}
+    for parameter in model.parameters():
+        moved[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+    return copy.deepcopy(model, moved)
 
 
 def _check(model: Any) -> None:

@@ -31,6 +31,7 @@ from penstock.plan.check import read_plan
 from penstock.runtime.registry import parse_runtime
 from penstock.spec.plan import Generation, Plan, num_lanes
 from penstock.stream.streaming_pipeline import StreamingPipeline
+from penstock.tensors import find_device
 from penstock.zoo.weights.weights import ModuleWeights, Weights
 
 SLOTS, MAX_LENGTH = 4, 512
@@ -68,12 +69,14 @@ class Generator:
         self, model: Any, tokenizer: Any = None, *, stages: int | None = None, slots: int | None = None,
         lanes: int | None = None, max_length: int | None = None, policy: str = "balanced",
         cuts: Sequence[str] | None = None, plan: Plan | str | os.PathLike[str] | None = None,
-        threads: int = 1, runtime: str = "eager", weights: Weights | None = None, world: World | None = None,
-        on_loss: str = "stop", speculate: bool = True, trace: Path | None = None,
+        threads: int = 1, device: str | torch.device = "cpu", runtime: str = "eager", weights: Weights | None = None,
+        world: World | None = None, on_loss: str = "stop", speculate: bool = True, trace: Path | None = None,
     ) -> None:  # fmt: skip
         for name, value, least in (("slots", slots, 1), ("lanes", lanes, 1), ("max_length", max_length, 2)):
             if value is not None and value < least:
                 raise UsageError(f"{name} must be at least {least}, not {value}")
+        if world is None and not under_torchrun():
+            find_device(device)  # before anything is started
         self.model: Any = model
         self._weights = weights
         self.tokenizer = tokenizer
@@ -98,7 +101,8 @@ class Generator:
         self.pipeline = StreamingPipeline(
             call, CutOptions(stages=None if plan else count, policy=policy, cuts=cuts, plan=plan),
             RunOptions(
-                threads=threads, runtime=parse_runtime(runtime), trace=trace, survival=SurvivalOptions(on_loss=on_loss)
+                threads=threads, device=str(device), runtime=parse_runtime(runtime), trace=trace,
+                survival=SurvivalOptions(on_loss=on_loss),
             ),
             world, owns_world=world is None,
         )  # fmt: skip

@@ -41,6 +41,7 @@ class TextSettings:
     slots: int | None = None
     max_length: int | None = None
     threads: int = 1
+    device: str = "cpu"
     runtime: str = "eager"
     weights: Path | None = None
     pretrained: bool = False
@@ -72,7 +73,7 @@ def open_generator(settings: TextSettings, world: World | None = None) -> Genera
     return Generator(
         zoo.module, tokenizer, weights=zoo.weights, stages=settings.stages, policy=settings.policy, cuts=settings.cuts,
         plan=settings.plan, slots=settings.slots, max_length=settings.max_length, threads=settings.threads, world=world,
-        runtime=settings.runtime, on_loss=settings.on_loss, speculate=settings.speculate,
+        device=settings.device, runtime=settings.runtime, on_loss=settings.on_loss, speculate=settings.speculate,
         trace=settings.trace,
     )  # fmt: skip
 

@@ -173,7 +173,7 @@ def _classes(settings: ServeSettings, metrics: Metrics, world: World | None) -> 
     with working("deploying the stages"):
         pipeline = StreamingPipeline(
             call, CutOptions(stages=stages, policy=placed.policy, cuts=placed.cuts, plan=plan),
-            RunOptions(threads=placed.threads, runtime=parse_runtime(placed.runtime),
+            RunOptions(threads=placed.threads, device=placed.device, runtime=parse_runtime(placed.runtime),
                        survival=SurvivalOptions(on_loss=placed.on_loss)),
             world, owns_world=world is None,
         )  # fmt: skip

@@ -1,0 +1,48 @@
+"""Generation on a device that is not the CPU, and from a model that lies on one: tokens of `model.generate`."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.errors import UsageError
+from penstock.generate.generator import Generator
+from tests.generate.decoders import decoder, expected, prompts
+from tests.pretend import module
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+NAMES = ["llama", "mamba", "t5"]
+
+
+def _put(model: nn.Module, device: torch.device) -> nn.Module:
+    """Move a model; `Module.to` cannot move parameters to a device that exists only in Python."""
+    for each in model.modules():
+        each._parameters |= {
+            name: None if p is None else nn.Parameter(p.to(device), False) for name, p in each._parameters.items()
+        }
+        each._buffers |= {name: b if b is None else b.to(device) for name, b in each._buffers.items()}
+    return model
+
+
+def _check(model: Any, wanted: list[list[int]], given: list[list[int]], **options: Any) -> None:
+    with Generator(model, stages=1, slots=2, max_length=128, **options) as generator:
+        requests = [generator.submit(prompt, max_new_tokens=10) for prompt in given]
+        assert [request.result() for request in requests] == wanted
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tokens_on_a_device_and_from_it(name: str, pretended: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "available", True)
+    model, given = decoder(name), prompts(5, 33)
+    wanted = [expected(model, prompt, max_new_tokens=10, do_sample=False) for prompt in given]
+    _check(model, wanted, given, device=pretended)
+    _check(_put(copy.deepcopy(model), pretended), wanted, given)
+
+
+def test_a_gpu_that_is_missing_is_refused_before_the_model_is_read() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU on this machine")
+    with pytest.raises(UsageError):
+        Generator(None, device="cuda")

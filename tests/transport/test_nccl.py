@@ -1,6 +1,7 @@
 """Tensors from device to device: who agrees on it, the same outputs, and no wait without an end."""
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +14,10 @@ from penstock.deploy.deployment import Deployment
 from penstock.deploy.state import load_state
 from penstock.errors import ConnectionBroken, RunError, UsageError
 from penstock.graph.stages import divide
+from penstock.group import direct
 from penstock.group.direct import why_not
 from penstock.runtime.eager import Runtime
+from penstock.transport.base import Transport, send_bytes
 from penstock.transport.memory_network import MemoryNetwork
 from penstock.transport.nccl import NcclTransport
 from penstock.transport.tags import device_tag
@@ -84,10 +87,22 @@ def test_processes_that_share_a_gpu_go_by_the_host(communicators: Communicators)
 
 
 @pytest.mark.usefixtures("pretended")
-def test_nccl_that_cannot_be_is_one_line_where_it_was_asked_for(communicators: Communicators) -> None:
+@pytest.mark.parametrize("late", [False, True])
+def test_nccl_that_cannot_be_is_one_line_where_it_was_asked_for(
+    late: bool, communicators: Communicators, monkeypatch: pytest.MonkeyPatch
+) -> None:
     communicators.shared = True
     with memory_world(2) as world:
         world.feeder.between_gpus = "nccl"
+
+        def send_after_the_end(transport: Transport, data: bytes, to: int) -> None:
+            deadline = time.monotonic() + 10
+            while to == 2 and world.network.gone.isdisjoint({0, 2}) and time.monotonic() < deadline:
+                time.sleep(0.01)
+            send_bytes(transport, data, to)
+
+        if late:
+            monkeypatch.setattr(direct, "send_bytes", send_after_the_end)
         with pytest.raises(UsageError, match="worker 1 and worker 2 share one"):
             _deploy(divided_tower(2), world.feeder)
         world.feeder.health.report(RunError("the deployment failed"))

@@ -1,5 +1,6 @@
 """Negotiation of the backend for tensors between the GPUs of a world."""
 
+import contextlib
 import json
 import uuid
 from collections.abc import Collection, Mapping
@@ -7,7 +8,7 @@ from collections.abc import Collection, Mapping
 import torch
 import torch.distributed
 
-from penstock.errors import UsageError
+from penstock.errors import TransportError, UsageError
 from penstock.group.world import World
 from penstock.transport.base import WORD_BYTES, receive_bytes, send_bytes
 from penstock.transport.nccl import NcclTransport, connect_nccl
@@ -37,8 +38,11 @@ def go_direct(world: World, ranks: Collection[int], device: torch.device) -> boo
             "name": known if wanted and not problem else "",
             "problem": problem if world.between_gpus == "nccl" else "",
         }
+        # a rank that has read of a problem may end the group before the next one has been told
+        expected = (TransportError,) if decision["problem"] else ()
         for rank in others:
-            send_bytes(world.transport, json.dumps(decision).encode(), rank)
+            with contextlib.suppress(*expected):
+                send_bytes(world.transport, json.dumps(decision).encode(), rank)
     else:
         send_bytes(world.transport, json.dumps(mine).encode(), FEEDER)
         decision = json.loads(receive_bytes(world.transport, FEEDER, limit=WORD_BYTES))

@@ -3,11 +3,13 @@
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from penstock.engine.gradients import Synchronizer
 from penstock.graph.training_parts import TrainingPart
 from penstock.plan.schedule.actions import Action
 from penstock.runtime.split_backward import WeightHalf, backward_inputs, backward_weights
@@ -46,11 +48,11 @@ class _Kept:
 class TrainingStage:
     """A stage that runs training actions: forward, whole or split backward, synchronization.
 
-    `leaves` are the trained parameters, by name; backwards accumulate in their `grad`. `head` computes the loss on the
-    last stage; `saw_leaves` receives the leaves that a loss depends on directly, such as penalized parameters, before
-    they have gradients. With `recompute` a stage keeps only its inputs, and repeats its forward before its backward
-    (Chen et al. 2016, sublinear memory cost); `recompute` is a second runtime, which writes buffers to copies that are
-    never read.
+    `leaves` are the trained parameters, by name; backwards accumulate in their `grad`, and `synchronizer` learns when
+    these are final. `head` computes the loss on the last stage; `saw_leaves` receives the leaves that a loss depends on
+    directly, such as penalized parameters, before they have gradients. With `recompute` a stage keeps only its inputs,
+    and repeats its forward before its backward (Chen et al. 2016, sublinear memory cost); `recompute` is a second
+    runtime, which writes buffers to copies that are never read.
     """
 
     keeps_inputs: ClassVar[bool] = True
@@ -62,15 +64,24 @@ class TrainingStage:
     head: Head | None = None
     autocast: torch.dtype | None = None
     recompute: TrainingRuntime | None = None
-    synchronize: Callable[[int], None] = lambda _stage: None
+    synchronizer: Synchronizer | None = None
     saw_leaves: Callable[[Sequence[Tensor]], None] = lambda _leaves: None
     trains: bool = True
     step: Mapping[int, StepInput] = field(default_factory=dict)
     final: int = -1  # the microbatch whose backward is the last of the step
-    last_backward: bool = False  # True during the last backward: gradients are final as they arrive
     direct: Sequence[Tensor] | None = None  # leaves that a step's loss depends on, but not through the outputs
     first_nonfinite: int | None = None  # the first microbatch of the step whose output is not finite
     _kept: dict[int, _Kept] = field(default_factory=dict)
+    _in_final: bool = False  # True during the last backward: gradients are final as they arrive
+
+    def __post_init__(self) -> None:
+        if self.synchronizer is not None:
+            for name, leaf in self.leaves.items():
+                leaf.register_post_accumulate_grad_hook(partial(self._leaf_done, self.synchronizer, name))
+
+    def _leaf_done(self, synchronizer: Synchronizer, name: str, _leaf: Tensor) -> None:
+        if self._in_final:
+            synchronizer.leaf_done(self.index, name)
 
     @property
     def device(self) -> torch.device:
@@ -89,7 +100,8 @@ class TrainingStage:
     def run(self, action: Action, message: Message | None) -> Message | None:
         """Run one action; raises `RunError` if an operation fails."""
         if action.kind == "S":
-            self.synchronize(self.index)
+            if self.synchronizer is not None:
+                self.synchronizer.stage_done(self.index)
             return None
         crossing = message.tensors if message is not None else []
         result = None
@@ -164,10 +176,10 @@ class TrainingStage:
     def _backward(self, microbatch: int, crossing: list[Tensor]) -> Message | None:
         kept = self._kept[microbatch]
         roots, gradients = self._roots(kept, crossing)
-        self.last_backward = microbatch == self.final
+        self._in_final = microbatch == self.final
         if roots:
             torch.autograd.backward(roots, gradients)
-        self.last_backward = False
+        self._in_final = False
         del self._kept[microbatch]
         return self._gradients(microbatch, kept, [kept.inputs[p].grad for p in self.part.backward_inputs])
 

@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -148,18 +148,11 @@ class PlacedStages:
         if index == self.last_stage:
             for each in filter(None, (runtime, recompute)):
                 each.around = dict.fromkeys(self.own_loss.counting, self.own_loss.around)
-        stage = TrainingStage(
+        return TrainingStage(
             index=index, part=part, runtime=runtime, leaves=leaves,
             head=self.head if index == self.last_stage else None, autocast=how.autocast, recompute=recompute,
-            synchronize=self.synchronizer.stage_done, saw_leaves=self.direct.saw,
+            synchronizer=self.synchronizer, saw_leaves=self.direct.saw,
         )  # fmt: skip
-        for name, leaf in leaves.items():
-            leaf.register_post_accumulate_grad_hook(partial(self._leaf_done, stage, name))
-        return stage
-
-    def _leaf_done(self, stage: TrainingStage, name: str, _leaf: Tensor) -> None:
-        if stage.last_backward:
-            self.synchronizer.leaf_done(stage.index, name)
 
     @cached_property
     def evaluation(self) -> Evaluation:

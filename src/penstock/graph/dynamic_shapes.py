@@ -1,0 +1,131 @@
+"""Symbolic dimensions of a call's inputs: the batch and those that the caller declares."""
+
+import inspect
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.export import Dim
+from torch.utils import _pytree as pytree
+
+from penstock.errors import CaptureError
+from penstock.values import BATCH
+
+# torch.export treats sizes 0 and 1 as constants, and so do some models with 2
+_EXAMPLE_ROWS = 3
+
+
+def batch_rows(arguments: object, keywords: object) -> int | None:
+    """Return the batch size: the first dimension of the first tensor input with dimensions."""
+    for leaf in pytree.tree_leaves((arguments, keywords)):
+        if isinstance(leaf, Tensor) and leaf.dim() > 0:
+            return int(leaf.shape[0])
+    return None
+
+
+def _has_batch(leaf: object, rows: int) -> bool:
+    return isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == rows
+
+
+def widen_rows(tree: Any, rows: int) -> Any:
+    """Repeat the example's rows so that the batch size cannot be mistaken for a constant."""
+
+    def widen(leaf: Any) -> Any:
+        if not _has_batch(leaf, rows):
+            return leaf
+        repeats = -(-_EXAMPLE_ROWS // max(rows, 1))
+        return leaf.repeat(repeats, *[1] * (leaf.dim() - 1))[:_EXAMPLE_ROWS]
+
+    return tree if rows >= _EXAMPLE_ROWS else pytree.tree_map(widen, tree)
+
+
+@dataclass(frozen=True, slots=True)
+class _Labels:
+    """The symbol of each dimension of an input, None for a fixed dimension; empty for a non-tensor value."""
+
+    names: tuple[str | None, ...] = ()
+
+
+def label_inputs(
+    model: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any],
+    dynamic: Mapping[str, Mapping[str | int, int]],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
+    """Return the symbols of each input's dimensions; the result has the structure of the call."""
+    rows = batch_rows(arguments, keywords)
+    names = _parameter_names(model, len(arguments))
+    _check_dynamic(dynamic, names, keywords)
+
+    def label(leaf: Any, *keys: str | int) -> _Labels:
+        if not isinstance(leaf, Tensor):
+            return _Labels()
+        named: dict[int, str] = {0: BATCH} if rows is not None and _has_batch(leaf, rows) else {}
+        for name, places in dynamic.items():
+            named |= {places[key] % leaf.dim(): name for key in keys if key in places}
+        return _Labels(tuple(named.get(dimension) for dimension in range(leaf.dim())))
+
+    positional = tuple(
+        pytree.tree_map(lambda leaf, keys=keys: label(leaf, *keys), argument)
+        for keys, argument in zip(enumerate(names), arguments, strict=True)
+    )
+    keyword = {
+        name: pytree.tree_map(lambda leaf, key=name: label(leaf, key), argument) for name, argument in keywords.items()
+    }
+    return positional, keyword
+
+
+def _check_dynamic(
+    dynamic: Mapping[str, Mapping[str | int, int]], names: Sequence[str], keywords: Mapping[str, Any]
+) -> None:
+    known = {*range(len(names)), *names, *keywords}
+    for name, places in dynamic.items():
+        for key in places:
+            if key not in known:
+                raise CaptureError(
+                    f"dynamic dimension {name!r} names the input {key!r}, but the inputs are "
+                    f"{', '.join([*names, *keywords])}"
+                )
+
+
+def dynamic_shapes(
+    model: nn.Module, labels: tuple[tuple[Any, ...], dict[str, Any]], dynamic: Mapping[str, object],
+    limits: Mapping[str, int] | None = None,
+) -> object:  # fmt: skip
+    """Convert labels to the dynamic shapes of torch.export."""
+    dims = {name: Dim(name, max=(limits or {}).get(name)) for name in (BATCH, *dynamic)}
+
+    def of(label: _Labels) -> Any:
+        return {i: dims[name] if name else Dim.STATIC for i, name in enumerate(label.names)} or None
+
+    return _merge(model, *pytree.tree_map(of, labels))
+
+
+def limits_in(error: CaptureError) -> dict[str, int]:
+    """Extract the largest sizes that torch.export would accept, for example because of a position table."""
+    found = re.findall(r"(\w+) = Dim\('\w+',(?: min=\d+,)? max=(\d+)\)", str(error.__cause__))
+    return {name: int(limit) for name, limit in found}
+
+
+def _parameter_names(model: nn.Module, count: int) -> list[str]:
+    parameters = list(inspect.signature(model.forward).parameters.values())
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][:count]
+    return names + [f"input{index}" for index in range(len(names), count)]
+
+
+def _merge(model: nn.Module, positional: tuple[Any, ...], keyword: dict[str, Any]) -> object:
+    """Merge dynamic shapes as the signature requires: by name, `*args` as a tuple and `**kwargs` as a dict."""
+    merged: dict[str, Any] = {}
+    rest, remaining = list(positional), dict(keyword)
+    for parameter in inspect.signature(model.forward).parameters.values():
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            merged[parameter.name], rest = tuple(rest), []
+        elif parameter.kind is parameter.VAR_KEYWORD:
+            if remaining:
+                merged[parameter.name] = remaining
+            remaining = {}
+        elif rest:
+            merged[parameter.name] = rest.pop(0)
+        elif parameter.name in remaining:
+            merged[parameter.name] = remaining.pop(parameter.name)
+    return merged

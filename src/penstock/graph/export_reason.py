@@ -1,0 +1,60 @@
+"""Why a model does not export, in one line."""
+
+import re
+import traceback
+from pathlib import Path
+
+import torch
+
+_LONGEST = 240
+_TORCH = str(Path(torch.__file__).parent)
+_WITHOUT = "; use torch.where in place of an if, or give Pipeline a list of modules, one a stage, which streams only"
+# torch's long messages, and short replacements
+_KNOWN = (
+    (r"Could not guard on data-dependent expression", "it branches on the values of a tensor"),
+    (r"Could not extract specialized \w+ from data-dependent", "it takes a size from the values of a tensor"),
+)
+
+
+def export_reason(error: BaseException) -> str:
+    """Return the one-line reason why a model does not export, with the line of the model's code if known.
+
+    Example:
+        "it branches on the values of a tensor (gate.py:12: if score.item() > 0.5:); use torch.where in place of ..."
+    """
+    words = _first_words(error)
+    way_out = _WITHOUT if words in {known for _, known in _KNOWN} else ""
+    return _shorten(words) + _place(error) + way_out
+
+
+def _first_words(error: BaseException) -> str:
+    text = str(error)
+    for pattern, words in _KNOWN:
+        if re.search(pattern, text):
+            return words
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if lines and lines[0].startswith("Constraints violated"):  # the next lines list the violations
+        lines = [line.removeprefix("- ") for line in lines if line.startswith("- ")] or lines
+    if not lines:
+        return type(error).__name__
+    first = lines[0]
+    return f"{first} {lines[1]}" if first[-1] in ",:" and len(lines) > 1 else first
+
+
+def _shorten(text: str) -> str:
+    """Truncate a long text to one line, at the end of a sentence if there is one."""
+    if len(text) <= _LONGEST:
+        return text
+    sentence = text.rfind(". ", 0, _LONGEST)
+    return text[:sentence] if sentence > 0 else text[:_LONGEST] + "..."
+
+
+def _place(error: BaseException) -> str:
+    """Return the deepest line of the traceback outside of torch: the model's line, not the capture's."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((_TORCH, "<"))]
+    inside = [frame for frame in frames if Path(frame.filename).parent != Path(__file__).parent]
+    if not inside:
+        return ""
+    frame = inside[-1]
+    code = f": {frame.line}" if frame.line else ""
+    return f" ({Path(frame.filename).name}:{frame.lineno}{code})"

@@ -1,9 +1,7 @@
 """Run a stage program eagerly, one operator after the other: the reference runtime."""
 
-import bisect
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,8 +12,9 @@ from penstock.graph.encoding import settled
 from penstock.graph.ops import CALLBACK, GETITEM, Op, State, is_factory, references, resolve_operator
 from penstock.graph.program import StageProgram
 from penstock.graph.schema import check_amounts
-from penstock.memory import allowed_bytes, is_out_of_memory
+from penstock.memory import allowed_bytes
 from penstock.runtime.results import check_result
+from penstock.runtime.steps import Bound, Register, Step, is_same, may_keep, positional, run_step, shortened
 from penstock.tensors import HOST, copy_exactly, moved
 from penstock.text import first_line
 
@@ -40,43 +39,6 @@ _FILLED: Mapping[str, Callable[..., Tensor]] = {
 }
 
 
-# These return their first argument if its type or sizes are already as requested. Other operators that may return a
-# view, such as contiguous, decide by strides, which may differ at each call.
-_MAY_KEEP = frozenset({
-    "aten.to.dtype", "aten.slice.Tensor", "aten.expand.default", "aten.view.default", "aten.reshape.default",
-    "aten.alias.default", "aten.detach.default",
-})  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """One bound call: registers to read, the result's register, and registers to release afterwards."""
-
-    name: str
-    function: Callable[..., Any]
-    arguments: list[Any]
-    slots: tuple[tuple[int, int], ...]  # position in `arguments`, register
-    lists: tuple[tuple[int, list[Any]], ...]  # position, items of which some are registers
-    keywords: dict[str, Any]
-    result: int
-    ends: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Register:
-    index: int
-
-
-@dataclass(slots=True)
-class _Bound:
-    """A program for one microbatch size: sizes are numbers, and the prelude has been computed."""
-
-    registers: list[Any]
-    steps: list[_Step]
-    watched: bool = False  # True once a run has shown every operation's result
-    short: list[_Step] | None = None  # after the first run: without operations that return their argument
-
-
 class Runtime:
     """A callable stage program with its weights on a device.
 
@@ -98,7 +60,7 @@ class Runtime:
         self._state = [self._check(state, tensors) for state in program.states]
         self._inputs = [self._indices[value.name] for value in program.inputs]
         self._outputs = [self._indices[value.name] for value in program.outputs]
-        self._bound: dict[tuple[int, ...], _Bound] = {}
+        self._bound: dict[tuple[int, ...], Bound] = {}
         self._kept_sizes = _KEPT_SIZES_OF_DECODER if program.caches else _KEPT_SIZES
         self._watched_sizes: set[tuple[int, ...]] = set()
 
@@ -113,7 +75,7 @@ class Runtime:
                 pass
             return [registers[index] for index in self._outputs]
         for step in bound.short:
-            _run(step, registers)
+            run_step(step, registers)
         return [registers[index] for index in self._outputs]
 
     def own(self, outputs: Sequence[Tensor], sizes: Mapping[str, int]) -> list[Tensor]:
@@ -168,7 +130,7 @@ class Runtime:
         values = self.bind(sizes).registers
         return {name: value for name, value in zip(names, values, strict=False) if isinstance(value, Tensor)}
 
-    def bind(self, sizes: Mapping[str, int]) -> _Bound:
+    def bind(self, sizes: Mapping[str, int]) -> Bound:
         """Compute everything that depends only on sizes, and keep it for further microbatches of the same size."""
         key = tuple(sizes[symbol] for symbol in self.program.symbols)
         bound = self._bound.get(key)
@@ -208,13 +170,13 @@ class Runtime:
         """
         return tensor.detach().requires_grad_() if state.requires_grad and not tensor.is_inference() else tensor
 
-    def _bind(self, sizes: Mapping[str, int]) -> _Bound:
+    def _bind(self, sizes: Mapping[str, int]) -> Bound:
         registers: list[Any] = [None] * len(self._indices)
         registers[: len(self._state)] = self._state
         for op in self.program.prelude:
             step = self._step(op, sizes, ())
             self._check_result(op, sizes, registers)
-            _run(step, registers)
+            run_step(step, registers)
         # an unread result, such as that of an in-place operation, is released immediately
         last = {op.name: index for index, op in enumerate(self.program.ops)}
         last |= {name: index for index, op in enumerate(self.program.ops) for name in op.uses()}
@@ -225,9 +187,9 @@ class Runtime:
             if name not in kept:
                 ends.setdefault(index, []).append(self._indices[name])
         steps = [self._step(op, sizes, tuple(ends.get(i, ()))) for i, op in enumerate(self.program.ops)]
-        return _Bound(registers=registers, steps=steps)
+        return Bound(registers=registers, steps=steps)
 
-    def _step(self, op: Op, sizes: Mapping[str, int], ends: tuple[int, ...]) -> _Step:
+    def _step(self, op: Op, sizes: Mapping[str, int], ends: tuple[int, ...]) -> Step:
         arguments = [self._settle(argument, sizes) for argument in op.arguments]
         function = self._function(op)
         keywords = {key: self._settle(argument, sizes) for key, argument in op.keywords.items()}
@@ -235,12 +197,12 @@ class Runtime:
             keywords["device"] = self.device  # operators that create tensors would create them on the CPU
         check_amounts(op, arguments, keywords)
         if any(True for argument in op.keywords.values() for _ in references(argument)):
-            function, arguments, keywords = _positional(function, arguments, keywords)
-        slots = tuple((i, a.index) for i, a in enumerate(arguments) if isinstance(a, _Register))
+            function, arguments, keywords = positional(function, arguments, keywords)
+        slots = tuple((i, a.index) for i, a in enumerate(arguments) if isinstance(a, Register))
         lists = tuple(
-            (i, a) for i, a in enumerate(arguments) if isinstance(a, list) and any(isinstance(x, _Register) for x in a)
+            (i, a) for i, a in enumerate(arguments) if isinstance(a, list) and any(isinstance(x, Register) for x in a)
         )
-        return _Step(op.name, function, arguments, slots, lists, keywords, self._indices[op.name], ends)
+        return Step(op.name, function, arguments, slots, lists, keywords, self._indices[op.name], ends)
 
     def _function(self, op: Op) -> Callable[..., Any]:
         if op.target == GETITEM:
@@ -253,7 +215,7 @@ class Runtime:
         return self.program.callbacks[number].run(tensors, sizes)
 
     def _run_each(
-        self, bound: _Bound, sizes: Mapping[str, int], registers: list[Any]
+        self, bound: Bound, sizes: Mapping[str, int], registers: list[Any]
     ) -> Iterator[tuple[Op, Any]]:  # fmt: skip
         """Run, and yield each operation with its result.
 
@@ -264,44 +226,21 @@ class Runtime:
         for op, step in zip(self.program.ops, bound.steps, strict=True):
             if not bound.watched:
                 self._check_result(op, sizes, registers)
-            source = step.slots[0][1] if looks and _may_keep(op, step) else None
+            source = step.slots[0][1] if looks and may_keep(op, step) else None
             given = registers[source] if source is not None else None  # the step may release it
-            made = _run(step, registers)
-            if source is not None and _is_same(made, given) and step.result not in self._outputs:
+            made = run_step(step, registers)
+            if source is not None and is_same(made, given) and step.result not in self._outputs:
                 kept[step.result] = kept.get(source, source)
             yield op, made
         self._seen(bound, sizes)
         if bound.short is None:
-            bound.short = self._shortened(bound.steps, kept) if looks else bound.steps
-
-    def _shortened(self, steps: Sequence[_Step], kept: Mapping[int, int]) -> list[_Step]:
-        """Leave out steps that return their argument, as listed in `kept`; later steps read the argument's register."""
-
-        def register(index: int) -> int:
-            return kept.get(index, index)
-
-        made = []
-        for step in steps:
-            if step.result in kept:
-                continue
-            lists = tuple(
-                (position, [_Register(register(x.index)) if isinstance(x, _Register) else x for x in items])
-                for position, items in step.lists
+            bound.short = (
+                shortened(bound.steps, kept, len(self._state) + len(self.program.prelude), self._outputs)
+                if looks
+                else bound.steps
             )
-            made.append(
-                replace(step, slots=tuple((position, register(index)) for position, index in step.slots), lists=lists)
-            )
-        # a register lives until the last step that reads it under any of its names; the steps are in order
-        first = len(self._state) + len(self.program.prelude)
-        last = {register(index): number for number, step in enumerate(steps) for index in step.ends}
-        left = [number for number, step in enumerate(steps) if step.result not in kept]
-        ends: dict[int, list[int]] = {}
-        for index, number in last.items():
-            if index >= first and index not in self._outputs:
-                ends.setdefault(bisect.bisect_right(left, number) - 1, []).append(index)
-        return [replace(step, ends=tuple(ends.get(number, ()))) for number, step in enumerate(made)]
 
-    def _seen(self, bound: _Bound, sizes: Mapping[str, int]) -> None:
+    def _seen(self, bound: Bound, sizes: Mapping[str, int]) -> None:
         """Record that every operation was checked at these sizes; this also holds if the program is bound again."""
         bound.watched = True
         if len(self._watched_sizes) < _WATCHED_SIZES:
@@ -312,7 +251,7 @@ class Runtime:
             return
 
         def given(argument: Any) -> Any:
-            if isinstance(argument, _Register):
+            if isinstance(argument, Register):
                 return registers[argument.index]
             return [given(item) for item in argument] if isinstance(argument, list) else argument
 
@@ -327,7 +266,7 @@ class Runtime:
             raise RunError(f"operation {op.name} failed: {first_line(error)}") from error
 
     def _settle(self, argument: Any, sizes: Mapping[str, int]) -> Any:
-        return settled(argument, sizes, self.device, lambda name: _Register(self._indices[name]))
+        return settled(argument, sizes, self.device, lambda name: Register(self._indices[name]))
 
 
 def _check_caches(program: StageProgram, tensors: Mapping[str, Tensor]) -> None:
@@ -340,50 +279,5 @@ def _check_caches(program: StageProgram, tensors: Mapping[str, Tensor]) -> None:
         )
 
 
-def _positional(
-    function: Callable[..., Any], arguments: list[Any], keywords: dict[str, Any]
-) -> tuple[Callable[..., Any], list[Any], dict[str, Any]]:
-    """Append keyword arguments that are values to the positional arguments, so that one list has all registers."""
-    names = [key for key, item in keywords.items() if isinstance(item, (_Register, list))]
-    count = len(arguments)
-    rest = {key: item for key, item in keywords.items() if key not in names}
-
-    def call(*given: Any, **settled: Any) -> Any:
-        return function(*given[:count], **dict(zip(names, given[count:], strict=True)), **settled)
-
-    return call, [*arguments, *(keywords[name] for name in names)], rest
-
-
-def _may_keep(op: Op, step: _Step) -> bool:
-    """Return True if an operation may return its first argument, which depends only on types and sizes."""
-    by_strides = op.keywords.get("memory_format")
-    return op.target in _MAY_KEEP and not by_strides and bool(step.slots) and step.slots[0][0] == 0
-
-
-def _is_same(made: Any, given: Any) -> bool:
-    """Return True if a result is the argument itself, or a view of all of it."""
-    return (
-        isinstance(made, Tensor) and isinstance(given, Tensor) and made.dtype == given.dtype
-        and made.shape == given.shape and made.stride() == given.stride() and made.data_ptr() == given.data_ptr()
-    )  # fmt: skip
-
-
 def _like(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-
-
-def _run(step: _Step, registers: list[Any]) -> Any:
-    arguments = step.arguments.copy()
-    for position, register in step.slots:
-        arguments[position] = registers[register]
-    for position, items in step.lists:
-        arguments[position] = [registers[x.index] if isinstance(x, _Register) else x for x in items]
-    try:
-        made = registers[step.result] = step.function(*arguments, **step.keywords)
-    # the message for any exception names the operation
-    except Exception as error:
-        kind = OutOfMemory if is_out_of_memory(error) else RunError
-        raise kind(f"operation {step.name} failed: {first_line(error)}") from error
-    for register in step.ends:
-        registers[register] = None
-    return made

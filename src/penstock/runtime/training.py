@@ -14,7 +14,8 @@ from torch import Tensor
 
 from penstock.graph.ops import BATCH_NORM, CALLBACK, GETITEM, Op, State, effect, is_random
 from penstock.graph.training_parts import TrainingPart, written_inputs
-from penstock.runtime.eager import Runtime, _Bound, _Step
+from penstock.runtime.eager import Runtime
+from penstock.runtime.steps import Bound, Step
 from penstock.tensors import HOST
 
 # operators draw random numbers from torch's default generator, which the threads of a process share
@@ -52,12 +53,12 @@ class TrainingRuntime(Runtime):
         copied = [x.clone() if written else x for x, written in zip(inputs, self._written, strict=True)]
         return super().__call__(sizes, copied)
 
-    def bind(self, sizes: Mapping[str, int]) -> _Bound:
+    def bind(self, sizes: Mapping[str, int]) -> Bound:
         """Compute what depends only on sizes, without gradients."""
         with torch.no_grad():
             return super().bind(sizes)
 
-    def _step(self, op: Op, sizes: Mapping[str, int], ends: tuple[int, ...]) -> _Step:
+    def _step(self, op: Op, sizes: Mapping[str, int], ends: tuple[int, ...]) -> Step:
         step = super()._step(op, sizes, ends)
         function = step.function
         if op.no_grad:

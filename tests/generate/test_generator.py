@@ -38,6 +38,7 @@ def generator(model: Any) -> Iterator[Generator]:
         yield made
 
 
+@pytest.mark.board
 def test_bits_do_not_depend_on_cuts_or_company(model: Any) -> None:
     given = prompts(*LENGTHS)
     wanted = [expected(model, prompt, max_new_tokens=30, do_sample=False) for prompt in given]

@@ -18,10 +18,11 @@ from penstock.graph.training_parts import TrainingPart
 from penstock.group.calls import ADVICE, Calls
 from penstock.group.direct import go_direct
 from penstock.group.world import World
-from penstock.runtime.torch_settings import check_no_autocast, differences, read_settings
+from penstock.runtime.torch_settings import check_no_autocast
 from penstock.spec.fields import fingerprint
 from penstock.tensors import HOST, most_bytes
 from penstock.tracing.trace import write_run
+from penstock.train.alike import check_alike, identity_of
 from penstock.train.arrangement import Arrangement, TrainOptions, arrange
 from penstock.train.captured import Captured
 from penstock.train.evaluation import Evaluation
@@ -70,7 +71,7 @@ class Trainer:
         self.transport = metered if isinstance(metered, MeteredTransport) else MeteredTransport(metered)
         self.world = world if metered is self.transport else dataclasses.replace(world, transport=self.transport)
         self.device, self.seed = device, options.seed
-        self._run, self._plan = run, cut.plan
+        self._run = run
         how = Computing(
             device=device, direct=direct, autocast=options.autocast, checkpointing=options.checkpointing,
             stall_s=run.stall_s,
@@ -94,10 +95,13 @@ class Trainer:
         self._closed = False
         joins = placed is not None
         placed = placed or arrange(world, captured.graph, cut, options)
-        self.alike = self._settings(captured, placed, options)
+        self.alike = [
+            *identity_of(captured, options, device), [cut.name for cut in placed.cuts], len(placed.grid.replicas),
+            placed.usual_microbatches, None if cut.plan is None else fingerprint(cut.plan),
+        ]  # fmt: skip
         with self.world.explained():
             if not joins:
-                self._check_alike(captured)
+                check_alike(self.world, self.alike, captured)
             self.now = PlacedStages(self.world, captured, placed, how, self._work.head)
             self.tracer = (
                 TrainingTracer(self.world, self.now.observer, self.now.synchronizer, profile=run.trace_profile)
@@ -143,35 +147,6 @@ class Trainer:
     def evaluation(self) -> Evaluation:
         """Evaluation with the current weights."""
         return self.now.evaluation
-
-    def _settings(self, captured: Captured, placed: Arrangement, options: TrainOptions) -> list[Any]:
-        """Return the settings that must match on all processes: model, training settings, cuts and plan."""
-        return [*identity_of(captured, options, self.device), [cut.name for cut in placed.cuts],
-                len(placed.grid.replicas), placed.usual_microbatches,
-                None if self._plan is None else fingerprint(self._plan)]  # fmt: skip
-
-    def _check_alike(self, captured: Captured) -> None:
-        """Raise `UsageError` unless all processes have the same model, cuts, training settings and torch settings."""
-        mine, targets = read_settings(), {op.target for op in captured.graph.ops}
-        for rank, unlike in self.world.unlike.items():
-            if common := sorted(targets & unlike):
-                raise UsageError(
-                    f"PyTorch on {self.world.names[rank]} lacks or redefines {common[0]}, compared with "
-                    f"{self.world.names[self.world.rank]}, and the model calls it; install the same version everywhere"
-                )
-        for rank, other in enumerate(all_gather(self.world.transport, {"model": self.alike, "torch": dict(mine)})):
-            if changed := differences(mine, other["torch"]):
-                names = self.world.names
-                raise UsageError(
-                    f"torch settings differ between {names[rank]} and {names[self.world.rank]}: {', '.join(changed)}; "
-                    "use the same settings in all processes before creating the pipeline"
-                )
-            if other["model"] != self.alike:
-                raise UsageError(
-                    f"{self.world.names[rank]} has another model or other settings than "
-                    f"{self.world.names[self.world.rank]}: {other['model']} and {self.alike}; run the same script "
-                    "everywhere"
-                )
 
     @contextlib.contextmanager
     def call(self, name: str) -> Iterator[None]:
@@ -356,10 +331,3 @@ class Trainer:
         finally:
             self.now.watch.close()
             self.now.close()
-
-
-def identity_of(captured: Captured, options: TrainOptions, device: torch.device = HOST) -> list[Any]:
-    """Return the identity of a training run, equal on all processes and independent of the placement."""
-    graph = captured.graph
-    last = [op.name for op in graph.ops][-1:]
-    return [graph.model, last, len(graph.ops), options.seed, options.autocast and device.type]

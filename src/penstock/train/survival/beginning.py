@@ -13,6 +13,7 @@ from penstock.group.regroup import join_later
 from penstock.group.world import World
 from penstock.plan.schedule.schedules import SCHEDULES
 from penstock.tensors import HOST
+from penstock.train.alike import identity_of
 from penstock.train.arrangement import Arrangement, ScheduleChoice, TrainOptions
 from penstock.train.captured import Captured
 from penstock.train.migration import fix_microbatches
@@ -20,7 +21,7 @@ from penstock.train.planned import check_profile
 from penstock.train.survival.exchanges import Exchanges
 from penstock.train.survival.rearrange import read_grid
 from penstock.train.survival.survivors import Survivors
-from penstock.train.trainer import Trainer, identity_of
+from penstock.train.trainer import Trainer
 from penstock.transport.metered import MeteredTransport
 from penstock.wire import FEEDER, NUM_BUFFERS
 

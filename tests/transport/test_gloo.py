@@ -14,9 +14,39 @@ from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 from penstock.errors import ConnectionBroken, RunError
 from penstock.group.addresses import local_address
 from penstock.transport.gloo import GlooTransport
-from tests.processes import run_ranks
+from tests.processes import run_python, run_ranks
 
 LOOPBACK = "127.0.0.1"
+# rank 1 stops itself when its receive is posted, so that rank 0 has sent a part of its message when it aborts
+HALF_A_MESSAGE = """
+import os, signal, subprocess, sys, threading, time
+from pathlib import Path
+import torch
+from torch.distributed import FileStore
+from penstock.errors import ConnectionBroken
+from penstock.transport.gloo import GlooTransport
+
+folder, rank = sys.argv[1], int(sys.argv[2])
+peer = subprocess.Popen([sys.executable, "-c", os.environ["SCRIPT"], folder, "1"]) if not rank else None
+try:
+    transport = GlooTransport(FileStore(folder + "/store", 2), rank, 2, "127.0.0.1")
+    message = torch.zeros(64 << 20, dtype=torch.uint8)
+    if peer is None:
+        pending = transport.receive(message, 0, 1)
+        os.kill(os.getpid(), signal.SIGSTOP)
+    while Path(f"/proc/{peer.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        time.sleep(0.01)
+    threading.Timer(1.0, transport.abort).start()
+    try:
+        transport.send(message, 1, 1).wait()
+    except ConnectionBroken:
+        print("ended")
+    transport.close()
+finally:
+    if peer is not None:
+        peer.kill()
+        peer.wait()
+"""
 
 
 def both(store: Store, name: str = "data", join_s: float = 10.0) -> list[GlooTransport]:
@@ -121,6 +151,11 @@ def test_an_abort_takes_no_message_from_who_waits_for_it() -> None:
         assert not any(thread.is_alive() for thread in threads)
         for transport in (sender, receiver):
             transport.close()
+
+
+def test_an_abort_ends_the_wait_for_half_a_message(tmp_path: Path) -> None:
+    ended = run_python("-c", HALF_A_MESSAGE, str(tmp_path), "0", deadline_s=60, env={"SCRIPT": HALF_A_MESSAGE})
+    assert ended.stdout.split()[-1:] == ["ended"], ended
 
 
 def test_waits_outlive_the_deadline_for_joining() -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import datetime
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, Store, Work  # type
 from penstock.errors import ConnectionBroken, RunError
 from penstock.text import first_line
 from penstock.transport.base import Pending
+from penstock.transport.waits import Waits
 from penstock.transport.watched import run_watched
 
 # gloo closes a connection permanently when a wait times out, so waits get no deadline; `health` watches instead
@@ -38,6 +40,7 @@ class GlooTransport:
         self.rank = rank
         self.size = size
         self._aborted = False
+        self._waits = Waits("penstock-gloo")
         # the only way to create a group without the process's default group; typed as private, documented for gloo
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [ProcessGroupGloo.create_device(hostname=address)]
@@ -66,19 +69,21 @@ class GlooTransport:
 
         A wait that times out closes the connections, and operations in flight raise. The wait here is for a message
         that no rank sends: with two waits for the same message, one would receive it and the other stay blocked.
+        Operations whose message is on its way are not told by gloo and would wait forever, so every wait is in a thread
+        that can be left behind.
         """
         self._aborted = True
         group = self._group
-        if group is None:
-            return
-        for peer in set(range(self.size)) - {self.rank}:
+        for peer in set(range(self.size)) - {self.rank} if group is not None else ():
             nothing = torch.zeros(1, dtype=torch.uint8)
             with contextlib.suppress(RuntimeError):  # it timed out, or the connection was closed before
-                group.recv([nothing], peer, _NOBODY_SENDS).wait(_AT_ONCE)  # type: ignore[attr-defined]
+                group.recv([nothing], peer, _NOBODY_SENDS).wait(_AT_ONCE)  # type: ignore[union-attr]
+        self._waits.give_up()
 
     def close(self) -> None:
         """Close all connections."""
         self._group = None
+        self._waits.close()
 
     def _start(self, kind: str, buffer: Tensor, peer: int, tag: int) -> Pending:
         group = self._group
@@ -86,18 +91,17 @@ class GlooTransport:
             raise ConnectionBroken(f"the connection to rank {peer} was aborted")
         operation = group.send if kind == "send" else group.recv  # type: ignore[attr-defined]
         try:
-            return _GlooPending(operation([buffer], peer, tag), peer)
+            return _GlooPending(self._waits, operation([buffer], peer, tag), peer)
         except RuntimeError as error:
             raise ConnectionBroken(f"the connection to rank {peer} broke: {first_line(error)}") from error
 
 
 class _GlooPending:
-    def __init__(self, work: Work, peer: int) -> None:
-        self._work = work
-        self._peer = peer
+    def __init__(self, waits: Waits, work: Work, peer: int) -> None:
+        self._waits, self._work, self._peer = waits, work, peer
 
     def wait(self) -> None:
         try:
-            self._work.wait(_NO_DEADLINE)
+            self._waits.run(partial(self._work.wait, _NO_DEADLINE))
         except RuntimeError as error:
             raise ConnectionBroken(f"the connection to rank {self._peer} broke: {first_line(error)}") from error

@@ -39,6 +39,13 @@ def generator(model: Any) -> Iterator[Generator]:
 
 
 @pytest.mark.board
+def test_one_stage_in_this_process_gives_the_tokens_of_the_model(model: Any) -> None:
+    (prompt,) = prompts(9)
+    with Generator(model, stages=1, slots=2, max_length=64) as made:
+        tokens = made.submit(prompt, max_new_tokens=6).result()
+    assert tokens == expected(model, prompt, max_new_tokens=6, do_sample=False)
+
+
 def test_bits_do_not_depend_on_cuts_or_company(model: Any) -> None:
     given = prompts(*LENGTHS)
     wanted = [expected(model, prompt, max_new_tokens=30, do_sample=False) for prompt in given]

@@ -69,15 +69,15 @@ class GlooTransport:
 
         A wait that times out closes the connections, and operations in flight raise. The wait here is for a message
         that no rank sends: with two waits for the same message, one would receive it and the other stay blocked.
-        Operations whose message is on its way are not told by gloo and would wait forever, so every wait is in a thread
-        that can be left behind.
+        gloo does not tell operations whose message is on its way, here or on other ranks, and they would wait forever:
+        so every wait is in a thread that can be left behind, and looks whether its connection still stands.
         """
         self._aborted = True
-        group = self._group
-        for peer in set(range(self.size)) - {self.rank} if group is not None else ():
-            nothing = torch.zeros(1, dtype=torch.uint8)
-            with contextlib.suppress(RuntimeError):  # it timed out, or the connection was closed before
-                group.recv([nothing], peer, _NOBODY_SENDS).wait(_AT_ONCE)  # type: ignore[union-attr]
+        if (group := self._group) is not None:
+            for peer in set(range(self.size)) - {self.rank}:
+                nothing = torch.zeros(1, dtype=torch.uint8)
+                with contextlib.suppress(RuntimeError):  # it timed out, or the connection was closed before
+                    group.recv([nothing], peer, _NOBODY_SENDS).wait(_AT_ONCE)  # type: ignore[attr-defined]
         self._waits.give_up()
 
     def close(self) -> None:
@@ -85,23 +85,29 @@ class GlooTransport:
         self._group = None
         self._waits.close()
 
+    def look(self, peer: int) -> None:
+        """Raise `RuntimeError` if the connection to a rank has been closed, by posting a receive that never ends."""
+        if self._group is not None:
+            self._group.recv([torch.zeros(1, dtype=torch.uint8)], peer, _NOBODY_SENDS)  # type: ignore[attr-defined]
+
     def _start(self, kind: str, buffer: Tensor, peer: int, tag: int) -> Pending:
         group = self._group
         if group is None or self._aborted:
             raise ConnectionBroken(f"the connection to rank {peer} was aborted")
         operation = group.send if kind == "send" else group.recv  # type: ignore[attr-defined]
         try:
-            return _GlooPending(self._waits, operation([buffer], peer, tag), peer)
+            work = operation([buffer], peer, tag)
         except RuntimeError as error:
             raise ConnectionBroken(f"the connection to rank {peer} broke: {first_line(error)}") from error
+        return _GlooPending(self._waits, work, peer, partial(self.look, peer))
 
 
 class _GlooPending:
-    def __init__(self, waits: Waits, work: Work, peer: int) -> None:
-        self._waits, self._work, self._peer = waits, work, peer
+    def __init__(self, waits: Waits, work: Work, peer: int, look: Callable[[], None]) -> None:
+        self._waits, self._work, self._peer, self._look = waits, work, peer, look
 
     def wait(self) -> None:
         try:
-            self._waits.run(partial(self._work.wait, _NO_DEADLINE))
+            self._waits.run(partial(self._work.wait, _NO_DEADLINE), self._look)
         except RuntimeError as error:
             raise ConnectionBroken(f"the connection to rank {self._peer} broke: {first_line(error)}") from error

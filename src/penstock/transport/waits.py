@@ -4,6 +4,8 @@ import queue
 import threading
 from collections.abc import Callable
 
+_FIRST_LOOK_S, _LOOK_S = 1.0, 60.0
+
 
 class Waits:
     """Threads that wait for their callers; another one is started if all are waiting.
@@ -21,15 +23,19 @@ class Waits:
         self._busy: set[_Waiter] = set()
         self._over = False
 
-    def run(self, wait: Callable[[], object]) -> None:
-        """Call `wait` in another thread and return when it has returned; raises its error."""
+    def run(self, wait: Callable[[], object], look: Callable[[], object] = lambda: None) -> None:
+        """Call `wait` in another thread and return when it has returned; raises its error.
+
+        During a long wait `look` is called, first after a second and then less and less often; an error of it ends this
+        call, too.
+        """
         with self._lock:
             if self._over:
                 raise _given_up()
             waiter = self._idle.pop() if self._idle else _Waiter(self._name)
             self._busy.add(waiter)
         waiter.calls.put(wait)
-        error = waiter.results.get()
+        error = self._outcome(waiter, look)
         with self._lock:
             given_up = waiter not in self._busy
             self._busy.discard(waiter)
@@ -40,8 +46,23 @@ class Waits:
         if error is not None:
             raise error
 
+    def _outcome(self, waiter: "_Waiter", look: Callable[[], object]) -> BaseException | None:
+        pause_s = _FIRST_LOOK_S
+        while True:
+            try:
+                return waiter.results.get(timeout=pause_s)
+            except queue.Empty:
+                pause_s = min(2 * pause_s, _LOOK_S)
+            try:
+                look()
+            except Exception as error:
+                with self._lock:
+                    self._busy.discard(waiter)
+                waiter.calls.put(None)
+                return error
+
     def give_up(self) -> None:
-        """End all calls of `run` with an error, and later ones; a thread whose wait never ends is left behind."""
+        """Raise an error in all calls of `run`, also in later ones; a thread whose wait never ends stays behind."""
         with self._lock:
             for waiter in self._busy:
                 waiter.results.put(_given_up())

@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -24,19 +25,11 @@ from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    MambaConfig,
-    MambaForCausalLM,
-    PreTrainedModel,
-    T5Config,
-    T5ForConditionalGeneration,
-)
 
 import penstock
 from penstock.errors import PenstockError
 from penstock.tensors import find_device
+from penstock.zoo.optional import optional_import
 
 OUTPUTS, GRADIENTS = 1e-6, 1e-5
 DEVICES = 1e-3  # between devices, since cuDNN rounds to TF32 unless told otherwise
@@ -278,27 +271,33 @@ def generated(device: torch.device) -> Iterator[Row]:
     for name, model in _decoders().items():
         prompts = [torch.randint(3, 90, (1, length)) for length in (5, 33, 70)]
         own = copy.deepcopy(model).to(device)
-        expected = [own.generate(ids.to(device), max_new_tokens=NEW_TOKENS, do_sample=False).cpu() for ids in prompts]
+        expected = [own.generate(ids.to(device), max_new_tokens=NEW_TOKENS, do_sample=False) for ids in prompts]
+        wanted = [row[0, -NEW_TOKENS:].tolist() for row in expected]
         logprobs = []
         for stages, given in ((1, model), (2, model), (1, own)):
             with penstock.Generator(given, stages=stages, slots=2, max_length=128, device=str(device)) as generator:
                 requests = [generator.submit(ids[0].tolist(), max_new_tokens=NEW_TOKENS) for ids in prompts]
                 found = [request.result() for request in requests]
-            wanted = [row[0, -NEW_TOKENS:].tolist() for row in expected]
             wrong = sum(a != b for a, b in zip(found, wanted, strict=True))
             yield Row(f"{name}, stages={stages} from {given.device.type}: texts with other tokens", wrong, 0.0)
             logprobs.append(torch.tensor([each for request in requests for each in request.logprobs]))
         yield Row(f"{name}: log-probabilities of 1 stage and of 2", error(logprobs[0], logprobs[1]), OUTPUTS)
 
 
-def _decoders() -> dict[str, PreTrainedModel]:
+def _decoders() -> dict[str, Any]:
+    transformers = optional_import("transformers", "text")
     torch.manual_seed(0)
     sizes = {"vocab_size": 96, "hidden_size": 48, "num_hidden_layers": 3, "eos_token_id": None}
-    llama = LlamaConfig(**sizes, num_attention_heads=4, intermediate_size=96, num_key_value_heads=2)
-    mamba = MambaConfig(**sizes, state_size=8)
-    t5 = T5Config(vocab_size=96, d_model=48, d_kv=12, d_ff=96, num_layers=2, num_heads=4, decoder_start_token_id=0)
+    llama = transformers.LlamaConfig(**sizes, num_attention_heads=4, intermediate_size=96, num_key_value_heads=2)
+    mamba = transformers.MambaConfig(**sizes, state_size=8)
+    t5 = transformers.T5Config(
+        vocab_size=96, d_model=48, d_kv=12, d_ff=96, num_layers=2, num_heads=4, decoder_start_token_id=0
+    )  # fmt: skip
     t5.eos_token_id = None
-    models = LlamaForCausalLM(llama), MambaForCausalLM(mamba), T5ForConditionalGeneration(t5)
+    models = [
+        transformers.LlamaForCausalLM(llama), transformers.MambaForCausalLM(mamba),
+        transformers.T5ForConditionalGeneration(t5),
+    ]  # fmt: skip
     return {type(model).__name__: model.eval() for model in models}
 
 

@@ -18,7 +18,6 @@ from penstock.engine.stall import STALL_S
 from penstock.errors import UsageError
 from penstock.graph.cuts import Cut
 from penstock.graph.graph import Graph
-from penstock.group.entry import under_torchrun
 from penstock.group.world import World
 from penstock.plan.check import read_plan
 from penstock.plan.schedule.schedules import DEFAULT_SCHEDULE
@@ -27,7 +26,6 @@ from penstock.spec.cluster import Cluster, read_cluster
 from penstock.spec.plan import Plan
 from penstock.spec.profile import Profile, read_profile
 from penstock.stream.streaming_pipeline import StreamingPipeline
-from penstock.tensors import find_device
 from penstock.terminal.live import StageState
 from penstock.train.arrangement import TrainOptions
 from penstock.train.loader import Loader
@@ -191,8 +189,6 @@ class Pipeline:
                 cluster=_read(read_cluster, cluster),
             ),
         )  # fmt: skip
-        if world is None and not under_torchrun():
-            find_device(device)  # before anything is started
         start_streaming = functools.partial(StreamingPipeline, call, cut, run, owns_world=world is None)
         self._pipe: StreamingPipeline | TrainingPipeline
         if trains(model) and (world is None or world.workers is None):

@@ -207,7 +207,7 @@ def decoder_call(model: Any, caches: Generation, weights: Weights | None = None)
 
 
 def _on_host(model: Any) -> Any:
-    """Return a model without values on the CPU, which decoders are captured on, in place of a model on a GPU."""
+    """Return the model; for a model on a GPU, a copy on the CPU without parameter values, to be captured."""
     _check(model)
     if all(tensor.device.type in {"cpu", "meta"} for tensor in (*model.parameters(), *model.buffers())):
         return model

@@ -31,7 +31,6 @@ from penstock.plan.check import read_plan
 from penstock.runtime.registry import parse_runtime
 from penstock.spec.plan import Generation, Plan, num_lanes
 from penstock.stream.streaming_pipeline import StreamingPipeline
-from penstock.tensors import find_device
 from penstock.zoo.weights.weights import ModuleWeights, Weights
 
 SLOTS, MAX_LENGTH = 4, 512
@@ -75,8 +74,6 @@ class Generator:
         for name, value, least in (("slots", slots, 1), ("lanes", lanes, 1), ("max_length", max_length, 2)):
             if value is not None and value < least:
                 raise UsageError(f"{name} must be at least {least}, not {value}")
-        if world is None and not under_torchrun():
-            find_device(device)  # before anything is started
         self.model: Any = model
         self._weights = weights
         self.tokenizer = tokenizer

@@ -1,4 +1,4 @@
-"""Symbolic dimensions of a call's inputs: the batch and those that the caller declares."""
+"""Symbolic dimensions of a call's inputs: the batch and the declared ones."""
 
 import inspect
 import re

@@ -1,4 +1,4 @@
-"""What captures with older versions of PyTorch need."""
+"""Fixes for captures with older versions of PyTorch."""
 
 import contextlib
 from collections.abc import Iterator

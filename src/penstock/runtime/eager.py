@@ -13,8 +13,8 @@ from penstock.graph.ops import CALLBACK, GETITEM, Op, State, is_factory, referen
 from penstock.graph.program import StageProgram
 from penstock.graph.schema import check_amounts
 from penstock.memory import allowed_bytes
+from penstock.runtime.bound_calls import Bound, Register, Step, is_same, may_keep, positional, run_step, shortened
 from penstock.runtime.results import check_result
-from penstock.runtime.steps import Bound, Register, Step, is_same, may_keep, positional, run_step, shortened
 from penstock.tensors import HOST, copy_exactly, moved
 from penstock.text import first_line
 

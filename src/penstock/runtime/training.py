@@ -14,8 +14,8 @@ from torch import Tensor
 
 from penstock.graph.ops import BATCH_NORM, CALLBACK, GETITEM, Op, State, effect, is_random
 from penstock.graph.training_parts import TrainingPart, written_inputs
+from penstock.runtime.bound_calls import Bound, Step
 from penstock.runtime.eager import Runtime
-from penstock.runtime.steps import Bound, Step
 from penstock.tensors import HOST
 
 # operators draw random numbers from torch's default generator, which the threads of a process share

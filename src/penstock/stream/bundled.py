@@ -12,9 +12,7 @@ from penstock.engine.observer import StreamReport
 from penstock.errors import UsageError
 from penstock.graph.call import CallInputs
 from penstock.group.direct import check_way
-from penstock.group.entry import under_torchrun
 from penstock.stream.streaming_pipeline import StreamingPipeline
-from penstock.tensors import find_device
 
 
 class BundledPipeline:
@@ -35,8 +33,6 @@ class BundledPipeline:
         between_gpus: str = "gloo",
     ) -> None:  # fmt: skip
         check_way(between_gpus, str(device))
-        if not under_torchrun():
-            find_device(device)  # before anything is started
         self._pipe = StreamingPipeline(
             ModelCall(model=Bundle(Path(folder).absolute())), CutOptions(),
             RunOptions(threads=threads, device=str(device), between_gpus=between_gpus),

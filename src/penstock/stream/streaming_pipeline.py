@@ -34,6 +34,7 @@ from penstock.runtime.torch_settings import check_no_autocast, check_unchanged, 
 from penstock.spec.plan import Plan
 from penstock.stream.division import ServedStages, divide_model
 from penstock.stream.survival import StreamChange, SurvivingDeployment
+from penstock.tensors import find_device
 from penstock.terminal.notes import note
 from penstock.terminal.progress import working
 from penstock.tracing.trace import GenerationFacts, RunFacts, StageTotals, write_run
@@ -66,6 +67,8 @@ class StreamingPipeline:
             check_purpose(cut.plan, trains=False)
         if world is None and under_torchrun():
             world = join_torchrun(again=run.survival.survives)
+        elif world is None:
+            find_device(run.device)  # before anything is started; other worlds may have GPUs that this process lacks
         if world is not None and world.rank != FEEDER:
             self.world = world
             make = runtime_maker(call.model, None) if isinstance(call.model, Sequence) else None

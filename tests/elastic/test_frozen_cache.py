@@ -115,7 +115,7 @@ def _too_small(_folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("prepare", "said"),
-    [(_file_in_its_place, "must be writable"), (_too_small, "its limit of 4 kB")],
+    [(_file_in_its_place, "cannot be written"), (_too_small, "of the limit is 4 kB")],
 )
 def test_a_folder_that_cannot_be_used(
     prepare: Callable[[Path], dict[str, Any]], said: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -160,7 +160,7 @@ def test_a_limit_is_for_a_machine_and_both_caches_of_a_change(
             vit(), 2, images(), freeze, epochs=5, folder=tmp_path, hosts=hosts, cache_limit=limit
         )  # fmt: skip
         assert cached in found.changes[-1].why
-    assert all("its limit of" in said for said in notes(capfd) if "deeper cache" in said)
+    assert all("of the limit is" in said for said in notes(capfd) if "no further layers" in said)
 
 
 def test_a_neighbour_whose_folder_is_not_seen(

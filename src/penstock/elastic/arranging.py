@@ -20,7 +20,7 @@ from penstock.train.trainer import Trainer
 
 
 def plan_of(placed: Arrangement, costs: Costs, captured: Captured, *, rows: int, state_factor: float) -> Plan:
-    """Convert a placement to a plan without a prediction; stages that do not run are left out.
+    """Convert a placement to a plan, with placeholders as its prediction; stages that do not run are left out.
 
     `rows` are the rows of a microbatch, `state_factor` the bytes of optimizer state per byte of weights. Cuts that the
     profile lacks are replaced by its nearest cuts.
@@ -87,7 +87,8 @@ def arrangement_of(
 def same_places(trainer: Trainer, captured: Captured) -> Arrangement:
     """Return the current placement for a model with other layers frozen; all layers run.
 
-    Cuts that the model no longer has are replaced by the nearest cuts, by the fraction of operations before them.
+    A cut that the model no longer has is replaced by the nearest one; a cut's position is the fraction of the
+    operations before it.
     """
     placed, cuts = trainer.placed, Cuts(captured.graph)
     old = len(trainer.captured.graph.ops)
@@ -106,7 +107,9 @@ def same_places(trainer: Trainer, captured: Captured) -> Arrangement:
 def near(
     trainer: Trainer, captured: Captured, plan: Plan, costs: Costs, *, cached_layers: int, state_factor: float
 ) -> dict[str, int]:
-    """Return for each device the rank that minimizes migrated bytes; identical devices may swap parts.
+    """Return for each device of a plan the rank that takes its place, so that few bytes migrate.
+
+    Ranks on identical devices may take each other's places.
 
     Missing tensors include the optimizer's state, `state_factor` times the trained weights.
     """

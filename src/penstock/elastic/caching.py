@@ -55,7 +55,10 @@ class Caching:
                 "cached; cache_views=3 (--cache-views 3) caches three variants of each"
             )
         if self._possible and not any(self._bytes_per_row()):
-            self._give_up("rows differ in length or are cast, so outputs of frozen layers are not cached")
+            self._give_up(
+                "outputs of frozen layers are not cached: rows differ in length, autocast is on, or no layer's output "
+                "has one row per sample"
+            )
 
     def _bytes_per_row(self) -> list[int | None]:
         return sizes_of_layers(self._whole, self._options.stored(), self._trainer.now.how.autocast)
@@ -85,7 +88,7 @@ class Caching:
         try:
             cache = Filling(self._trainer, captured, self._loader, place, before=self._cache).run()
         except CacheError as error:
-            self._give_up(f"{error}; training continues without a deeper cache")
+            self._give_up(f"{error}; training continues, and no further layers are cached")
             return False
         self.drop()
         self._cache = cache
@@ -103,7 +106,7 @@ class Caching:
             self._cache.show(self._trainer.now.features, self._loader.epoch)
 
     def drop(self, *, keep: bool = False) -> None:
-        """Release the cache; after the next migration, steps no longer read it."""
+        """Release the cache; the caller must migrate before the next step, which could not read it."""
         if self._cache is None:
             return
         if self._trainer.now.features is not None:

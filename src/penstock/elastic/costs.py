@@ -42,11 +42,12 @@ class Costs:
 
 
 def find_costs(trainer: Trainer, captured: Captured, options: ElasticOptions, rows: int) -> Costs | None:
-    """Measure missing inputs on all processes; returns all inputs on the driver, None on other ranks.
+    """Measure the inputs that are not given; returns all inputs on the driver, None on other ranks.
 
-    `captured` is the model without frozen layers, `rows` are the rows of a microbatch. Devices are calibrated
-    simultaneously, so that contention between them is included. Raises `PlanError` if the profile is of another model
-    or lacks backward times, or if the cluster does not match this run.
+    `captured` is the whole model, with no layer frozen; `rows` are the rows of a microbatch. All processes call this
+    and measure their devices at the same time, so that contention between them is included; the driver alone measures
+    the model. Raises `PlanError` if the profile is of another model or lacks backward times, or if the cluster does not
+    match this run.
     """
     world = trainer.world
     given, cluster = options.read_profile(), options.read_cluster()

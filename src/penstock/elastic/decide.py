@@ -11,13 +11,14 @@ from penstock.spec.profile import Profile, interpolate
 from penstock.units import format_seconds
 
 _NEVER = 1e9  # required gain of a new plan if plans may not change
-# required gain if plans may change: more than the error between predictions of two plans (benchmarks/training, elastic)
+# required gain if plans may change: above the error in the predicted speed-up of one plan over another, as measured in
+# benchmarks/training and benchmarks/elastic
 _WORTH = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheCosts:
-    """Costs of a cache: seconds per byte to read and to write a row, and its number of samples.
+    """Costs of a cache: seconds per byte to read and to write a row, and its number of rows (samples times views).
 
     `bytes_per_row` is the size of each layer's output, None if the output cannot be cached.
     """
@@ -35,8 +36,8 @@ class Situation:
     `plan` is the current plan, `cached_layers` the number of layers currently read from a cache. `layers` are the
     boundaries after each layer. `remaining_rows` are still to be trained on. `migrate_s` is the duration of a
     migration. Without `pack` the plan does not change; without `replicate` only plans with one pipeline are considered.
-    Without `caching` no more layers are cached. `beside_s` are the seconds per row beyond the prediction, such as
-    loading and the caller's own code.
+    Without `caching` no further layers are cached; layers that are cached already are still read. `beside_s` are the
+    seconds per row beyond the prediction, such as loading and the caller's own code.
     """
 
     profile: Profile
@@ -107,7 +108,7 @@ def _reason(now: Situation, plan: Plan, cached: int, fill_s: float, stays: bool)
     rate = now.rows_per_s(plan)
     moving = format_seconds(now.migrate_s)
     if not now.pack:
-        parts = ["stays: replanning is off"]
+        parts = ["stays: the plan may not change in this epoch"]
     elif stays:
         parts = [
             f"stays: no other plan is predicted to be more than {_WORTH:.0%} faster and to save more time than moving "

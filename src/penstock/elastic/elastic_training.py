@@ -34,7 +34,7 @@ from penstock.wire import FEEDER
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanChange:
-    """Placement from an epoch on: frozen and cached layers, stages and replicas, and the cost of the change."""
+    """Placement from an epoch on: frozen layers, stages, replicas, whether a cache is read; and the change's cost."""
 
     step: int
     epoch: int
@@ -58,8 +58,8 @@ class ElasticTraining:
 
         epoch ends ─▶ policy ─▶ decide ─▶ fill the cache ─▶ migrate ─▶ next epoch
 
-    Raises `UsageError` if the placement cannot change, because the run is traced or has a custom schedule, and if
-    layers given by hand cannot be frozen.
+    Raises `UsageError` if the placement cannot change, because the run is traced, survives lost processes or has a
+    custom schedule, and if the layers to freeze cannot be frozen, for example because they share a weight with another.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class ElasticTraining:
             )
         self._trainer, self._loader, self._options = trainer, loader, options
         self._policy, self._told = options.policy(), told
-        self._whole: Captured = trainer.captured  # the model without frozen layers
+        self._whole: Captured = trainer.captured  # the whole model, with no layer frozen
         self._captured: dict[int, Captured] = {}
         self._num_layers = self._count_layers()
         self._norms = LayerNorms(layer_of(self._whole.graph, self._whole.layers), self._num_layers)
@@ -103,9 +103,10 @@ class ElasticTraining:
         return self._trainer.captured.frozen_layers
 
     def _count_layers(self) -> int:
-        """Count the layers that can be frozen such that some parameters still train; all for a list given by hand.
+        """Return how many leading layers can be frozen while some parameters still train.
 
-        Raises `UsageError` if no layer can be frozen, or not as many as the list asks for.
+        With a list of counts, or with the policy `none`, this is the number of all layers. Raises `UsageError` if no
+        layer can be frozen, or not as many as the list asks for.
         """
         count = len(self._whole.layers)
         policy = _innermost(self._policy)
@@ -127,7 +128,7 @@ class ElasticTraining:
         return True
 
     def validated(self, *, loss: float | None = None, accuracy: float | None = None) -> None:
-        """Record the validation after the last epoch, for policies that use it.
+        """Record the validation results of the epoch that has just ended, for policies that use them.
 
         Every process calls this. Calls within an epoch are ignored.
         """
@@ -162,7 +163,7 @@ class ElasticTraining:
     def _end_begun(self) -> None:
         """Record the begun epoch if all its batches are done and nobody called `end_epoch`.
 
-        The loop stopped after the epoch's last batch, or a checkpoint was written there.
+        That is so if the loop stopped right after the epoch's last batch, or if a checkpoint was written at that point.
         """
         if self._begun is not None and self._begun < self._loader.epoch:
             self.end_epoch(self._loader)
@@ -220,7 +221,7 @@ class ElasticTraining:
         if cached and cached != before_cached:
             begin = time.monotonic()
             if not self._caching.fill(self._frozen(cached)):
-                document = self._decision(frozen, first=first)  # without
+                document = self._decision(frozen, first=first)  # again, as the cache could not be filled
                 cached = document["cached_layers"]
             fill_s = time.monotonic() - begin
         self._plan = plan = decode_plan(document["plan"].encode())
@@ -230,7 +231,7 @@ class ElasticTraining:
             return
         if not cached:
             self._caching.drop()
-        if self._costs is not None:  # identical devices may have swapped parts
+        if self._costs is not None:  # identical devices may have exchanged their places in the plan
             self._costs = dataclasses.replace(self._costs, ranks=document["ranks"])
         placed = arrangement_of(self._trainer.placed, captured, plan, document["ranks"], cached_layers=cached)
         moved = migrate(self._trainer, placed, captured, self._caching.features(placed))
@@ -281,7 +282,10 @@ class ElasticTraining:
         ))  # fmt: skip
 
     def _cost_of_moving(self, costs: Costs, plan: Plan) -> float:
-        """Return the seconds of the last migration; before the first, those of the whole state on the slowest link."""
+        """Return the seconds of the last migration that moved bytes.
+
+        Before there is one, estimate the seconds to send all weights and optimizer state over the slowest link.
+        """
         if self._moves_measured:
             return self._migrate_s
         rates = [d.bandwidth_bytes_per_s for d in costs.cluster.devices if d.bandwidth_bytes_per_s]

@@ -57,7 +57,8 @@ def next_frozen(policy: FreezePolicy, history: Sequence[EpochRecord], num_layers
         )
     if not 0 <= answer <= num_layers:
         raise UsageError(
-            f"the policy {name} would freeze {answer} layers of a model with {num_layers}; return 0 to {num_layers}"
+            f"the policy {name} would freeze {answer} layers, but at most {num_layers} can be frozen; return 0 to "
+            f"{num_layers}"
         )
     return answer
 

@@ -53,7 +53,7 @@ class ByHand:
         object.__setattr__(self, "layers", tuple(self.layers))
         if not self.layers or any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in self.layers):
             raise UsageError(
-                "the layers frozen by hand must be one number of at least 0 for each epoch; got "
+                "the numbers of frozen layers must be integers of at least 0, one per epoch; got "
                 f"{list(self.layers)}; write them like 0,4,7"
             )
 
@@ -96,10 +96,10 @@ class GradientNorms:
 
         L_t = min(L_{t-1} + alpha (L - L_{t-1}),  argmin over l = L_{t-1} .. L-1 of measure(l))
 
-    As in its authors' code, measure(l) is the relative change of a layer's gradient norm since the previous epoch;
-    after the first epoch, the norm itself. Unlike in the formula, the layer at the argmin is frozen too, since
-    otherwise a first layer that converges first would never be frozen. The bound is rounded up, so that the last layers
-    are reached. If a norm is not finite, no more layers are frozen.
+    As in its authors' code, measure(l) is the relative change of a layer's gradient norm since the previous epoch. As
+    long as only one epoch has ended, it is the norm itself. Unlike in the formula, the layer at the argmin is frozen
+    too, since otherwise a first layer that converges first would never be frozen. The bound is rounded up, so that the
+    last layers are reached. If a norm is not finite, no further layers are frozen.
 
     Example:
         GradientNorms(alpha=1 / 4).frozen_layers(history, num_layers=12)
@@ -218,7 +218,7 @@ class Guarded:
     Example:
         Guarded(GradientNorms(), max_drop=0.02, then="take back")
 
-    Raises `UsageError` for a drop that is not from 0 to 1, and for another `then`.
+    Raises `UsageError` unless 0 <= `max_drop` < 1, and for another `then`.
     """
 
     policy: FreezePolicy

@@ -37,7 +37,7 @@ class ElasticChoices(msgspec.Struct, frozen=True, kw_only=True):
             "+take-back[:DROP] unfreezes again."
         ),
     ] = "gradient-norms"
-    pack: Annotated[bool, Meta(description="Change stages.", extra=_BOTH)] = True
+    pack: Annotated[bool, Meta(description="Change stages and replicas between epochs.", extra=_BOTH)] = True
     replicate: Annotated[bool, Meta(description="Change the number of replicas.", extra=_BOTH)] = True
     cache: Annotated[bool, Meta(description="Keep outputs of frozen layers on disk.", extra=_BOTH)] = True
     cache_dir: Annotated[

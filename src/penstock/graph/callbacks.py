@@ -60,7 +60,7 @@ _LIBRARY.define("callback(Tensor[] tensors, SymInt[] sizes, int number) -> Tenso
 def _run_recorded(tensors: Sequence[Tensor], sizes: Sequence[int], number: int) -> list[Tensor]:
     recorder = _RECORDER.get()
     if recorder is None:
-        raise CaptureError("penstock.callback can run only during capture and in a training stage")
+        raise CaptureError("penstock.callback can run only in two places: during capture, or in a training stage")
     versions = [tensor._version for tensor in tensors]
     with recorder.inside():
         made = recorder.callbacks[number].run(list(tensors), list(sizes))

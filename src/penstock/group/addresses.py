@@ -17,8 +17,9 @@ BIND = "PENSTOCK_BIND"  # the listening address of this process and its children
 _ANYWHERE = "192.0.2.1"
 _PREFIX = "penstock-"  # of private folders of one account
 _OWN = {".taken", ".store"}  # suffixes of regular files in such a folder
-_MOST_PATH = 94  # the smallest limit of all systems on a socket's path is 104 bytes
-_PORT_OF_FOLDER = 29500  # the processes in the folder number their ports from 1, so this one stays free
+_MOST_PATH = 94  # some systems limit a socket's path to 104 bytes; "/" and the name of the socket follow the folder
+# in a folder of sockets a port is a file name; processes take theirs from 1 upwards, so this number stays free
+_PORT_OF_FOLDER = 29500
 
 
 def listen(address: str, port: int = 0) -> socket.socket:
@@ -85,9 +86,9 @@ def local_address(towards: str) -> str:
 def first_address(host: str, *, all_here: bool) -> str:
     """Return the address of rank 0's host for all ranks of a run.
 
-    A name that does not resolve to a loopback address is returned unchanged. A host's own name often does on that host:
-    then the result is loopback with `all_here` (a run on this machine alone) or if `host` is loopback itself, else this
-    machine's address on its default route.
+    A name that does not resolve to a loopback address is returned unchanged. On its own host, a host's name often
+    resolves to a loopback address. Then the result is loopback with `all_here` (a run on this machine alone) or if
+    `host` is loopback itself, else this machine's address on its default route.
 
     >>> first_address("localhost", all_here=False)
     '127.0.0.1'
@@ -100,8 +101,8 @@ def first_address(host: str, *, all_here: bool) -> str:
         return local_address(_ANYWHERE)
     except RunError:
         raise RunError(
-            f"{host} resolves to a loopback address, which other hosts cannot reach, and no outgoing route shows this "
-            "machine's address; set --master-addr to that address"
+            f"{host} resolves to a loopback address, which other hosts cannot reach, and this machine has no default "
+            "route that would tell its other address; set --master-addr to an address that the other hosts can reach"
         ) from None
 
 
@@ -145,11 +146,11 @@ class PrivateFolder:
 
     def __init__(self) -> None:
         self.path = tempfile.mkdtemp(prefix=_PREFIX)
-        if len(self.path) > _MOST_PATH:
+        if (num_bytes := len(os.fsencode(self.path))) > _MOST_PATH:
             os.rmdir(self.path)
             raise UsageError(
                 f"the path of a folder for sockets must have at most {_MOST_PATH} bytes, but {self.path} has "
-                f"{len(self.path)}; set TMPDIR to a shorter folder"
+                f"{num_bytes}; set TMPDIR to a shorter folder"
             )
         self._remove = weakref.finalize(self, _remove, self.path, os.getpid())
 

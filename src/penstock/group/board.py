@@ -83,7 +83,10 @@ def nobody_listens(address: str, port: int) -> bool:
 
 
 def wait_for_server(address: str, port: int, timeout_s: float) -> None:
-    """Wait until rank 0 listens on its port; raises `RunError` after the timeout."""
+    """Wait until the rendezvous, of rank 0 or of torchrun's agent, listens on its port.
+
+    Raises `RunError` after the timeout.
+    """
     deadline = time.monotonic() + timeout_s
     while True:
         try:
@@ -91,12 +94,14 @@ def wait_for_server(address: str, port: int, timeout_s: float) -> None:
             return
         except OSError as error:
             if time.monotonic() > deadline:
-                raise RunError(f"rank 0 at {address}:{port} cannot be reached: {error}; start it first") from None
+                raise RunError(
+                    f"the rendezvous at {address}:{port} cannot be reached: {error}; start rank 0 first"
+                ) from None
             time.sleep(_POLL_S)
 
 
 def read_if_there(store: Store, key: str) -> bytes | None:
-    """Return the value of a key, or None if it is not set: `get` alone would wait for it."""
+    """Return the value of a key, or None if it is not set, for which torch's `get` would wait."""
     return store.get(key) if store.check([key]) else None
 
 

@@ -20,9 +20,9 @@ WAYS = ["auto", "gloo", "nccl"]
 def go_direct(world: World, ranks: Collection[int], device: torch.device) -> bool:
     """Negotiate NCCL between these ranks and switch the world's transport to it if all agree; return whether they do.
 
-    The ranks and the driver call this. The driver's `world.between_gpus` decides: `auto` uses NCCL if every rank has it
-    and a GPU of its own, `gloo` never uses it, `nccl` requires it. Raises `UsageError` on all these ranks if NCCL is
-    required but not usable.
+    The ranks and the driver call this. The driver's `world.between_gpus` decides: `auto` uses NCCL if there are several
+    ranks, each with NCCL and a GPU of its own, and the run has no key; `gloo` never uses it; `nccl` requires it. Raises
+    `UsageError` on all these ranks if NCCL is required but not usable.
     """
     mine = _describe(device) if world.rank in ranks else {}
     others = sorted(set(ranks) - {FEEDER})
@@ -38,7 +38,7 @@ def go_direct(world: World, ranks: Collection[int], device: torch.device) -> boo
             "name": known if wanted and not problem else "",
             "problem": problem if world.between_gpus == "nccl" else "",
         }
-        # a rank that has read of a problem may end the group before the next one has been told
+        # a rank that has received a problem may end the group before the next rank has been sent it
         expected = (TransportError,) if decision["problem"] else ()
         for rank in others:
             with contextlib.suppress(*expected):
@@ -71,7 +71,7 @@ def why_not(devices: Mapping[str, Mapping[str, str]]) -> str:
     seen: dict[str, str] = {}
     for name, device in devices.items():
         if not device["gpu"]:
-            return f"NCCL needs CUDA, but {name} computes elsewhere; leave between_gpus out"
+            return f"NCCL needs CUDA, but {name} does not compute on a CUDA device; leave between_gpus out"
         if not device["nccl"]:
             return f"the torch of {name} was built without NCCL; leave between_gpus out"
         if device["gpu"] in seen:

@@ -45,7 +45,8 @@ _joins = itertools.count()
 has_joined = threading.Event()
 # stores that rank 0 serves if torchrun serves none. Kept alive, since other ranks may begin the next join before rank 0
 _serving: dict[tuple[str, int], TCPStore] = {}
-# links by key; all folders share one entry. Kept alive, because they serve the stores above
+# links by the value of PENSTOCK_KEY; addresses that are folders share the entry "/". Kept alive, because the stores
+# above are served through them
 _links: dict[str, Links] = {}
 WORKER = "penstock.deploy.worker"
 _REASON_S = 2.0  # timeout for the reason of a broken connection
@@ -54,7 +55,7 @@ _REASON_S = 2.0  # timeout for the reason of a broken connection
 def under_torchrun() -> bool:
     """Return whether torchrun, or a launcher that sets the same variables, started this process.
 
-    In a task of a Slurm step, set these variables first, so that `srun python script.py` is enough.
+    In a task of a Slurm step, this first sets these variables from Slurm's, so that `srun python script.py` is enough.
     """
     if "RANK" not in os.environ:
         os.environ.update(slurm_variables(os.environ))
@@ -158,9 +159,9 @@ def start_local(
 ) -> World:
     """Start new workers on this machine, with this process as the driver.
 
-    The workers run `module` with extra `arguments`; it must exit as `penstock.deploy.worker` does. With `again` the run
-    forms a new group after a rank is lost. The processes connect through a private folder (`meeting_place`), or with
-    `over_network` like processes of several machines.
+    The workers run `module` with extra `arguments`; like `penstock.deploy.worker`, the module must exit when this
+    process does (`leave_with_parent`). With `again` the run forms a new group after a rank is lost. The processes
+    connect through a private folder (`meeting_place`), or with `over_network` like processes of several machines.
     """
     address, folder = meeting_place() if not over_network else (own_address(), None)
     with working("starting the workers"), contextlib.ExitStack() as where_it_fails:
@@ -251,7 +252,8 @@ def join_group(
             if before is not None:
                 _wait_for_all(transport, health)
         except BaseException as error:
-            # an unreported exit would look orderly; with `again` the run forms another group, without the lost rank
+            # `health.close` announces an orderly exit, so the error must be reported first; after a regroup the run
+            # forms another group, of the ranks that answer
             health.report(error, again=before is not None and isinstance(error, PenstockError))
             raise
         where_it_fails.pop_all()
@@ -324,7 +326,7 @@ def _serve(links: Links, address: str, host: str, port: int) -> TCPStore:
             message = f"port {port} on {host} is in use; choose another one with --master-port"
         else:
             message = (
-                f"cannot listen on {address}:{port} ({error.strerror or error}); --master-addr must be an address "
-                "of rank 0's host; if it is, choose another of its addresses with --bind"
+                f"cannot listen on {address}:{port} ({error.strerror or error}); check that --master-addr is an "
+                "address of rank 0's host; if so, choose another address of that host with --bind"
             )
         raise RunError(message) from None

@@ -69,7 +69,7 @@ class Following:
             self._thread.start()
 
     def _form(self) -> None:
-        """Form groups until one of them has no verdict."""
+        """Form groups until one has no verdict that the run survives, or until `close`."""
         while True:
             following = dataclasses.replace(self._world)
             try:
@@ -110,7 +110,7 @@ def _as_ours(error: BaseException) -> PenstockError:
 
 
 def _go_over(world: World) -> None:
-    """Switch a world to the next group; raises `DeviceLost` if it forms without this process."""
+    """Switch a world to the next group; raises `DeviceLost` if this process is in none."""
     failure = world.health.failure
     if failure is None:
         raise DeviceLost("a regroup was requested without a failure; continue with the current group")
@@ -119,4 +119,7 @@ def _go_over(world: World) -> None:
         return
     release(world.transport, world.health)
     if not next_group(world, waits=False):
-        raise DeviceLost(f"{failure.message}, and the others continued without this process; start it again to join")
+        raise DeviceLost(
+            f"{failure.message}, and this process was not admitted to another group; if the others continued, start it "
+            "again to join them"
+        )

@@ -74,7 +74,8 @@ class Meeting:
     ) -> None:  # fmt: skip
         self._rank, self._size, self._prefix, self._links = rank, size, prefix, rendezvous.links
         self._join_s = join_s
-        self.unlike: Mapping[int, frozenset[str]] = {}  # operators that differ, by rank with another torch version
+        # for each rank with another torch version: the operators that differ from those of this process
+        self.unlike: Mapping[int, frozenset[str]] = {}
         address = rendezvous.address
         self.board = _serve_board(rendezvous.links, address, rank)
         self._own = Hello(
@@ -178,8 +179,8 @@ class Meeting:
         if self._rank == FEEDER:
             names = ", ".join(f"{hello.name} ({hello.torch})" for hello in others.values())
             note(
-                f"not all processes run torch {self._own.torch}: {names}; their results may differ from it in the "
-                "last bits"
+                f"these processes run another torch than this one ({self._own.torch}): {names}; results of different "
+                "versions may differ in the last bits"
             )
         return {rank: unlike_operators(own, found[rank]) for rank in others}
 
@@ -225,7 +226,9 @@ def _read_marks(data: bytes, rank: int, count: int) -> list[str]:
     except (msgspec.MsgspecError, UnicodeError):
         marks = []
     if len(marks) != count:
-        raise RunError(f"the operators of rank {rank} cannot be decoded; install penstock {__version__} there")
+        raise RunError(
+            f"rank {rank} sent a list of torch operators that cannot be read; install penstock {__version__} there"
+        )
     return marks
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from penstock.errors import UsageError
 from penstock.group.addresses import BIND, remove_left
 
-# suppresses torch's log lines about broken connections, with C++ frames: the group's verdict reports the lost process
+# suppresses torch's log lines with C++ frames about broken connections: the group's verdict reports the lost process
 QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 _KILLED_S = 10.0  # timeout for the exit of a killed process
 # the folder that contains the package
@@ -41,8 +41,9 @@ def code_command(code: str) -> list[str]:
 def module_path(module: str = "penstock") -> str:
     """Return the `PYTHONPATH` for a new process that runs a module of ours.
 
-    An installed package is found anyway; one on `sys.path` alone, as for a notebook next to the source, is not. The
-    current folder is left out unless it contains the module or Penstock itself.
+    A new process finds installed packages anyway, but not a package that this process finds only by its own `sys.path`,
+    such as a notebook next to the source. The current folder is left out unless it contains the module or Penstock
+    itself.
     """
     here = Path.cwd().resolve()
     needed = here in (_SOURCE, *_folders_of(module))
@@ -123,7 +124,7 @@ class LocalWorkers:
         return [WorkerExit(index, status) for index, status in found if status is not None]
 
     def exited(self) -> WorkerExit | None:
-        """Return the first worker that has exited, or None while all are running."""
+        """Return a worker that has exited, the one with the lowest index, or None while all are running."""
         return next(iter(self.exits()), None)
 
     def stop(self, grace_s: float) -> None:

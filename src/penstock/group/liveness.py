@@ -6,7 +6,7 @@ verdict, the first one written on rank 0's board.
 
     every process, each BEAT_S:    writes its progress on its board
     rank 0 reads every board, the other ranks read rank 0's; each board has a polling thread, which may block forever
-    no answer for SILENCE_S, or the connection breaks:   verdict
+    no answer for the group's silence limit (SILENCE_S by default), or the connection breaks:   verdict
     a verdict on the board of rank 0:   abort all transports; waits end, and `failure` has the reason
     a process that exits cleanly announces its exit on the boards of the ranks that it watches
 """
@@ -124,8 +124,8 @@ class Health:
     def report(self, error: BaseException, *, again: bool = False, lost: bool = False) -> None:
         """Report to all ranks that this process failed; only the first report of a group counts.
 
-        With `again` the run forms another group, of all ranks that answer. With `lost` it forms without this process,
-        which caused the error.
+        With `again` the run forms another group, of all ranks that answer. With `lost` the run forms another group
+        without this process, which caused the error.
         """
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
         memory = is_out_of_memory(error)
@@ -178,7 +178,7 @@ class Health:
         if self._closed:
             return
         self._closed = True
-        # an unannounced exit would be reported as a second failure and mask the first
+        # without this, the watchers would take the exit for a lost process
         if self.failure is None:
             self._tell(list(self._peers.values()), gone_key(self._rank), "gone")
             if self._peers and not self._boards.shared:

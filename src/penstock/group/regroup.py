@@ -30,7 +30,7 @@ from penstock.wire import FEEDER
 _MEET_S = 10.0
 _ATTEMPTS = 5
 _POLL_S = 0.2
-_RETURN_S = 60.0  # retry period of a process that is cut off from rank 0
+_RETURN_S = 60.0  # how long a process that is cut off from rank 0 keeps retrying
 
 
 def regroup(world: World, lost: Collection[int] = (), *, admits: bool = True, join_s: float = _MEET_S) -> None:
@@ -160,7 +160,11 @@ def join_later(host: str, port: int, patience_s: float = 120.0) -> World | None:
 
 
 def _await(membership: Membership, after: int, *, waits: bool = True) -> World | None:
-    """Answer roll calls until this process is in a group; None once the run has ended."""
+    """Answer roll calls until this process is in a group.
+
+    Returns None if the run has ended, if rank 0 cannot be reached for a minute, and, without `waits`, if a group formed
+    without this process.
+    """
     deadline = time.monotonic() + _RETURN_S
     while True:
         store = PatientStore(membership.rendezvous.connect, STORE_S + CONNECT_S)

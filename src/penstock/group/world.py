@@ -27,7 +27,7 @@ from penstock.wire import FEEDER
 
 # timeout for a verdict after a broken connection: the silence limit, two beats and one hanging store call
 _REASON_S = 9.0
-# timeout for dismissing all other ranks; longer than a verdict on a rank that does not answer takes to arrive
+# timeout for dismissing all other ranks; if a rank does not answer, the verdict on it arrives earlier
 DISMISS_S = 10.0
 
 

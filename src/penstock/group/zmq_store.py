@@ -53,7 +53,7 @@ class _Values:
         return [value.encode() for value in self._do("multi_get", keys)]
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Replace the expected value of a key, "" if unset; returns the value after the call."""
+        """Set a key to `desired` if its value is `expected`, "" if unset; returns the value after the call."""
         return self._do("compare_set", [key, expected, desired])[0].encode()
 
     def add(self, key: str, amount: int) -> int:
@@ -107,8 +107,10 @@ class StoreServer(_Values):
             else:
                 (amount,) = rest
                 found = str(int(values.get(key, "0")) + int(amount))
-            if len(found) > MAX_VALUE_BYTES or (key not in values and len(values) >= MAX_KEYS):
-                raise RuntimeError("the store is full")
+            if len(found) > MAX_VALUE_BYTES:
+                raise RuntimeError(f"a value of the store has at most {MAX_VALUE_BYTES} bytes; got {len(found)}")
+            if key not in values and len(values) >= MAX_KEYS:
+                raise RuntimeError(f"the store is full: it has {MAX_KEYS} keys")
             values[key] = found
             return [found]
 
@@ -138,8 +140,8 @@ class StoreServer(_Values):
 class ZmqStore(_Values):
     """A client of another process's `StoreServer`.
 
-    Every call raises `RuntimeError` once the connection is broken. It waits up to a minute while the connection is
-    alive, which libzmq's threads check; `heard_s` is the time of the last such check.
+    Every call raises `RuntimeError` once the connection is broken, which libzmq's threads detect; while it is alive, a
+    call waits up to a minute. `heard_s` is the time at which a call last found the connection alive.
     """
 
     def __init__(

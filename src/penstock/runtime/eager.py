@@ -155,7 +155,9 @@ class Runtime:
         if tensor is None and state.kind == "cache":
             tensor = torch.zeros(value.evaluate({}), dtype=value.dtype, device=self.device)
         if tensor is None:
-            raise ProgramError(f"the stage needs the tensor {name!r} and did not get it; bundle its weights again")
+            raise ProgramError(
+                f"the weights of the stage lack the tensor {name!r}, which its program reads; make the bundle again"
+            )
         if tuple(tensor.shape) != value.evaluate({}) or tensor.dtype != value.dtype:
             raise ProgramError(
                 f"{name!r} is {tensor.dtype} {tuple(tensor.shape)} but the program wants "

@@ -136,7 +136,10 @@ class RuntimeChoice:
                 f"{self.precision}; choose one of these"
             )
         if self.keep and self.precision not in {"int8", "int4"}:
-            raise PlanError(f"int8 and int4 keep layers in float32; got {self.precision}; leave {self.keep[0]} out")
+            raise PlanError(
+                f"only int8 and int4 can keep some layers in float32, but the precision is {self.precision}; leave the "
+                f"layers to keep out, here {'+'.join(self.keep)}"
+            )
 
     def __str__(self) -> str:
         return runtime_name(self.name, self.precision, self.keep)

@@ -56,7 +56,7 @@ class ScheduleChoice:
         self._num_buffers = num_buffers
         self._own = read_schedule(schedule) if schedule not in SCHEDULES else None
         if self._own and any(action.kind == "U" for actions in self._own for action in actions):
-            raise UsageError("your schedule must not update weights with U, as optimizer.step() does; leave U out")
+            raise UsageError("your schedule must not contain U, because optimizer.step() updates weights; leave U out")
         self._made: dict[tuple[int, int, int], Schedule] = {}
 
     def of(self, replica: Replica, num_microbatches: int) -> Schedule:
@@ -105,8 +105,8 @@ class ScheduleChoice:
 def make_grid(devices: Sequence[int], stages: int | None, replicas: int | None, choice: ScheduleChoice) -> Grid:
     """Divide ranks evenly into replicas, and place the stages of each.
 
-    Without either count every rank is a stage; without `replicas`, as many replicas as fit. Raises `UsageError` if a
-    rank would have no stage.
+    With neither `stages` nor `replicas` there is one replica with a stage on each rank; with `stages` alone, as many
+    replicas as fit. Raises `UsageError` if a rank would have no stage.
     """
     count = len(devices)
     replicas = replicas or (max(1, count // stages) if stages else 1)
@@ -203,7 +203,7 @@ class Arrangement:
         return min(wanted, max(num_rows // least, 1)) if num_rows else 0
 
     def fixed(self) -> "Arrangement":
-        """Return this placement with a fixed number of microbatches per replica, kept by later placements.
+        """Return this placement with the number of microbatches fixed; later placements keep the total.
 
         Rows then fall into the same microbatches for any number of replicas.
         """
@@ -221,9 +221,8 @@ class Arrangement:
     def shape(self, num_devices: int) -> Grid:
         """Return a grid with this run's schedule for a number of devices, from `make_grid`.
 
-        Each replica keeps its current number of devices, and there are as many replicas as that allows. Remaining
-        devices are spread over the replicas, which then have more stages. The total number of microbatches is
-        unchanged.
+        There are as many replicas, at least one, as can each have their current number of devices. Devices left over
+        are spread over them, and the replicas then have more stages. The total number of microbatches is unchanged.
         """
         replicas = self.grid.replicas
         total = self.all_microbatches
@@ -272,7 +271,7 @@ def place_training(world: World, graph: Graph, plan: Plan) -> tuple[Grid, list[s
     if len(ranks) < len(world.devices):
         raise PlanError(
             f"the plan uses {len(ranks)} devices, {', '.join(plan.devices)}, but {len(world.devices)} processes train; "
-            "start one on each of them"
+            "start exactly one process on each of these devices"
         )
     return plan_grid(plan, ranks, {cut.name: cut.position for cut in cuts})
 

@@ -33,7 +33,8 @@ class ForwardBackward:
         self._world, self._transport, self._all_losses, self._row_cut = world, transport, losses, row_cut
         self._step: StepContext  # step of the last `run`; `_now` are the stages that it ran on
         self._now: PlacedStages
-        self._sums: dict[str, Tensor] = {}  # gradient sums, if they must be complete before the exchange of documents
+        # gradient sums, if they must be complete before the processes exchange their documents of the step
+        self._sums: dict[str, Tensor] = {}
         self.computed_s = 0.0
         self._losses: dict[int, Measured] = {}
         self._microbatches: list[Microbatch] = []
@@ -50,7 +51,10 @@ class ForwardBackward:
         return bool(self._microbatches)
 
     def head(self, microbatch: int, outputs: Sequence[Tensor], sizes: Sizes) -> Tensor:
-        """Return a microbatch's loss as a sum, from the last stage's outputs; record the loss with its count."""
+        """Return a microbatch's loss as a sum over its items, from the last stage's outputs.
+
+        The loss and the number of items are recorded for `divisor`.
+        """
         now, step, labels = self._now, self._step, self._microbatches[microbatch].labels
         alone = len(self._microbatches) == 1 and len(now.placed.grid.replicas) == 1
         measured = self._all_losses.measure(

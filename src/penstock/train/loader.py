@@ -18,9 +18,9 @@ from penstock.train.trainer import Trainer
 class Loader:
     """An iterable over a data set, one epoch per iteration; each process gets its replica's rows of each batch.
 
-    A process whose stages use neither inputs nor labels loads nothing: it gets tensors on the meta device, which have a
-    shape but no values. The order depends only on seed and epoch, or is drawn by a sampler of the caller's. The last
-    batch of an epoch may be small, and a replica's part of the batch empty.
+    A process whose stages use neither inputs nor labels loads nothing, unless rows vary in length: it gets tensors on
+    the meta device, which have a shape but no values. The order depends only on seed and epoch, or is drawn by a
+    sampler of the caller's. The last batch of an epoch may be small, and a replica's part of the batch empty.
 
     Example:
         for images, labels in pipe.loader(dataset, batch_size=64, shuffle=True): ...
@@ -79,7 +79,7 @@ class Loader:
 
     @property
     def epoch(self) -> int:
-        """Current epoch, or the next if none has started; in a process that joins a run, the other ranks' epoch."""
+        """Epoch of the next batch, 0 at first; in a process that joins a run, the other ranks' epoch."""
         self._catch_up()
         return self._epoch
 
@@ -118,7 +118,7 @@ class Loader:
         """Report the loaded batch to the trainer, and advance to the next one."""
         trainer, position = self._trainer, self.position
         self.last_rows = len(order[position])
-        # cached outputs are of the followed loader's data
+        # elastic training caches outputs for the data of the loader that it follows; survivors may load the rows again
         if self.follower is not None or trainer.survivors is not None:
             following = order[position + 1] if position + 1 < len(order) else None
             batch = LoadedBatch.of(
@@ -171,7 +171,8 @@ class Loader:
         if self.follower is not None:
             self.follower.begin_epoch(self)
         self._known = None  # a sampler may draw another order
-        ends = max(self._epoch, self._reached) + 1  # `_reached` counts after a rollback to an earlier epoch
+        # after a rollback to an earlier epoch, this iteration repeats all epochs up to `_reached`
+        ends = max(self._epoch, self._reached) + 1
         placed: Arrangement | None = None
         shared: list[list[int]] | None = None
         expected: tuple[int, int] | None = None
@@ -231,7 +232,7 @@ class Loader:
                 yield shapes.empty()
 
     def _uses_data(self) -> bool:
-        """Return whether a stage here uses inputs or labels; varying lengths are known only from the data."""
+        """Return whether a stage here uses inputs or labels, or lengths vary, which only the data can tell."""
         now = self._trainer.now
         varying = len(now.captured.graph.symbols) > 1
         # including stages whose outputs are cached: they are computed if the loop changes a batch

@@ -79,7 +79,7 @@ def prepare(
 ) -> Prepared:
     """Send all tensors that another placement needs; the current placement stays in force until `commit`.
 
-    Every process calls this, as `migrate`, and commits once all ranks have finished preparing.
+    Every process calls this, and commits once all ranks have finished preparing.
     """
     before = trainer.now
     optimizers = gather_groups(trainer)
@@ -144,7 +144,7 @@ def _gather(trainer: Trainer, optimizer: torch.optim.Optimizer, tensors: HeldTen
 
 
 def _remember_groups(trainer: Trainer, told: Sequence[_Told]) -> None:
-    """Record the groups of parameters that optimizers drop when layers are frozen: they may be unfrozen later."""
+    """Record each parameter's group: optimizers drop it while its layer is frozen, and its holders may be lost."""
     known = trainer.known_groups
     known.extend({} for _ in range(len(told) - len(known)))
     for groups, each in zip(known, told, strict=True):

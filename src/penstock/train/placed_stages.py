@@ -132,7 +132,7 @@ class PlacedStages:
 
     @cached_property
     def own_loss(self) -> OwnLoss:
-        """Convention of the model's own loss over rows."""
+        """The loss that the model itself computes, and whether it is a mean or a sum over rows."""
         return OwnLoss(self.captured.graph)
 
     def _make_stage(self, index: int) -> TrainingStage:

@@ -44,8 +44,8 @@ from penstock.transport.metered import MeteredTransport
 class Trainer:
     """One process's trainer in a training run; every process creates one with the same arguments.
 
-    Processes run the same script. Each loads the inputs that its stages use, and labels if it holds the
-    last stage; neighbours exchange activations and gradients; all ranks receive the loss.
+    Processes run the same script. Each loads its replica's rows if its stages use inputs or labels; neighbours
+    exchange activations and gradients; all ranks receive the loss.
 
     Example:
         cut, options = CutOptions(stages=2), TrainOptions(schedule="1f1b", microbatches=4)
@@ -194,8 +194,8 @@ class Trainer:
             self.data.trained = rows.batch
         if (self.survivors is not None or self.follower is not None) and self.step and not self.optimizers:
             raise UsageError(
-                "parameters may move between processes in this run, but only with optimizers of the pipeline; "
-                "create it with pipe.optimizer(lambda parameters: ...)"
+                "this run may move parameters between processes, so it needs an optimizer of the pipeline; create one "
+                "with pipe.optimizer(lambda parameters: ...)"
             )
         _, sizes = rows.bound(self.captured.graph)
         self.row_cut.check(labels, sizes["batch"])
@@ -209,8 +209,9 @@ class Trainer:
     def _do_step(self, context: StepContext) -> Tensor:
         sent_bytes = self.transport.sent_bytes
         if self.captured.graph.callbacks:
-            # hooks and custom functions of the model must see gradients of the batch's mean loss; otherwise gradient
-            # sums are divided once at the end, so that their bits do not depend on the number of replicas
+            # hooks and custom functions of the model must see gradients of the batch's mean loss, so losses are scaled
+            # first; without any, gradient sums are divided once at the end, so that their bits do not depend on the
+            # number of replicas
             context.scale = 1.0 / max(1, self._count_rows(context.rows))
 
         def run() -> dict[str, Any]:

@@ -47,7 +47,7 @@ def test_a_write_that_fails_or_is_short(tmp_path: Path, monkeypatch: pytest.Monk
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(os, "pwrite", failing)
-    with pytest.raises(CacheError, match=r"must be writable, but a file in it is not \(Input/output error\)"):
+    with pytest.raises(CacheError, match=r"cannot be written \(Input/output error\)"):
         fill_shard(tmp_path)
     assert list(tmp_path.iterdir()) == []
     monkeypatch.setattr(os, "pwrite", short)  # less than asked for at once

@@ -242,7 +242,7 @@ def test_deletion_leaves_what_it_did_not_make(tmp_path: Path) -> None:
 
 def test_a_file_in_place_of_the_folder(tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("mine")
-    with pytest.raises(CacheError, match=r"shard-1.rows must be writable, but .* is not \(File exists\).*choose anoth"):
+    with pytest.raises(CacheError, match=r"shard-1.rows cannot be written \(File exists\).*choose anoth"):
         fill_shard(tmp_path / "cache")
     with pytest.raises(CacheError, match="holds no cache"):
         Shard.open(tmp_path / "cache", layout_of())

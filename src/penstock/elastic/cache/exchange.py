@@ -1,7 +1,7 @@
 """Exchange of cached rows between the processes that own them and the processes that need them, one batch ahead.
 
 batch      3  8  5  2        4 processes; process s % 4 owns sample s
-replica 0  3  8              its first process is 0: process 3 sends row 3, and it owns row 8 itself
+replica 0  3  8              process 0 holds its first running stage: it receives row 3 from process 3, and owns row 8
 replica 1        5  2        likewise; a process on the same machine reads the owner's files
 """
 
@@ -43,9 +43,9 @@ class _Fetched:
 class CachedFeatures:
     """Outputs of frozen layers for this process's rows of each batch, read from its own files or sent by their owners.
 
-    `shards` are the shards that this process can read: its own, and those on the same machine. The holders of stage
-    `skipped`, the first that still computes, need the rows. The first `num_outputs` values of a row are returned, by
-    default all. With several views of each sample, `view` selects the view for this epoch.
+    `shards` are the shards that this process can read: its own, and those on the same machine. The first `skipped`
+    stages do not run; the holders of the next stage need the rows. The first `num_outputs` values of a row are
+    returned, by default all. With several views of each sample, `view` selects the view for this epoch.
 
     Example:
         features = CachedFeatures(transport, grid, skipped=1, shards={0: shard}, hosts=world.hosts, num_views=1)

@@ -37,7 +37,7 @@ from penstock.values import Size
 from penstock.wire import FEEDER
 
 _BATCH = 32  # rows computed at once
-_LOOKED_AT = 64  # samples that identify a data set
+_LOOKED_AT = 64  # at least so many samples, spread evenly, identify a data set
 _DIGEST_BYTES = 16
 _DIGEST = ((_DIGEST_BYTES,), torch.uint8)  # digest of the model's inputs for a sample: the last value of its row
 
@@ -153,7 +153,7 @@ def cache_key(
     *, program: str, weights: Mapping[str, str], data: Sequence[Sequence[str]], num_processes: int, num_samples: int,
     num_views: int, stored: torch.dtype,
 ) -> str:  # fmt: skip
-    """Return a name for a cache that depends on all that determines its values, by digests of `weights` and `data`.
+    """Return a cache's name, a hash of all that determines its values; `weights` and `data` are given as digests.
 
     The number of processes is included, since samples are divided among them.
     """
@@ -211,7 +211,8 @@ class Filling:
         values = values_after(self._captured, self._end)
         if values is None:
             raise CacheError(
-                f"the values that cross {self._end.name} are not of single samples; train without the cache"
+                f"a value that crosses {self._end.name} does not have one row per sample, so it cannot be cached; "
+                "train without the cache"
             )
         columns, size = make_columns([*values, _DIGEST], self._place.stored), self._trainer.world.transport.size
         return [
@@ -310,7 +311,7 @@ class Filling:
         return {value.name: tensor for value, tensor in zip(graph.tensor_inputs(), tensors, strict=True)}
 
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Send the weights of the layers to be computed to every process; yields them by the program's names."""
+        """Send every process the weights of the layers that it will compute; yields them with the program's names."""
         states = {state.source: state for state in self._part.program.states}
         tensors, world = self._trainer.tensors, self._trainer.world
         there = {name: tensors.holders(name) for name, state in states.items() if state.kind != "constant"}
@@ -324,7 +325,7 @@ class Filling:
                 yield state.value.name, moved(constant, self._trainer.now.how.device)
 
     def _key(self) -> str:
-        """Return the content-derived name of the cache, the same on every process."""
+        """Return the name of the cache (see `cache_key`), the same on every process."""
         trainer, count = self._trainer, self._loader.num_samples
         tensors = trainer.tensors
         names = [state.source for state in self._prefix.program.states if state.kind != "constant"]

@@ -77,7 +77,7 @@ def bytes_per_row(values: Values, stored: torch.dtype | None) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The rows of an owner and their offsets in its file; `key` is the content-derived name of the cache."""
+    """The rows of an owner and their offsets in its file; `key` is the name of the cache (see `cache_key`)."""
 
     key: str
     owner: int
@@ -143,7 +143,9 @@ class Shard:
         try:
             mark = layout.mark_path(folder).read_bytes()
         except OSError as error:
-            raise CacheError(f"{path} is not finished ({error.strerror}); fill it first") from None
+            raise CacheError(
+                f"{path} is not finished: its mark cannot be read ({error.strerror}); fill it first"
+            ) from None
         if mark != layout.mark(sum_words(memory)):
             raise CacheError(f"{path} is damaged, or its rows belong to another cache; fill it again")
         return cls(folder, layout, memory)
@@ -176,8 +178,8 @@ class Shard:
         wrong = places[(places < 0) | (places >= self.layout.num_rows)]
         if len(wrong):
             raise CacheError(
-                f"a row must be below {self.layout.num_rows}; got {int(wrong[0])}; "
-                "pass only samples that this process owns"
+                f"a row must be from 0 to {self.layout.num_rows - 1}; got {int(wrong[0])}; pass only samples that this "
+                "process owns"
             )
         return [column[places] for column in self._columns]
 
@@ -211,8 +213,8 @@ def writing(
     """
     if limit_bytes is not None and layout.num_bytes > limit_bytes:
         raise CacheError(
-            f"the cache needs {format_bytes(layout.num_bytes)}, more than its limit of {format_bytes(limit_bytes)}; "
-            f"set a larger limit{_bfloat16_helps(layout)}"
+            f"this process's part of the cache needs {format_bytes(layout.num_bytes)}, but its share of the limit is "
+            f"{format_bytes(max(0, limit_bytes))}; set a larger limit{_bfloat16_helps(layout)}"
         )
     path, num_done = layout.rows_path(folder), 0
     with contextlib.ExitStack() as stack:
@@ -253,8 +255,8 @@ def _explained(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise CacheError(
-            f"the cache {path} must be writable, but {error.filename or 'a file in it'} is not "
-            f"({error.strerror or error}); free space, choose another folder, or train without a cache"
+            f"the cache file {error.filename or path} cannot be written ({error.strerror or error}); free space, "
+            "choose another folder, or train without a cache"
         ) from error
 
 
@@ -306,7 +308,10 @@ def _check_rows(tensors: Sequence[Tensor], layout: Layout, missing: int) -> int:
     counts = {tensor.shape[0] if tensor.ndim else -1 for tensor in tensors}
     if found != expected or len(counts) != 1 or -1 in counts:
         shown = [(list(tensor.shape), tensor.dtype) for tensor in tensors]
-        raise CacheError(f"rows of this cache must be tensors of {expected}; got {shown}; pass one of each, rows first")
+        raise CacheError(
+            f"a batch must have one tensor for each value, with a dimension of rows before the value's shape; the "
+            f"values are {expected}, got {shown}; fill the cache again"
+        )
     (count,) = counts
     if count > missing:
         raise CacheError(

@@ -13,7 +13,7 @@ _ROUNDS = 3
 
 @cache
 def copy_s_per_byte() -> float:
-    """Measure the CPU seconds per byte of copying scattered rows, as from a mapped file that is in memory.
+    """Measure the seconds per byte of copying scattered rows, as from a mapped file that is in memory.
 
     Reading from a slower disk takes longer, but the cache is read ahead of training.
     """

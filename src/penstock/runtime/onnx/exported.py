@@ -44,7 +44,9 @@ class ExportedRuntime(ABC):
         precision: str = "float32", keep: Sequence[str] = (),
     ) -> None:  # fmt: skip
         if device != HOST:
-            raise PlanError(f"the runtime {self.name} computes only on the CPU; got {device}; plan with eager")
+            raise PlanError(
+                f"the runtime {self.name} computes only on the CPU, but the device is {device}; use the runtime eager"
+            )
         if precision == "bfloat16":
             check_bfloat16()  # without bfloat16 instructions engines silently compute in float32
         check_supported(program)

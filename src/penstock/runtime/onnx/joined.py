@@ -44,7 +44,9 @@ class JoinedRuntime(Runtime):
         name: str = "onnxruntime",
     ) -> None:  # fmt: skip
         if device != HOST:
-            raise PlanError(f"the runtime {name} computes only on the CPU; got {device}; plan with eager")
+            raise PlanError(
+                f"the runtime {name} computes only on the CPU, but the device is {device}; use the runtime eager"
+            )
         if precision == "bfloat16":
             check_bfloat16()
         shapes = Shapes(program)

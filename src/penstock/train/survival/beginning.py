@@ -52,8 +52,8 @@ def survive(trainer: Trainer, outer: World, run: RunOptions) -> None:
     """
     if outer.membership is None:
         raise UsageError(
-            "on_loss needs at least two processes that torchrun did not start (its agents end all of them when one "
-            "fails); start several with penstock train, a lab or penstock hosts run, or leave on_loss out"
+            "on_loss needs at least two processes, started without torchrun (its agents end all processes when one "
+            "fails); start them with penstock train, penstock lab run or penstock hosts run, or leave on_loss out"
         )
     if run.survival.cluster is not None and outer.rank == FEEDER:
         for name in name_devices(outer):

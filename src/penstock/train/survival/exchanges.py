@@ -38,7 +38,7 @@ class Exchanges:
 
     def __init__(self, world: World, outer: World, *, joins: bool = False) -> None:
         if not isinstance(world.transport, MeteredTransport):
-            raise TypeError("the transport of a training run must be metered, so that it can switch to another group")
+            raise TypeError("a training run needs a MeteredTransport, which can switch to another group")
         self._world, self._outer, self._transport = world, outer, world.transport
         self._following = Following(outer)
         self.count = _NONE if joins else 0
@@ -59,7 +59,8 @@ class Exchanges:
         try:
             with self._world.explained():
                 if self._transport.size == 1:
-                    # alone in the group, no receive fails: check whether the group ended for a newcomer
+                    # a process alone in its group receives nothing, so no failed receive would tell it that the group
+                    # was ended to admit a newcomer
                     self._world.check()
                 gathered = all_gather(self._transport, work())
         except PenstockError as error:

@@ -25,7 +25,7 @@ def missing_bytes(
 ) -> list[list[float]]:
     """Return `missing[device][part]` for `assign`: the bytes that a rank lacks to take over a part of a placement.
 
-    Trained tensors include the optimizer's state, `state_factor` times their size.
+    For a trained tensor the optimizer's state is added: `state_factor` times the tensor's size.
     """
     bounds = [0, *(cut.position for cut in placed.cuts), len(captured.graph.ops)]
     sizes = {

@@ -49,7 +49,7 @@ def _planned(
 
 
 def _by_number(trainer: Trainer, begun: Arrangement, num_processes: int) -> tuple[Grid, Sequence[Cut]]:
-    """Return a grid for a number of processes: the initial grid, or as many replicas as fit."""
+    """Return a grid for a number of processes, and its cuts: the initial grid, or as many replicas as fit."""
     grid = begun.grid if num_processes == len(begun.grid.ranks) else begun.shape(num_processes)
     first = grid.replicas[0]
     if len(first.stages) == begun.num_stages:

@@ -1,8 +1,8 @@
 """A training run that survives lost processes, across process groups: recovery, migration and repeated calls.
 
-    a process is lost       survivors form a group ─▶ rearrange ─▶ migrate from replicas ─▶ repeat the call
-    a process asks to join  rank 0 ends the group before a step ─▶ the same, with the newcomer
-    a stage had no replica  ─▶ rearrange ─▶ restore everything from the last checkpoint ─▶ its next batch
+    a process is lost            survivors form a group ─▶ rearrange ─▶ migrate from replicas ─▶ repeat the call
+    a process asks to join       rank 0 ends the group before a step ─▶ the same, with the newcomer
+    a lost stage had no replica  ─▶ rearrange ─▶ restore everything from a checkpoint ─▶ the batch after the checkpoint
 
 An interrupted call has no effects, so it can be repeated: gradients are added to parameters only after every rank has
 acknowledged its sums, and buffers that a forward has written are restored.
@@ -121,7 +121,7 @@ class Survivors:
                 self._tell(went_back=True)
 
     def _know_groups(self) -> None:
-        """Share each optimizer's `param_groups` with all ranks, so that the groups of lost parameters stay known."""
+        """Tell all ranks which group of its optimizer each parameter is in, so that lost parameters keep theirs."""
         while not self._knows_groups and not self._changed:
             self._knows_groups = self._once(self._tell_groups) is not None
 
@@ -182,7 +182,7 @@ class Survivors:
         return {}
 
     def _check_alike(self) -> None:
-        """Leave the run if this newcomer's optimizers or schedulers do not match those of the other ranks."""
+        """Leave the run if this newcomer has other numbers of parameter groups or schedulers than the other ranks."""
         trainer, said = self._trainer, self._said
         groups = [len(optimizer.param_groups) for optimizer in trainer.optimizers]
         for what, own, theirs in (
@@ -273,8 +273,13 @@ class Survivors:
     def _go_back(self) -> dict[str, Any]:
         """Restore all state from the last checkpoint; a running call continues with the batch after the checkpoint."""
         trainer, folder, batch = self._trainer, self._going_back, self._trainer.data.trained
-        if folder is None or batch is None:
+        if folder is None:
             raise everywhere(DeviceLost(f"{self._exchanges.why}; no checkpoint to restore was found; start again"))
+        if batch is None:
+            raise everywhere(DeviceLost(
+                f"{self._exchanges.why}; no batch of pipe.loader was in training, so the run cannot go back to the "
+                "checkpoint; start again from it"
+            ))  # fmt: skip
         self._moving = True
         try:
             index = read_index(folder)

@@ -146,7 +146,9 @@ def _load_gguf(name: str, weights: Path | None, pretrained: bool) -> ZooModel:
 
 def _load_function(name: str, weights: Path | None, pretrained: bool, seed: int) -> ZooModel:
     if pretrained:
-        raise ModelError(f"{name} has no published checkpoint; give --weights or load it in the function")
+        raise ModelError(
+            f"{name} has no published checkpoint; give --weights, or load weights in the function that makes the model"
+        )
     base, options = parse_name(name)
     function = partial(find_function(base), **options)
     made: list[tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] = []

@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 _MARK = "penstock_caches"
+# inputs of a decoder with these names are the slots [B] and positions [B, S] at which keys and values are written
+ROWS, POSITIONS = "rows", "positions"
 
 
 def add_cache(module: nn.Module, name: str, *shape: int, dtype: torch.dtype = torch.float32) -> None:

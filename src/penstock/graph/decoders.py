@@ -1,4 +1,4 @@
-"""Graph passes for models with caches: attention without copies, and no cut inside a norm.
+"""Graph passes for models with caches: attention without copies, and no cut inside a norm or an attention.
 
 Attention whose heads share keys and values reads them directly, without a copy for each head:
 
@@ -7,8 +7,9 @@ Attention whose heads share keys and values reads them directly, without a copy 
 
 Results have the same bits, since each head reads the same numbers.
 
-Engines fuse the operations of a norm into one, which changes the last bits. So a norm is always within one stage, and a
-sequence has the same tokens wherever the model is cut.
+Engines fuse the operations of a norm into one, and those between the products that make queries, keys and values and
+the attention's result, which changes the last bits. So each of these is always within one stage, and a sequence has the
+same tokens wherever the model is cut.
 """
 
 from collections import defaultdict
@@ -19,6 +20,7 @@ from penstock.graph.graph import Graph
 from penstock.graph.ops import Op, Ref
 
 _ATTENTION = "aten.scaled_dot_product_attention.default"
+_PRODUCTS = {"aten.linear.default", "aten.addmm.default", "aten.mm.default", "aten.matmul.default"}
 _COPIES = ("aten.reshape.default", "aten.expand.default", "aten.unsqueeze.default")
 
 
@@ -56,8 +58,32 @@ def _without_copies(argument: Ref, made: Mapping[str, Op], graph: Graph) -> Ref 
     return Ref(name) if wanted == (batch, heads * expanded[2], *rest) else None
 
 
-def inside_norms(ops: Sequence[Op]) -> dict[int, str]:
-    """Return the positions inside RMS norms, with the effect of a cut there.
+def inside_engine_operations(ops: Sequence[Op]) -> dict[int, str]:
+    """Return the positions inside what engines compute as one operation, with the effect of a cut there."""
+    return _inside_attentions(ops) | _inside_norms(ops)
+
+
+def _inside_attentions(ops: Sequence[Op]) -> dict[int, str]:
+    """Return the positions between the last product that an attention's inputs come from and the attention."""
+    place = {op.name: index for index, op in enumerate(ops)}
+    found: dict[int, str] = {}
+    for index in (index for index, op in enumerate(ops) if op.target == _ATTENTION):
+        seen, left, last = set[int](), [index], -1
+        while left:
+            for at in {place[name] for name in ops[left.pop()].uses() if name in place} - seen:
+                seen.add(at)
+                if ops[at].target in _PRODUCTS:
+                    last = max(last, at)
+                else:
+                    left.append(at)
+        if last >= 0:  # a cut right after the product is allowed
+            inside = range(last + 2, index + 1)
+            found |= dict.fromkeys(inside, "split an attention, which engines compute as one operation")
+    return found
+
+
+def _inside_norms(ops: Sequence[Op]) -> dict[int, str]:
+    """Return the positions inside RMS norms.
 
     Such a norm is `x * rsqrt(mean(x * x) + eps) * weight`, with changes of the dtype in between.
     """

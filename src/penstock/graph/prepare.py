@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 
 from penstock.graph.callbacks import Callback
-from penstock.graph.decoders import inside_norms
+from penstock.graph.decoders import inside_engine_operations
 from penstock.graph.graph import Graph, Output, Visit
 from penstock.graph.ops import CALLBACK, GETITEM, Op, effect, is_random, references
 from penstock.values import Value
@@ -29,7 +29,7 @@ def prepare(graph: Graph) -> Graph:
         visits=_move_visits(graph.visits, graph.ops, {op.name for op in ordered}),
         forbidden=_forbidden(ordered, graph.outputs, prelude, storage, graph.values)
         | _forbidden_by_callbacks(ordered, graph.callbacks)
-        | (inside_norms(ordered) if graph.keeps_caches else {}),
+        | (inside_engine_operations(ordered) if graph.keeps_caches else {}),
     )
 
 

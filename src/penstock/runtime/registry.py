@@ -83,12 +83,13 @@ def _onnxruntime(
     program: "StageProgram", tensors: Mapping[str, "Tensor"], device: "torch.device", choice: "RuntimeChoice"
 ) -> StageRuntime:  # fmt: skip
     from penstock.runtime.onnx.joined import JoinedRuntime
-    from penstock.runtime.onnx.onnx_runtime import OnnxRuntime, compile_model
+    from penstock.runtime.onnx.onnx_runtime import CachingEngine, OnnxRuntime, compile_model
 
     if program.caches:
         return JoinedRuntime(
-            program, tensors, device, compile_model=compile_model, precision=choice.precision, keep=choice.keep
-        )
+            program, tensors, device, compile_model=compile_model, compile_caching=CachingEngine,
+            precision=choice.precision, keep=choice.keep,
+        )  # fmt: skip
     return OnnxRuntime(program, tensors, device, choice.precision, choice.keep)
 
 
@@ -137,8 +138,8 @@ class RuntimeChoice:
             )
         if self.keep and self.precision not in {"int8", "int4"}:
             raise PlanError(
-                f"only int8 and int4 can keep some layers in float32, but the precision is {self.precision}; leave the "
-                f"layers to keep out, here {'+'.join(self.keep)}"
+                f"only int8 and int4 can keep some layers in float32, but the precision is {self.precision}; choose "
+                f"one of these, or remove +{'+'.join(self.keep)}"
             )
 
     def __str__(self) -> str:

@@ -7,7 +7,8 @@ import onnx
 import torch
 from torch import Tensor
 
-from penstock.errors import PlanError
+from penstock.errors import PlanError, RunError
+from penstock.graph.caches import POSITIONS, ROWS
 from penstock.graph.callbacks import Callback
 from penstock.graph.ops import CALLBACK, GETITEM, Op, Ref
 from penstock.graph.program import StageProgram
@@ -15,21 +16,35 @@ from penstock.runtime.bfloat16 import check_bfloat16
 from penstock.runtime.eager import Runtime
 from penstock.runtime.layers import may_be_written, operations_of
 from penstock.runtime.onnx.blocks import Blocks, pack, weight_of
+from penstock.runtime.onnx.cached_attention import (
+    ATTENTION,
+    caches_of,
+    check_places,
+    in_order,
+    rows_of,
+    with_cached_attention,
+)
 from penstock.runtime.onnx.exported import Engine
-from penstock.runtime.onnx.phases import phases_of
+from penstock.runtime.onnx.onnx_runtime import CachingEngine
+from penstock.runtime.onnx.phases import phases_of, pieces, some_sizes
+from penstock.runtime.onnx.rotary import check_halves, inputs_of_halves, with_rotary
 from penstock.runtime.onnx.value_shapes import Shapes
 from penstock.runtime.onnx.writer import write_model
 from penstock.tensors import HOST
 from penstock.values import BATCH, Size
 
 BITS: Mapping[str, int] = {"int8": 8, "int4": 4}
+# weights of one model: while it is compiled, they are in memory three times
+_PART_BYTES = 32 * 2**20
 
 
 class JoinedRuntime(Runtime):
     """A stage program with caches; an engine runs the operations between the caches, torch runs the others.
 
-    `compile_model` makes an engine from an ONNX model. With the precision `int8` or `int4`, weights of linear layers
-    are rounded in blocks (see `blocks.py`), except in the layers `keep`.
+    `compile_model` makes an engine from an ONNX model. With `compile_caching`, which makes an engine that writes to
+    caches, attention over caches is an operation of the engine too, if it has one (`cached_attention.py`). With the
+    precision `int8` or `int4`, weights of linear layers are rounded in blocks (see `blocks.py`), except in the layers
+    `keep`.
 
     Example:
         runtime = JoinedRuntime(program, tensors, compile_model=compile_model, precision="int4")
@@ -41,7 +56,7 @@ class JoinedRuntime(Runtime):
     def __init__(
         self, program: StageProgram, tensors: Mapping[str, Tensor], device: torch.device = HOST, *,
         compile_model: Callable[[onnx.ModelProto], Engine], precision: str = "float32", keep: Sequence[str] = (),
-        name: str = "onnxruntime",
+        name: str = "onnxruntime", compile_caching: Callable[[onnx.ModelProto], CachingEngine] | None = None,
     ) -> None:  # fmt: skip
         if device != HOST:
             raise PlanError(
@@ -49,34 +64,63 @@ class JoinedRuntime(Runtime):
             )
         if precision == "bfloat16":
             check_bfloat16()
+        kept = operations_of(program, keep)
+        if compile_caching is not None:
+            for fused in (with_rotary, with_cached_attention):
+                program = fused(program, Shapes(program), some_sizes(program))
         shapes = Shapes(program)
         phases = phases_of(program, shapes)
-        of_engine = [op for ops in phases[1::2] for op in ops]
-        packed = pack(of_engine, tensors, BITS.get(precision), operations_of(program, keep))
-        self._parts = [
-            _Part(f"joined_{index}", program, ops, tensors, shapes, packed, compile_model)
-            for index, ops in enumerate(phases[1::2])
-        ]
+        packed = pack([op for ops in phases[1::2] for op in ops], tensors, BITS.get(precision), kept)
+        self._parts: list[_Part] = []
+        order: list[Op] = []
+        for number, ops in enumerate(phases):
+            if number % 2 == 0:
+                order += ops
+                continue
+            for piece in pieces(ops, lambda op: _num_bytes(op, packed, tensors), _PART_BYTES):
+                part = _Part(len(self._parts), program, piece, tensors, shapes, packed, compile_model, compile_caching)
+                self._parts.append(part)
+                order += part.as_operations(program)
         # the runtime calls an engine like a function of the caller in training
         calls = [Callback(name=part.name, run=part) for part in self._parts]
-        joined = replace(program, ops=tuple(self._order(program, phases)), callbacks=calls)
+        joined = replace(program, ops=tuple(order), callbacks=calls)
         super().__init__(joined, tensors, device)
         read = {name for op in (*joined.prelude, *joined.ops) for name in op.uses()}
         for index, state in enumerate(joined.states):
             if state.value.name not in read:  # engines have their own copies
                 self._state[index] = torch.empty(0)
+        halves = inputs_of_halves(program)
+        self._halves = [(index, value.name) for index, value in enumerate(program.inputs) if value.name in halves]
+        names = [value.name for value in program.inputs]
+        attends = any(op.target == ATTENTION for op in program.ops)
+        self._positions = names.index(POSITIONS) if attends else None
+        self._rows = rows_of(program)
+        attended = {name for part in self._parts for name in part.caches}
+        for index, state in enumerate(joined.states):
+            if state.value.name in attended:
+                self._state[index] = in_order(self._state[index])
 
-    def _order(self, program: StageProgram, phases: Sequence[Sequence[Op]]) -> Iterator[Op]:
-        """Yield torch's operations, and one call for the operations of each engine."""
-        sizes = [Size(symbol) for symbol in program.symbols]
-        for number, ops in enumerate(phases):
-            if number % 2 == 0:
-                yield from ops
-                continue
-            part = self._parts[number // 2]
-            yield Op(part.name, CALLBACK, ([Ref(name) for name in part.inputs], sizes, number // 2), {})
-            for index, name in enumerate(part.outputs):
-                yield Op(name, GETITEM, (Ref(part.name), index), {})
+    def __call__(self, sizes: Mapping[str, int], inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Run on one microbatch; `sizes` has a value for every symbol of the program."""
+        for index, name in self._halves:
+            check_halves(name, inputs[index])
+        if self._positions is None or sizes[BATCH] == 1 or inputs[self._positions].shape[1] == 1:
+            return super().__call__(sizes, inputs)
+        # the engine attends to a cache from several rows only with one token each
+        if self._rows is None:
+            raise RunError("this stage runs one row at a time if rows have several tokens; use the runtime eager")
+        given, taken = self._rows
+        rows = [
+            super(JoinedRuntime, self).__call__(
+                {**sizes, BATCH: 1},
+                [x if dim is None else x.narrow(dim, row, 1) for x, dim in zip(inputs, given, strict=True)],
+            )
+            for row in range(sizes[BATCH])
+        ]
+        return [
+            parts[0] if dim is None else torch.cat(parts, dim)
+            for parts, dim in zip(zip(*rows, strict=True), taken, strict=True)
+        ]
 
     @property
     def weight_bytes(self) -> int:
@@ -93,14 +137,21 @@ class JoinedRuntime(Runtime):
         return self(sizes, inputs), []
 
 
+def _num_bytes(op: Op, packed: Mapping[str, Blocks], tensors: Mapping[str, Tensor]) -> int:
+    return packed[op.name].nbytes if op.name in packed else sum(tensors[x].nbytes for x in op.uses() if x in tensors)
+
+
 class _Part:
     """Operations that an engine runs as one model; one engine serves all sizes if their models are equal."""
 
     def __init__(
-        self, name: str, program: StageProgram, ops: Sequence[Op], tensors: Mapping[str, Tensor], shapes: Shapes,
+        self, number: int, program: StageProgram, ops: Sequence[Op], tensors: Mapping[str, Tensor], shapes: Shapes,
         packed: Mapping[str, Blocks], compile_model: Callable[[onnx.ModelProto], Engine],
+        compile_caching: Callable[[onnx.ModelProto], CachingEngine] | None,
     ) -> None:  # fmt: skip
-        self.name, self._ops, self._symbols = name, ops, program.symbols
+        self.name, self._number, self._ops, self._symbols = f"joined_{number}", number, ops, program.symbols
+        self._attentions = [op for op in ops if op.target == ATTENTION]
+        self.caches = caches_of(ops)
         made = {op.name for op in ops}
         self._packed = {op.name: packed[op.name] for op in ops if op.name in packed}
         read = list(dict.fromkeys(used for op in ops for used in op.uses() if used not in made))
@@ -112,19 +163,52 @@ class _Part:
         elsewhere = {used for op in program.ops if op.name not in made for used in op.uses()}
         elsewhere |= {value.name for value in program.outputs}
         self.outputs = [op.name for op in ops if op.name in elsewhere]
-        self._shapes, self._compile = shapes, compile_model
-        self._engines: dict[tuple[int, ...], Engine] = {}
-        self._for_all: dict[int, Engine] = {}  # by batch
+        self._shapes, self._compile_model, self._compile_caching = shapes, compile_model, compile_caching
+        self._engines: dict[tuple[int, ...], Engine | CachingEngine] = {}
+        self._for_all: dict[int, Engine | CachingEngine] = {}  # by batch
+        self._made: dict[tuple[int, ...], list[Tensor]] = {}  # shapes and dtypes of the outputs, by sizes
+
+    def as_operations(self, program: StageProgram) -> Iterator[Op]:
+        """Yield a call of this part, and an operation for each of its outputs."""
+        sizes = [Size(symbol) for symbol in program.symbols]
+        yield Op(self.name, CALLBACK, ([Ref(name) for name in self.inputs], sizes, self._number), {})
+        for index, name in enumerate(self.outputs):
+            yield Op(name, GETITEM, (Ref(self.name), index), {})
 
     def __call__(self, tensors: list[Tensor], sizes: list[int]) -> list[Tensor]:
         key = tuple(sizes)
         engine = self._engines.get(key)
         if engine is None:
-            engine = self._engines[key] = self._open(dict(zip(self._symbols, sizes, strict=True)))
-        given = {name: x.contiguous().numpy() for name, x in zip(self.inputs, tensors, strict=True)}
+            by_symbol = dict(zip(self._symbols, sizes, strict=True))
+            engine = self._engines[key] = self._open(by_symbol)
+            seen = self._shapes.at(by_symbol)
+            self._made[key] = [x for x in (seen[name] for name in self.outputs) if isinstance(x, Tensor)]
+        named = dict(zip(self.inputs, tensors, strict=True))
+        if isinstance(engine, CachingEngine):
+            return self._run_caching(engine, named, self._made[key])
+        given = {name: x.contiguous().numpy() for name, x in named.items()}
         return [torch.from_numpy(array) for array in engine(given)]
 
-    def _open(self, sizes: Mapping[str, int]) -> Engine:
+    def _run_caching(self, engine: CachingEngine, named: Mapping[str, Tensor], like: Sequence[Tensor]) -> list[Tensor]:
+        """Run an engine on the caches of these rows: usually they are neighbours, and the engine writes in place."""
+        rows, positions = named[ROWS], named[POSITIONS]
+        check_places(positions, (named[name] for name in {op.arguments[7].name for op in self._attentions}))
+        numbers = rows.tolist()
+        begin, end = numbers[0], numbers[0] + len(numbers)
+        neighbours = numbers == list(range(begin, end))
+        caches = {
+            name: (named[name][begin:end] if neighbours else in_order(named[name][rows])).transpose(1, 2)
+            for name in self.caches
+        }
+        given = {name: x.contiguous().numpy() for name, x in named.items() if name not in caches}
+        made = [torch.empty(x.shape, dtype=x.dtype) for x in like]
+        engine((begin, end) if neighbours else None, given, caches, made)
+        if not neighbours:
+            for name, cache in caches.items():
+                named[name].index_copy_(0, rows, cache.transpose(1, 2))
+        return made
+
+    def _open(self, sizes: Mapping[str, int]) -> Engine | CachingEngine:
         """Return an engine for these sizes; it serves all sizes with this batch if their models are equal."""
         batch = sizes[BATCH]
         if batch in self._for_all:
@@ -136,10 +220,15 @@ class _Part:
             return engine
         return self._compile(self._written(sizes, sizes))
 
+    def _compile(self, model: onnx.ModelProto) -> Engine | CachingEngine:
+        if self.caches and self._compile_caching is not None:
+            return self._compile_caching(model)
+        return self._compile_model(model)
+
     def _written(self, sizes: Mapping[str, int], others: Mapping[str, int]) -> onnx.ModelProto:
         return write_model(
             self._ops, self.inputs, self.outputs, self._known, self._shapes.at(sizes), sizes,
-            others=self._shapes.at(others), packed=self._packed,
+            others=self._shapes.at(others), packed=self._packed, caches=self.caches,
         )  # fmt: skip
 
     @property

@@ -1,6 +1,6 @@
 """An ONNX graph under construction: nodes, constants, names."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from penstock.runtime.onnx.blocks import BLOCK, Blocks
 
 OPSET = 20
-_OF_ENGINE = "com.microsoft"  # ONNX Runtime's own operators
+OF_ENGINE = "com.microsoft"  # ONNX Runtime's own operators
 _IN_8_BITS = 4  # the fastest accuracy level: inputs are rounded to 8 bits in blocks
 ELEMENTS: Mapping[torch.dtype, int] = {
     torch.float32: TensorProto.FLOAT, torch.float64: TensorProto.DOUBLE, torch.float16: TensorProto.FLOAT16,
@@ -22,12 +22,21 @@ ELEMENTS: Mapping[torch.dtype, int] = {
 }  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True)
+class Flat:
+    """The tensor [B, S, heads * D] that has the elements of a tensor [B, S, heads, D], or `turned` [B, heads, S, D]."""
+
+    name: str
+    turned: bool
+
+
 @dataclass(slots=True)
 class Made:
     """A tensor of the graph: dtype and shape at the graph's size, and the value if known.
 
     If the graph is for several sizes, `varies` has True for each dimension that depends on them; else it is empty. If
-    the tensor is the inverse of another, `inverse_of` is the other's name: engines recognize a norm by a division.
+    the tensor is the inverse of another, `inverse_of` is the other's name: engines recognize a norm by a division. If
+    it only has the elements of another in another order, that one is in `flat`: some operations take that one.
     """
 
     nodes: "Nodes"
@@ -37,18 +46,26 @@ class Made:
     known_as: str | None = None
     varies: tuple[bool, ...] = ()
     inverse_of: str | None = None
+    flat: Flat | None = None
 
     @property
     def name(self) -> str:
-        """Name in the graph; a known value becomes a constant at its first use, and an inverse becomes a node."""
+        """Name in the graph; a known value becomes a constant at its first use, an inverse or `flat` becomes nodes."""
         if self.known_as is None:
             if self.inverse_of is not None:
                 self.known_as = self.nodes.add("Reciprocal", [self.inverse_of])
+            elif self.flat is not None:
+                self.known_as = self._parted(self.flat)
             elif self.value is not None:
                 self.known_as = self.nodes.constant(self.value)
             else:
                 raise ValueError("a tensor of a graph has a name or a value")
         return self.known_as
+
+    def _parted(self, flat: Flat) -> str:
+        heads, width = self.shape[1 if flat.turned else 2], self.shape[3]
+        parted = self.nodes.add("Reshape", [flat.name, self.nodes.numbers([0, 0, heads, width])])  # 0 keeps a dimension
+        return self.nodes.add("Transpose", [parted], perm=[0, 2, 1, 3]) if flat.turned else parted
 
 
 @dataclass(slots=True)
@@ -64,12 +81,20 @@ class Nodes:
     constants: list[onnx.TensorProto] = field(default_factory=list)
     operation: str = ""  # the current operation; nodes are named after it
     packed: Mapping[str, Blocks] = field(default_factory=dict)  # weights of linear layers, by operation
+    written: list[Made] = field(default_factory=list)  # inputs that the graph writes to, as further outputs
+    made: dict[tuple[str, str], str] = field(default_factory=dict)
 
-    def add(self, kind: str, inputs: Sequence[str], **attributes: Any) -> str:
-        """Add a node with one output; returns the output's name."""
+    def add(self, kind: str, inputs: Sequence[str], more: Sequence[str] = (), **attributes: Any) -> str:
+        """Add a node; returns its first output's name. `more` are the names of its other outputs."""
         name = f"{self.operation}/{kind}_{len(self.nodes)}"
-        self.nodes.append(helper.make_node(kind, list(inputs), [name], name=name, **attributes))
+        self.nodes.append(helper.make_node(kind, list(inputs), [name, *more], name=name, **attributes))
         return name
+
+    def once(self, what: str, of: str, make: Callable[[], str]) -> str:
+        """Return a tensor that is made from another one at most once."""
+        if (what, of) not in self.made:
+            self.made[what, of] = make()
+        return self.made[what, of]
 
     def packed_product(self, inputs: str) -> str | None:
         """Add the product of the inputs with the operation's weight, if the weight is in blocks."""
@@ -78,7 +103,7 @@ class Nodes:
             return None
         constants = (weight.values, weight.scales, weight.zeros.reshape(-1))
         return self.add(
-            "MatMulNBits", [inputs, *(self.constant(array) for array in constants)], domain=_OF_ENGINE,
+            "MatMulNBits", [inputs, *(self.constant(array) for array in constants)], domain=OF_ENGINE,
             K=weight.shape[1], N=weight.shape[0], bits=weight.bits, block_size=BLOCK, accuracy_level=_IN_8_BITS,
         )  # fmt: skip
 
@@ -93,17 +118,30 @@ class Nodes:
         """Add a constant of 64-bit integers, such as a shape or axes."""
         return self.constant(np.asarray(values, dtype=np.int64))
 
+    def scalar(self, value: int) -> str:
+        """Add a constant of one 64-bit integer without dimensions, such as an index."""
+        return self.constant(np.asarray(value, dtype=np.int64))
+
     def model(self, inputs: Sequence[Made], outputs: Sequence[Made]) -> onnx.ModelProto:
-        """Return the model; outputs are renamed in the order of `outputs`."""
+        """Return the model; outputs are renamed in the order of `outputs`, and followed by written inputs."""
         given = [_described(x.name, x) for x in inputs]
         named = [f"output_{index}" for index in range(len(outputs))]
         ends = [
             helper.make_node("Identity", [x.name], [name], name=name) for x, name in zip(outputs, named, strict=True)
         ]
         taken = [_described(name, x) for x, name in zip(outputs, named, strict=True)]
+        taken += [_described(written_name(x.name), x) for x in self.written]
         graph = helper.make_graph([*self.nodes, *ends], "stage", given, taken, initializer=self.constants)
-        versions = [helper.make_opsetid("", OPSET), *([helper.make_opsetid(_OF_ENGINE, 1)] if self.packed else [])]
+        versions = [
+            helper.make_opsetid("", OPSET),
+            *([helper.make_opsetid(OF_ENGINE, 1)] if self.packed or self.written else []),
+        ]
         return helper.make_model(graph, opset_imports=versions, ir_version=9)
+
+
+def written_name(name: str) -> str:
+    """Return the name of the output that stands for an input that a graph writes to."""
+    return f"written:{name}"
 
 
 def _described(name: str, made: Made) -> onnx.ValueInfoProto:

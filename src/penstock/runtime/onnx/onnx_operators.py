@@ -6,13 +6,13 @@ the dtype that torch's promotion rules gave.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from penstock.runtime.onnx.onnx_nodes import ELEMENTS, Made, Nodes
+from penstock.runtime.onnx.onnx_nodes import ELEMENTS, Flat, Made, Nodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +73,21 @@ def _reshaped(nodes: Nodes, name: str, shape: Sequence[int]) -> str:
     "view.default", "reshape.default", "_unsafe_view.default", "flatten.using_ints", "unflatten.int",
     "squeeze.default", "squeeze.dim", "squeeze.dims", "unsqueeze.default",
 )  # fmt: skip
-def _view(call: Call) -> str:
+def _view(call: Call) -> str | None:
     shape = call.out.shape
+    source: Made = call["self"]
+    if len(shape) == 4 and 0 not in shape and (len(source.shape) == 3 or source.flat is not None):
+        if source.flat is not None and source.shape == shape:
+            call.out.flat = source.flat
+            return None
+        if len(source.shape) == 3 and source.shape[:2] == shape[:2]:
+            call.out.flat = Flat(source.name, turned=False)
+            return None
+    if source.flat is not None and not source.flat.turned and len(shape) == 3 and source.shape[:2] == shape[:2]:
+        return source.flat.name
     if call.out.varies.count(True) == 1 and 0 not in shape:
         shape = tuple(-1 if varies else size for size, varies in zip(shape, call.out.varies, strict=True))
-    return _reshaped(call.nodes, call["self"].name, shape)
+    return _reshaped(call.nodes, source.name, shape)
 
 
 @_operator(
@@ -104,11 +114,14 @@ def _permute(call: Call) -> str:
 
 
 @_operator("transpose.int", "t.default", "mT.default")
-def _transpose(call: Call) -> str:
+def _transpose(call: Call) -> str | None:
     order = list(range(len(call.out.shape)))
     if order:
         first, second = call.given.get("dim0", len(order) - 2), call.given.get("dim1", len(order) - 1)
         order[first], order[second] = order[second], order[first]
+    if (flat := call["self"].flat) is not None and order == [0, 2, 1, 3]:
+        call.out.flat = replace(flat, turned=not flat.turned)
+        return None
     return call.add("Transpose", [call["self"].name], perm=order)
 
 

@@ -1,14 +1,16 @@
 """The runtime `onnxruntime`: a stage program as an ONNX model for each microbatch size, run by ONNX Runtime."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import onnx
 import onnxruntime
 import torch
+from torch import Tensor
 
 from penstock.runtime.onnx.exported import Engine, ExportedRuntime
+from penstock.runtime.onnx.onnx_nodes import written_name
 
 
 class OnnxRuntime(ExportedRuntime):
@@ -33,14 +35,46 @@ class OnnxRuntime(ExportedRuntime):
         return compile_model(model)
 
 
+class CachingEngine:
+    """A model run by ONNX Runtime that reads and writes caches in place, with as many threads as torch has.
+
+    Example:
+        engine = CachingEngine(model)
+        engine(0, {"x": array}, {"keys0": keys}, [torch.empty(1, 1, 576)])      # writes to `keys` and to the output
+    """
+
+    def __init__(self, model: onnx.ModelProto) -> None:
+        self._session = _open(model)
+        self._used = {each.name for each in self._session.get_inputs()}
+        self._bindings: dict[Hashable, Any] = {}
+        self._nowhere = torch.zeros(1)
+
+    def __call__(
+        self, key: Hashable | None, given: Mapping[str, np.ndarray[Any, Any]], caches: Mapping[str, Tensor],
+        outputs: Sequence[Tensor],
+    ) -> None:  # fmt: skip
+        """Run on inputs and contiguous caches, and write the outputs; `key` stands for these caches in later calls."""
+        binding = self._bindings.get(key)
+        if binding is None:
+            binding = self._session.io_binding()
+            for name, cache in caches.items():
+                place = ("cpu", 0, np.float32, tuple(cache.shape), cache.data_ptr())
+                binding.bind_input(name, *place)
+                binding.bind_output(written_name(name), *place)
+            if key is not None:
+                self._bindings[key] = binding
+        for name, array in given.items():
+            if name in self._used:
+                binding.bind_cpu_input(name, array)
+        for index, output in enumerate(outputs):
+            pointer = output.data_ptr() or self._nowhere.data_ptr()  # without elements it has no memory
+            binding.bind_output(f"output_{index}", "cpu", 0, output.numpy().dtype, tuple(output.shape), pointer)
+        self._session.run_with_iobinding(binding)
+
+
 def compile_model(model: onnx.ModelProto) -> Engine:
     """Return a function that runs a model with as many threads as torch has."""
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads, options.inter_op_num_threads = torch.get_num_threads(), 1
-    # threads that spin while they wait would occupy the cores of a small host
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    options.log_severity_level = 3
-    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    session = _open(model)
     used = {each.name for each in session.get_inputs()}
 
     def run(given: Mapping[str, np.ndarray[Any, Any]]) -> Sequence[np.ndarray[Any, Any]]:
@@ -50,3 +84,12 @@ def compile_model(model: onnx.ModelProto) -> Engine:
         return outputs
 
     return run
+
+
+def _open(model: onnx.ModelProto) -> Any:
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.inter_op_num_threads = torch.get_num_threads(), 1
+    # threads that spin while they wait would occupy the cores of a small host
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    options.log_severity_level = 3
+    return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])

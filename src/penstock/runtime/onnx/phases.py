@@ -6,11 +6,12 @@
     phase 3   engine   output projection, norms, feed-forward layers; queries, keys, values of the next layer
     phase 4   torch    ...
 
-Phases run in order.
+Phases run in order. Attention over caches may be an operation of the engine (`cached_attention.py`); phase 1 then goes
+from the first norm to the last.
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -18,14 +19,36 @@ from torch import Tensor
 from penstock.graph.ops import CALLBACK, GETITEM, Op
 from penstock.graph.prepare import Storage
 from penstock.graph.program import StageProgram
+from penstock.runtime.onnx.cached_attention import ATTENTION
 from penstock.runtime.onnx.onnx_nodes import ELEMENTS
+from penstock.runtime.onnx.rotary import ROTARY
 from penstock.runtime.onnx.value_shapes import Shapes
 from penstock.runtime.onnx.writer import is_supported
 from penstock.values import BATCH, Size
 
 # embedding tables would be copied into an engine, although only a few rows are read
 _OF_TORCH = {"aten.embedding.default", CALLBACK}
+_OF_ENGINE = {ATTENTION, ROTARY}
 _PRODUCTS = {"aten.linear.default", "aten.addmm.default", "aten.mm.default", "aten.matmul.default", "aten.bmm.default"}
+
+
+def pieces(ops: Sequence[Op], num_bytes: Callable[[Op], int], most: int) -> Iterator[list[Op]]:
+    """Divide the operations of a phase into consecutive pieces whose weights take at most `most` bytes if possible.
+
+    A piece begins with a product, so that engines fuse the same operations whatever the pieces are.
+    """
+    last = {op.arguments[0].name: index for index, op in enumerate(ops) if op.target == GETITEM}
+    piece: list[Op] = []
+    held, needed = 0, -1  # index of the last operation that must be in this piece
+    for index, op in enumerate(ops):
+        if piece and held + num_bytes(op) > most and index > needed and op.target in _PRODUCTS:
+            yield piece
+            piece, held = [], 0
+        piece.append(op)
+        held += num_bytes(op)
+        needed = max(needed, last.get(op.name, -1))
+    if piece:
+        yield piece
 
 
 def phases_of(program: StageProgram, shapes: Shapes) -> list[list[Op]]:
@@ -39,7 +62,8 @@ def phases_of(program: StageProgram, shapes: Shapes) -> list[list[Op]]:
     engine = _for_engine(program, shapes, storage)
     phases = _in_phases(program, engine, after)
     # operations without a product gain nothing from an engine
-    engine -= {op.name for ops in phases[1::2] if not any(op.target in _PRODUCTS for op in ops) for op in ops}
+    worth = _PRODUCTS | _OF_ENGINE
+    engine -= {op.name for ops in phases[1::2] if not any(op.target in worth for op in ops) for op in ops}
     return _in_phases(program, engine, after)
 
 
@@ -76,7 +100,7 @@ def _for_engine(program: StageProgram, shapes: Shapes, storage: Storage) -> set[
     at_caches = [op for op in program.ops if any(storage.root(name) in caches for name in op.uses())]
     sliced = [size for op in at_caches for size in op.arguments if isinstance(size, Size)]
     attended = _varying(program, shapes, {s for s in program.symbols if any(size.mentions(s) for size in sliced)})
-    seen = shapes.at(_some_sizes(program))
+    seen = shapes.at(some_sizes(program))
     found: set[str] = set()
     for op in program.ops:
         if op.target == GETITEM:
@@ -84,7 +108,7 @@ def _for_engine(program: StageProgram, shapes: Shapes, storage: Storage) -> set[
                 found.add(op.name)
             continue
         near = {op.name, *op.uses()}
-        if (
+        if op.target in _OF_ENGINE or (
             op.target not in _OF_TORCH and not near & attended and not any(map(storage.is_written, near))
             and is_supported(op) and all(_is_plain(seen[name]) for name in near)
         ):  # fmt: skip
@@ -97,13 +121,14 @@ def _is_plain(seen: Tensor | Sequence[Tensor]) -> bool:
     return all(x.dtype in ELEMENTS and (x.is_floating_point() or x.dtype == torch.bool) for x in tensors)
 
 
-def _some_sizes(program: StageProgram) -> dict[str, int]:
+def some_sizes(program: StageProgram) -> dict[str, int]:
+    """Return small sizes that differ from each other."""
     return {symbol: 2 + index for index, symbol in enumerate(program.symbols)}
 
 
 def _varying(program: StageProgram, shapes: Shapes, symbols: Collection[str]) -> set[str]:
     """Return the names of the values whose shape depends on one of the symbols, except for the batch."""
-    sizes = _some_sizes(program)
+    sizes = some_sizes(program)
     before, after = shapes.at(sizes), shapes.at({s: n + (s in symbols and s != BATCH) for s, n in sizes.items()})
     return {name for name, value in before.items() if _shapes(value) != _shapes(after[name])}
 

@@ -2,7 +2,7 @@
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import onnx
@@ -44,11 +44,11 @@ def is_supported(op: Op) -> bool:
     """Return True if an operation can be written."""
     if op.target not in _PLAIN:
         return op.target in OPERATORS or op.target in _PARTED or op.target == GETITEM
-    given = _bound(op)
+    given = bound_arguments(op)
     return all(given[name] == value for name, value in _PLAIN[op.target].items())
 
 
-def _bound(op: Op) -> dict[str, Any]:
+def bound_arguments(op: Op) -> dict[str, Any]:
     """Return an operation's arguments by their names in its schema, including defaults."""
     parameters = resolve_operator(op.target)._schema.arguments
     given = {parameter.name: parameter.default_value for parameter in parameters}
@@ -69,17 +69,19 @@ def check_supported(program: StageProgram) -> None:
 def write_model(
     ops: Sequence[Op], inputs: Sequence[str], outputs: Sequence[str], known: Mapping[str, Tensor], seen: Seen,
     sizes: Mapping[str, int], *, others: Seen | None = None, packed: Mapping[str, Blocks] | None = None,
+    caches: Collection[str] = (),
 ) -> onnx.ModelProto:  # fmt: skip
     """Write operations as an ONNX model.
 
     `known` are states and results of a prelude; `seen` are the inputs and all operations' results at `sizes`, of which
     only dtype and shape matter. `others` are the same at other sizes: dimensions that differ are left unknown in the
     model if possible. `packed` has weights in blocks, by the operations that use them. Inputs keep their names; outputs
-    are named by position.
+    are named by position. `caches` are inputs [slots, T, G, D] that the model takes as [rows, G, T, D], writes to and
+    returns after the outputs.
 
     Raises `PlanError` for a dtype that ONNX Runtime does not have; see `check_supported` for other errors.
     """
-    return _Writer(inputs, known, seen, sizes, others or {}, packed or {}).model(ops, outputs)
+    return _Writer(inputs, known, seen, sizes, others or {}, packed or {}, caches).model(ops, outputs)
 
 
 def _check_writes(program: StageProgram) -> None:
@@ -104,7 +106,7 @@ def _check_writes(program: StageProgram) -> None:
 class _Writer:
     def __init__(
         self, inputs: Sequence[str], known: Mapping[str, Tensor], seen: Seen, sizes: Mapping[str, int], others: Seen,
-        packed: Mapping[str, Blocks],
+        packed: Mapping[str, Blocks], caches: Collection[str],
     ) -> None:  # fmt: skip
         self._seen, self._others, self._sizes = seen, others, sizes
         self._nodes = Nodes(packed=packed)
@@ -112,7 +114,10 @@ class _Writer:
             name: Made(self._nodes, tensor.dtype, tuple(tensor.shape), value=tensor) for name, tensor in known.items()
         }
         self._parts: dict[str, list[Made]] = {}
-        self._inputs = [self._like(seen[name], others.get(name), name) for name in inputs]
+        self._inputs = [
+            self._cache(seen[name], name) if name in caches else self._like(seen[name], others.get(name), name)
+            for name in inputs
+        ]
         self._values |= dict(zip(inputs, self._inputs, strict=True))
 
     def _like(self, seen: Any, other: Any = None, name: str | None = None) -> Made:
@@ -120,6 +125,11 @@ class _Writer:
             raise PlanError(f"runtimes that take ONNX have no {seen.dtype}; plan this stage with the runtime eager")
         shape = tuple(seen.shape)
         varies = () if other is None else tuple(a != b for a, b in zip(shape, other.shape, strict=True))
+        return Made(self._nodes, seen.dtype, shape, known_as=name, varies=varies)
+
+    def _cache(self, seen: Any, name: str) -> Made:
+        slots, length, groups, width = seen.shape
+        shape, varies = (slots, groups, length, width), (True, False, False, False)
         return Made(self._nodes, seen.dtype, shape, known_as=name, varies=varies)
 
     def model(self, ops: Sequence[Op], outputs: Sequence[str]) -> onnx.ModelProto:
@@ -133,7 +143,7 @@ class _Writer:
             source, index = op.arguments
             self._values[op.name] = self._parts[source.name][index]
             return
-        given = {name: self._settled(argument) for name, argument in _bound(op).items()}
+        given = {name: self._settled(argument) for name, argument in bound_arguments(op).items()}
         if op.target in _PARTED:
             self._parts[op.name] = list(self._parted(op, given))
             return

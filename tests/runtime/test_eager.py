@@ -83,7 +83,7 @@ def test_missing_state(model: nn.Module, program: StageProgram) -> None:
     with pytest.raises(ProgramError) as caught:
         Runtime(program, state)
     assert str(caught.value) == (
-        "the stage needs the tensor 'second.bias' and did not get it; bundle its weights again"
+        "the weights of the stage lack the tensor 'second.bias', which its program reads; make the bundle again"
     )
 
 

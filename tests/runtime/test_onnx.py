@@ -192,7 +192,7 @@ def test_other_outputs_than_eager_s_are_an_error(monkeypatch: pytest.MonkeyPatch
 
 def test_elsewhere_than_on_the_cpu() -> None:
     program, tensors = parts(Does(torch.tanh), torch.randn(2, 3))
-    with pytest.raises(PlanError, match="only on the CPU; got cuda"):
+    with pytest.raises(PlanError, match="only on the CPU, but the device is cuda"):
         OnnxRuntime(program, tensors, torch.device("cuda"))
 
 

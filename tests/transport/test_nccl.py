@@ -112,7 +112,7 @@ def test_why_nccl_cannot_be() -> None:
     one, same, other = ({"gpu": name, "nccl": "yes"} for name in ("GPU-1", "GPU-1", "GPU-2"))
     assert why_not({"rank 0": one, "rank 1": other}) == ""
     assert "rank 0 and rank 1 share one" in why_not({"rank 0": one, "rank 1": same})
-    assert "rank 1 computes elsewhere" in why_not({"rank 0": one, "rank 1": {"gpu": "", "nccl": "yes"}})
+    assert "rank 1 does not compute on a CUDA device" in why_not({"rank 0": one, "rank 1": {"gpu": "", "nccl": "yes"}})
     assert "the torch of rank 1 was built without" in why_not({"rank 0": one, "rank 1": {"gpu": "GPU-2", "nccl": ""}})
 
 

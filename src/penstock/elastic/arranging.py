@@ -62,8 +62,8 @@ def _known(placed: Arrangement, costs: Costs, captured: Captured) -> list[str]:
             continue
         if not free:
             raise PlanError(
-                f"{placed.num_stages} stages need more cuts than the {len(positions)} that the planner knows; use "
-                "fewer stages"
+                f"{placed.num_stages} stages do not fit the {len(positions)} cuts that the planner knows; use fewer "
+                "stages"
             )
         found.append(min(free, key=lambda name: abs(positions[name] - cut.position)))
     return found
@@ -85,10 +85,10 @@ def arrangement_of(
 
 
 def same_places(trainer: Trainer, captured: Captured) -> Arrangement:
-    """Return the current placement for a model with other layers frozen; all layers run.
+    """Return the current placement, adapted to `captured`, which has more or fewer layers frozen; all layers run.
 
-    A cut that the model no longer has is replaced by the nearest one; a cut's position is the fraction of the
-    operations before it.
+    A cut that the model no longer has is replaced by the nearest one, by the fraction of all operations that precede
+    it.
     """
     placed, cuts = trainer.placed, Cuts(captured.graph)
     old = len(trainer.captured.graph.ops)
@@ -111,7 +111,7 @@ def near(
 
     Ranks on identical devices may take each other's places.
 
-    Missing tensors include the optimizer's state, `state_factor` times the trained weights.
+    The bytes to receive include the optimizer's state: `state_factor` times the bytes of the trained weights.
     """
     placed = arrangement_of(trainer.placed, captured, plan, costs.ranks, cached_layers=cached_layers)
     names = sorted(costs.ranks, key=lambda name: costs.ranks[name])

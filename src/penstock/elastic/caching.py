@@ -25,10 +25,10 @@ from penstock.wire import FEEDER
 
 
 class Caching:
-    """The cache of a run's frozen layers: filled, deepened and released.
+    """The cache of a run's frozen layers: filled, filled again for more layers, and released.
 
-    If layers cannot be cached, the reason is printed once and training continues without a cache. Every process creates
-    this object and makes the same calls.
+    If layers cannot be cached, the reason is printed once, and no further layers are cached. Every process creates this
+    object and makes the same calls.
 
     Example:
         caching = Caching(trainer, whole, loader, options)
@@ -64,7 +64,7 @@ class Caching:
         return sizes_of_layers(self._whole, self._options.stored(), self._trainer.now.how.autocast)
 
     def costs(self, profile: Profile) -> CacheCosts | None:
-        """Return the costs of caching; None if it is impossible, or before the first step determines the inputs."""
+        """Return the costs of caching; None if caching is impossible, or if no step has shown the model's inputs."""
         if not self._possible or self._trainer.data.input_places is None:
             return None
         size = self._trainer.world.transport.size
@@ -95,7 +95,7 @@ class Caching:
         return True
 
     def features(self, placed: Arrangement) -> Features | None:
-        """Return the source of inputs for a placement without the cached layers."""
+        """Return the source of inputs for a placement in which the cached layers do not run."""
         if self._cache is None or not placed.skipped:
             return None
         return self._cache.features(self._trainer, placed, self._loader.epoch)
@@ -106,7 +106,7 @@ class Caching:
             self._cache.show(self._trainer.now.features, self._loader.epoch)
 
     def drop(self, *, keep: bool = False) -> None:
-        """Release the cache; the caller must migrate before the next step, which could not read it."""
+        """Release the cache; the caller must migrate before the next step, since the current placement reads it."""
         if self._cache is None:
             return
         if self._trainer.now.features is not None:

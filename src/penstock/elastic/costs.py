@@ -84,9 +84,9 @@ def find_costs(trainer: Trainer, captured: Captured, options: ElasticOptions, ro
 
 
 def measure_profile(captured: Captured, placed: Arrangement, rows: int, calibration_s: float) -> Profile:
-    """Measure the model's layers for microbatches of n rows, and the cost of messages on this machine.
+    """Measure the model for microbatches of `rows` rows, and the cost of messages on this machine.
 
-    The current cuts are included.
+    The profile has the cuts after each layer and those of the current placement.
     """
     at = {name: cut for cut in Cuts(captured.graph) for name in names_of(cut)}
     # these may be cuts of the frozen model: find them by name, and skip cuts that the whole model lacks

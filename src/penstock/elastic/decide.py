@@ -18,7 +18,7 @@ _WORTH = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheCosts:
-    """Costs of a cache: seconds per byte to read and to write a row, and its number of rows (samples times views).
+    """Costs of a cache: seconds per byte to read and to write; `num_samples` are its rows (samples times views).
 
     `bytes_per_row` is the size of each layer's output, None if the output cannot be cached.
     """
@@ -33,8 +33,8 @@ class CacheCosts:
 class Situation:
     """State of a training run between two epochs; layers are counted from the first.
 
-    `plan` is the current plan, `cached_layers` the number of layers currently read from a cache. `layers` are the
-    boundaries after each layer. `remaining_rows` are still to be trained on. `migrate_s` is the duration of a
+    `plan` is the current plan, `cached_layers` the number of layers currently read from a cache. `layers` has the name
+    of the cut after each layer. `remaining_rows` are still to be trained on. `migrate_s` is the duration of a
     migration. Without `pack` the plan does not change; without `replicate` only plans with one pipeline are considered.
     Without `caching` no further layers are cached; layers that are cached already are still read. `beside_s` are the
     seconds per row beyond the prediction, such as loading and the caller's own code.
@@ -108,7 +108,7 @@ def _reason(now: Situation, plan: Plan, cached: int, fill_s: float, stays: bool)
     rate = now.rows_per_s(plan)
     moving = format_seconds(now.migrate_s)
     if not now.pack:
-        parts = ["stays: the plan may not change in this epoch"]
+        parts = ["the plan changes only as far as frozen layers require"]
     elif stays:
         parts = [
             f"stays: no other plan is predicted to be more than {_WORTH:.0%} faster and to save more time than moving "

@@ -200,7 +200,7 @@ class ElasticTraining:
         self._running = None
 
     def _start(self) -> None:
-        """Measure the run's costs, and fix its microbatches."""
+        """Measure the run's costs, and make its number of microbatches constant."""
         trainer = self._trainer
         self._started = True
         fix_microbatches(trainer)
@@ -293,7 +293,7 @@ class ElasticTraining:
         return weights * (1 + plan.optimizer_state_factor) / min(rates) if rates else 0.0
 
     def _state_factor(self) -> float:
-        """Return the bytes of optimizer state per byte of trained weights, over all processes."""
+        """Return the elements of optimizer state per element of trained weights, over all processes."""
         weights = state = 0
         for optimizer in self._trainer.optimizers:
             for name, slots in NamedOptimizer(self._trainer.tensors, optimizer).slots().items():

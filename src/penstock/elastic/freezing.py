@@ -32,7 +32,7 @@ _GUARDS: dict[str, Then] = {"guard": "stop", "take-back": "take back"}
 class Never:
     """Never freezes a layer: a baseline for comparison."""
 
-    def frozen_layers(self, history: Sequence[EpochRecord], num_layers: int) -> int:  # noqa: ARG002 -- the protocol's
+    def frozen_layers(self, history: Sequence[EpochRecord], num_layers: int) -> int:  # noqa: ARG002 -- of the protocol
         """Return 0."""
         return 0
 
@@ -57,7 +57,7 @@ class ByHand:
                 f"{list(self.layers)}; write them like 0,4,7"
             )
 
-    def frozen_layers(self, history: Sequence[EpochRecord], num_layers: int) -> int:  # noqa: ARG002 -- not checked here
+    def frozen_layers(self, history: Sequence[EpochRecord], num_layers: int) -> int:  # noqa: ARG002 -- of the protocol
         """Return the number of leading layers frozen in the next epoch."""
         return self.layers[min(len(history), len(self.layers) - 1)]
 
@@ -178,10 +178,10 @@ class Plateau:
 
 @dataclass(frozen=True, slots=True)
 class Delayed:
-    """Another policy, as if training had begun `num_epochs` later; until then no layer is frozen.
+    """Applies `policy` as if training had begun `num_epochs` later; until then no layer is frozen.
 
-    The inner policy does not see these first epochs, during which the first layers, frozen first by every policy, can
-    adapt to the new task.
+    `policy` does not see these first epochs, during which the first layers, frozen first by every policy, can adapt to
+    the new task.
 
     Example:
         Delayed(ClosedForm(1 / 3), num_epochs=1)  # of 12 layers 0, 0, 4, 7, 9, 10, 11, 11, 12
@@ -207,18 +207,18 @@ class Delayed:
 
 @dataclass(frozen=True, slots=True)
 class Guarded:
-    """Another policy, until an epoch with frozen layers validates worse than the best epoch before.
+    """Follows `policy` until an epoch with frozen layers validates worse than the best epoch before it.
 
-    Worse means an accuracy lower by more than `max_drop` or, without an accuracy, a loss higher by more than that
-    fraction of the best loss. A value that is not finite is worse than any other. From then on as many layers stay
-    frozen as in that epoch ("stop"), or as in the best epoch ("take back"). An epoch without frozen layers may
-    become the best epoch but never counts as worse, since freezing did not cause its drop. Without validations this is
-    the inner policy.
+    After the first worse epoch, the number of frozen layers is constant: as in that epoch if `then` is "stop", or as in
+    the best epoch before it if `then` is "take back". Worse means an accuracy lower by more than `max_drop` or, without
+    an accuracy, a loss higher by more than that fraction of the best loss. A value that is not finite is worse than any
+    other. An epoch without frozen layers may become the best epoch but never counts as worse, since freezing did not
+    cause its drop. Without validations `policy` alone decides.
 
     Example:
         Guarded(GradientNorms(), max_drop=0.02, then="take back")
 
-    Raises `UsageError` unless 0 <= `max_drop` < 1, and for another `then`.
+    Raises `UsageError` unless 0 <= `max_drop` < 1 and `then` is "stop" or "take back".
     """
 
     policy: FreezePolicy

@@ -297,7 +297,9 @@ class Generator:
         if not isinstance(prompt, str):
             return [int(token) for token in prompt]
         if self.tokenizer is None:
-            raise UsageError("a prompt of text needs a tokenizer; give the generator one, or tokens")
+            raise UsageError(
+                "a prompt of text needs a tokenizer; create the generator with one, or give the prompt as tokens"
+            )
         return list(self.tokenizer(prompt)["input_ids"])
 
 

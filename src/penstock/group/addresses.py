@@ -15,7 +15,7 @@ LOOPBACK = "127.0.0.1"
 BIND = "PENSTOCK_BIND"  # the listening address of this process and its children
 # an unassigned address for documentation (RFC 5737), reached by the default route
 _ANYWHERE = "192.0.2.1"
-_PREFIX = "penstock-"  # of private folders of one account
+_PREFIX = "penstock-"  # of the names of private folders, see `PrivateFolder`
 _OWN = {".taken", ".store"}  # suffixes of regular files in such a folder
 _MOST_PATH = 94  # some systems limit a socket's path to 104 bytes; "/" and the name of the socket follow the folder
 # in a folder of sockets a port is a file name; processes take theirs from 1 upwards, so this number stays free
@@ -110,7 +110,7 @@ def _resolves_to_loopback(host: str) -> bool:
     try:
         found = {str(entry[4][0]) for entry in socket.getaddrinfo(host, 9, type=socket.SOCK_STREAM)}
     except OSError:
-        return False  # the connection reports it
+        return False  # a later attempt to connect reports the error
     return all(_is_loopback(address) for address in found)
 
 

@@ -64,7 +64,7 @@ def connect_board(address: str, port: int, timeout: datetime.timedelta = _TIMEOU
 
 
 def lookup_s(address: str) -> float:
-    """Measure a reverse name lookup of an address on this machine, as torch makes when it connects."""
+    """Measure how long this machine takes to look up the name of an address, which torch does when it connects."""
     begin_s = time.monotonic()
     with contextlib.suppress(OSError):
         socket.getnameinfo((address, 9), 0)
@@ -101,7 +101,7 @@ def wait_for_server(address: str, port: int, timeout_s: float) -> None:
 
 
 def read_if_there(store: Store, key: str) -> bytes | None:
-    """Return the value of a key, or None if it is not set, for which torch's `get` would wait."""
+    """Return the value of a key, or None if it is not set; torch's `get` would wait until it is."""
     return store.get(key) if store.check([key]) else None
 
 

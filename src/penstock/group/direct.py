@@ -38,7 +38,7 @@ def go_direct(world: World, ranks: Collection[int], device: torch.device) -> boo
             "name": known if wanted and not problem else "",
             "problem": problem if world.between_gpus == "nccl" else "",
         }
-        # a rank that has received a problem may end the group before the next rank has been sent it
+        # a rank that reads a decision with a problem may end the group before the next rank has been sent the decision
         expected = (TransportError,) if decision["problem"] else ()
         for rank in others:
             with contextlib.suppress(*expected):

@@ -252,8 +252,8 @@ def join_group(
             if before is not None:
                 _wait_for_all(transport, health)
         except BaseException as error:
-            # `health.close` announces an orderly exit, so the error must be reported first; after a regroup the run
-            # forms another group, of the ranks that answer
+            # `health.close` announces an orderly exit, so the error must be reported first; a run that was forming its
+            # next group here (`before`) tries again with the ranks that answer
             health.report(error, again=before is not None and isinstance(error, PenstockError))
             raise
         where_it_fails.pop_all()
@@ -282,10 +282,10 @@ def _connect(
 
 
 def _wait_for_all(transport: Transport, health: Health) -> None:
-    """Wait until all ranks of a group have connected (a barrier).
+    """Wait on rank 0 until all ranks of a group have connected; the other ranks only report that they have.
 
-    Without it, a rank that fails to connect later would end a group that is already running. Each other rank sends rank
-    0 an empty message, which rank 0 receives once it has connected itself.
+    Without it, a rank that fails to connect later would end a group that is already running. After connecting, each
+    other rank sends rank 0 an empty message.
     """
     try:
         if transport.rank == FEEDER:

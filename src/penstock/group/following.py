@@ -13,8 +13,8 @@ from penstock.wire import FEEDER
 class Following:
     """A background thread that forms the next group after a failure that the run survives.
 
-    The program may compute, load data or write a file at that moment: no other rank waits for it until it requests
-    the `newest` group.
+    When a group fails, the program may be computing, loading data or writing a file. The next group forms meanwhile,
+    without waiting for the program, which gets it from `newest`.
 
         verdict ──▶ abort connections ──▶ roll call, rendezvous (`group/regroup.py`) ──▶ newest
 
@@ -69,7 +69,7 @@ class Following:
             self._thread.start()
 
     def _form(self) -> None:
-        """Form groups until one has no verdict that the run survives, or until `close`."""
+        """Form a group, and another one each time that it has failed meanwhile and the run survives that."""
         while True:
             following = dataclasses.replace(self._world)
             try:

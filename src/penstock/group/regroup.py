@@ -26,7 +26,8 @@ from penstock.text import first_line
 from penstock.transport.base import Transport
 from penstock.wire import FEEDER
 
-# timeout of a rendezvous after a roll call: ranks that answered are alive, so a late rank is declared lost
+# timeout of a rendezvous after a roll call; it is short, because ranks that answered the call are alive: if one is late
+# all the same, rank 0 calls again
 _MEET_S = 10.0
 _ATTEMPTS = 5
 _POLL_S = 0.2
@@ -37,7 +38,7 @@ def regroup(world: World, lost: Collection[int] = (), *, admits: bool = True, jo
     """Form the next group from the survivors and the waiting newcomers, and switch the world to it.
 
     Rank 0 calls this, once no connection of the old group is needed any more. Without `admits`, newcomers continue to
-    wait. Raises `DeviceLost` if no device is left.
+    wait. Raises `DeviceLost` if no device is left, or after several attempts.
 
     Example:
         regroup(world, lost={2})

@@ -27,7 +27,7 @@ def slurm_variables(environment: Mapping[str, str]) -> dict[str, str]:
             "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(int(environment["SLURM_LOCALID"])),
             "LOCAL_WORLD_SIZE": str(tasks[int(environment["SLURM_NODEID"])]),
             "MASTER_ADDR": first_node(environment["SLURM_STEP_NODELIST"]),
-            # jobs that share a node meet at different ports
+            # jobs that share a node usually meet at different ports
             "MASTER_PORT": str(_FIRST_PORT + (job + 97 * step) % _PORTS),
         }  # fmt: skip
     except (KeyError, ValueError, IndexError):

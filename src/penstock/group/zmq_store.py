@@ -53,7 +53,7 @@ class _Values:
         return [value.encode() for value in self._do("multi_get", keys)]
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Set a key to `desired` if its value is `expected`, "" if unset; returns the value after the call."""
+        """Set a key to `desired` if its value ("" if unset) is `expected`; returns the value after the call."""
         return self._do("compare_set", [key, expected, desired])[0].encode()
 
     def add(self, key: str, amount: int) -> int:
@@ -108,7 +108,7 @@ class StoreServer(_Values):
                 (amount,) = rest
                 found = str(int(values.get(key, "0")) + int(amount))
             if len(found) > MAX_VALUE_BYTES:
-                raise RuntimeError(f"a value of the store has at most {MAX_VALUE_BYTES} bytes; got {len(found)}")
+                raise RuntimeError(f"a value of the store has at most {MAX_VALUE_BYTES} characters; got {len(found)}")
             if key not in values and len(values) >= MAX_KEYS:
                 raise RuntimeError(f"the store is full: it has {MAX_KEYS} keys")
             values[key] = found

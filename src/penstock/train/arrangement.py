@@ -91,13 +91,15 @@ class ScheduleChoice:
         microbatches = len({a.microbatch for actions in made for a in actions if a.kind == "F"})
         backwards = any(action.kind in {"B", "I"} for actions in made for action in actions)
         has = (len(placement(made)), num_microbatches and microbatches, len(made))
-        if has != (num_stages, num_microbatches, num_devices) or not backwards:
+        if not backwards:
+            raise UsageError("your schedule has no backwards, so it cannot train; add them")
+        if has != (num_stages, num_microbatches, num_devices):
             pairs = {"stages": (has[0], num_stages), "microbatches": (microbatches, num_microbatches or microbatches)}
             fixes = [f"{name}={its} (--{name} {its})" for name, (its, now) in pairs.items() if its != now]
-            way = f"give {' and '.join(fixes)}, or write" if fixes and backwards else "write"
+            way = f"give {' and '.join(fixes)}, or write" if fixes else "write"
             raise UsageError(
-                f"your schedule is for {has[0]} stages, {microbatches} microbatches and {has[2]} devices"
-                f"{'' if backwards else ' and has no backwards'}, but this run has {num_stages}, "
+                f"your schedule is for {has[0]} stages, {microbatches} microbatches and {has[2]} devices, "
+                f"but this run has {num_stages}, "
                 f"{num_microbatches or microbatches} and {num_devices}; {way} one for these counts"
             )
 
@@ -115,7 +117,7 @@ def make_grid(devices: Sequence[int], stages: int | None, replicas: int | None, 
         raise UsageError(
             f"{count} processes do not fit {replicas} replicas of {stages} stages: each replica needs a process, and "
             f"each process a stage; start {replicas * stages}, as with torchrun --nproc-per-node {replicas * stages}, "
-            f"or pass stages={count}, replicas=1, or stages=1, replicas={count}"
+            f"or pass stages={count} and replicas=1, or else stages=1 and replicas={count}"
         )
     each, more = divmod(count, replicas)
     made, first = [], 0
@@ -212,7 +214,7 @@ class Arrangement:
         return self.moved(Grid(tuple(replicas)), self.cuts, skipped=self.skipped)
 
     def moved(self, grid: Grid, cuts: Sequence[Cut], *, skipped: int = 0, rank: int | None = None) -> "Arrangement":
-        """Return the placement of the same run on another grid; in another group, with this process's new `rank`."""
+        """Return the placement of the same run on another grid; `rank` is this process's, if its group has changed."""
         return Arrangement(
             self.rank if rank is None else rank, grid, cuts, self._choice, checkpointing=self._checkpointing,
             skipped=skipped, asked=self._asked,
@@ -221,8 +223,9 @@ class Arrangement:
     def shape(self, num_devices: int) -> Grid:
         """Return a grid with this run's schedule for a number of devices, from `make_grid`.
 
-        There are as many replicas, at least one, as can each have their current number of devices. Devices left over
-        are spread over them, and the replicas then have more stages. The total number of microbatches is unchanged.
+        The number of replicas is `num_devices` divided by the present number of devices of a replica, rounded down, at
+        least 1 and at most the total number of microbatches, which stays the same. Devices left over are spread over
+        the replicas, which then have more stages.
         """
         replicas = self.grid.replicas
         total = self.all_microbatches
@@ -292,4 +295,5 @@ def check_given_once(plan: Plan | None, **given: object) -> None:
     """Raise `UsageError` for options that the plan already sets."""
     twice = [name for name, value in given.items() if value is not None]
     if plan is not None and twice:
-        raise UsageError(f"a plan sets its {' and '.join(twice)}; leave {'it' if len(twice) == 1 else 'them'} out")
+        options = "this option" if len(twice) == 1 else "these options"
+        raise UsageError(f"the plan already sets {' and '.join(twice)}; leave {options} out")

@@ -33,7 +33,7 @@ class ForwardBackward:
         self._world, self._transport, self._all_losses, self._row_cut = world, transport, losses, row_cut
         self._step: StepContext  # step of the last `run`; `_now` are the stages that it ran on
         self._now: PlacedStages
-        # gradient sums, if they must be complete before the processes exchange their documents of the step
+        # gradient sums, if they must be complete before the processes exchange their documents (losses, counts, errors)
         self._sums: dict[str, Tensor] = {}
         self.computed_s = 0.0
         self._losses: dict[int, Measured] = {}
@@ -83,7 +83,7 @@ class ForwardBackward:
     def gradients(self, divisor: float) -> dict[str, Tensor]:
         """Return the gradient sums over all replicas, divided by `divisor`, and release the sums kept here.
 
-        Also shares the buffers, unless `run` did.
+        Also sends the first replica's buffers to the other replicas, unless `run` did.
         """
         if self._step.may_repeat:
             sums, self._sums, self._before = self._sums, {}, []
@@ -93,7 +93,7 @@ class ForwardBackward:
         return sums
 
     def _finish_sums(self, divisor: float = 1.0) -> dict[str, Tensor]:
-        """Wait for the gradient sums over all replicas, divided."""
+        """Wait for the gradient sums over all replicas, and return them divided."""
         with self._transport.waiting():
             return self._now.synchronizer.finish(divisor)
 
@@ -118,7 +118,7 @@ class ForwardBackward:
         return self._document()
 
     def _computes_all(self) -> bool:
-        """Return whether this step also computes the skipped stages, because its rows are not from a loader."""
+        """Return whether this step also computes the skipped stages, because no cached outputs belong to its rows."""
         now = self._now
         return now.placed.skipped > 0 and (now.features is None or self._step.cached is None)
 

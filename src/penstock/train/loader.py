@@ -18,9 +18,10 @@ from penstock.train.trainer import Trainer
 class Loader:
     """An iterable over a data set, one epoch per iteration; each process gets its replica's rows of each batch.
 
-    A process whose stages use neither inputs nor labels loads nothing, unless rows vary in length: it gets tensors on
-    the meta device, which have a shape but no values. The order depends only on seed and epoch, or is drawn by a
-    sampler of the caller's. The last batch of an epoch may be small, and a replica's part of the batch empty.
+    A process whose stages use neither inputs nor labels loads nothing and gets tensors on the meta device, which have a
+    shape but no values; if rows vary in length, it loads them all the same. The order depends only on seed and epoch,
+    or is drawn by a sampler of the caller's. The last batch of an epoch may be small, and a replica's part of the batch
+    empty.
 
     Example:
         for images, labels in pipe.loader(dataset, batch_size=64, shuffle=True): ...
@@ -118,7 +119,8 @@ class Loader:
         """Report the loaded batch to the trainer, and advance to the next one."""
         trainer, position = self._trainer, self.position
         self.last_rows = len(order[position])
-        # elastic training caches outputs for the data of the loader that it follows; survivors may load the rows again
+        # elastic training (the follower) and runs that survive lost processes need to know the samples of a batch: to
+        # find cached outputs, and to load the rows again
         if self.follower is not None or trainer.survivors is not None:
             following = order[position + 1] if position + 1 < len(order) else None
             batch = LoadedBatch.of(
@@ -232,7 +234,7 @@ class Loader:
                 yield shapes.empty()
 
     def _uses_data(self) -> bool:
-        """Return whether a stage here uses inputs or labels, or lengths vary, which only the data can tell."""
+        """Return whether a stage here uses inputs or labels, or rows vary in length, so that only data show shapes."""
         now = self._trainer.now
         varying = len(now.captured.graph.symbols) > 1
         # including stages whose outputs are cached: they are computed if the loop changes a batch

@@ -302,7 +302,9 @@ class _Probe:
         try:
             return _run(self.loss_fn, *self.sample(rows, noise), len(rows))
         except (NotALossError, RunError) as error:
-            raise _DependsError(f"loss_fn fails when it is called with some rows of a batch only ({error})") from error
+            raise _DependsError(
+                f"loss_fn fails when it is called with only some of a batch's rows ({error})"
+            ) from error
 
 
 def _run(loss_fn: LossFunction, output: Any, labels: Any, rows: int) -> _Result:

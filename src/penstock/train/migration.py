@@ -144,7 +144,7 @@ def _gather(trainer: Trainer, optimizer: torch.optim.Optimizer, tensors: HeldTen
 
 
 def _remember_groups(trainer: Trainer, told: Sequence[_Told]) -> None:
-    """Record each parameter's group: optimizers drop it while its layer is frozen, and its holders may be lost."""
+    """Record each parameter's group: optimizers drop frozen parameters, and all holders of a parameter may be lost."""
     known = trainer.known_groups
     known.extend({} for _ in range(len(told) - len(known)))
     for groups, each in zip(known, told, strict=True):

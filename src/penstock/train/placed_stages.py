@@ -31,7 +31,7 @@ from penstock.train.own_loss import OwnLoss
 from penstock.transport.messages import DATA, Message
 from penstock.transport.metered import MeteredTransport
 
-_CHANNELS = 256  # maximum number of channel generations in one placement
+_CHANNELS = 256  # how often the channels of a placement may be opened anew; each time they have other tags
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +116,7 @@ class PlacedStages:
             begin = end
 
     def _skipped_outputs(self, microbatch: Microbatch) -> list[Tensor]:
-        """Compute the skipped stages on uncached rows; this process holds all of them."""
+        """Compute the skipped stages, all of which this process holds, on rows without cached outputs."""
         crossing: list[Tensor] = []
         kind, dtype = self.how.device.type, self.how.autocast
         with torch.no_grad(), torch.autocast(kind, dtype=dtype) if dtype else contextlib.nullcontext():

@@ -52,7 +52,7 @@ class GatheredWeights:
         arrived, tensor = next(self._arriving)
         if arrived != name:
             raise ModelError(
-                f"tensors are gathered in the order of the file, but {name} was requested before {arrived}"
+                f"tensors must be loaded in the order of the saved file; {name} was requested, but {arrived} is next"
             )
         return tensor.cpu()
 

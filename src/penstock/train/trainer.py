@@ -1,4 +1,4 @@
-"""Training over all processes of the user's script: one process, stages, replicas, or both."""
+"""Training over all processes of the user's script: one process, or several as stages, as replicas, or as both."""
 
 import contextlib
 import dataclasses
@@ -219,7 +219,7 @@ class Trainer:
             context.number = self.step
             return self._work.run(context, self.now)
 
-        # meanwhile gradient sums are in flight, or already complete if the step may have to be repeated
+        # while losses are exchanged, gradient sums are in flight, or complete if the step may have to be repeated
         gathered = self.together(run, self._work.undo, admits=True)
         divisor = self._work.divisor(gathered)
         with self.world.explained():
@@ -273,7 +273,7 @@ class Trainer:
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients so that their norm over all stages is at most `max_norm`; returns the norm before."""
-        # if replicas may be lost, gather the norms from all replicas, which are equal
+        # if replicas may be lost, every replica sends its norms, which are the same in each
         tells = self.survivors is not None or self.placed.replica_index == 0
         norms: dict[str, float] = {}
         for document in self.together(lambda: {"norms": self.tensors.norms() if tells else {}}):

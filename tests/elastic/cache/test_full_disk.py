@@ -125,7 +125,7 @@ def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
     assert "has 1.05 MB left (No space left on device); " in said
     assert really.startswith("the cache needs 1.23 MB, but the disk of ")
     assert full == "No space left on device"
-    assert "is not (No space left on device); " in no_mark
+    assert "cannot be written (No space left on device); " in no_mark
     assert unused == "not used"
     assert left == "['cache', 'filler']"
     assert list(tmp_path.iterdir()) == [], "the mount was the process's own"

@@ -2,7 +2,9 @@
 
 batch      3  8  5  2        4 processes; process s % 4 owns sample s
 replica 0  3  8              process 0 holds its first running stage: it receives row 3 from process 3, and owns row 8
-replica 1        5  2        likewise; a process on the same machine reads the owner's files
+replica 1        5  2        its first running stage gets rows 5 and 2 in the same way
+
+Rows whose owner is on the same machine are not sent: they are read from the owner's file.
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,7 +43,7 @@ class _Fetched:
 
 
 class CachedFeatures:
-    """Outputs of frozen layers for this process's rows of each batch, read from its own files or sent by their owners.
+    """Outputs of frozen layers for this process's rows of each batch, read from files or sent by their owners.
 
     `shards` are the shards that this process can read: its own, and those on the same machine. The first `skipped`
     stages do not run; the holders of the next stage need the rows. The first `num_outputs` values of a row are
@@ -52,7 +54,7 @@ class CachedFeatures:
         x, = features.outputs([3, 8, 5, 2], [7, 1])
 
     Raises `ConnectionBroken` if a process has failed, `TransportError` if rows were damaged in transit, `CacheError` if
-    the disk fails.
+    a shard has been closed.
     """
 
     def __init__(

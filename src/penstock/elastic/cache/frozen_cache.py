@@ -37,7 +37,7 @@ from penstock.values import Size
 from penstock.wire import FEEDER
 
 _BATCH = 32  # rows computed at once
-_LOOKED_AT = 64  # at least so many samples, spread evenly, identify a data set
+_LOOKED_AT = 64  # at least this many samples, spread evenly, identify a data set
 _DIGEST_BYTES = 16
 _DIGEST = ((_DIGEST_BYTES,), torch.uint8)  # digest of the model's inputs for a sample: the last value of its row
 
@@ -97,7 +97,7 @@ def default_folder() -> Path:
 
 
 def values_after(captured: Captured, cut: Cut) -> Values | None:
-    """Return the values to store per sample at a cut; None if a value there does not belong to a single sample."""
+    """Return the values to store per sample at a cut; None if a value there has no row of fixed size per sample."""
     given = {value.name for value in captured.graph.tensor_inputs()}
     values = []
     for value in cut.crossing:
@@ -113,7 +113,7 @@ def values_after(captured: Captured, cut: Cut) -> Values | None:
 def sizes_of_layers(captured: Captured, stored: torch.dtype, autocast: torch.dtype | None) -> list[int | None]:
     """Return for each layer the bytes on disk of a sample's outputs; None if they cannot be cached.
 
-    No layer can be cached if lengths other than the batch vary, or if crossing values are cast.
+    No layer can be cached if a dimension other than the batch varies, or with autocast.
     """
     if set(captured.graph.symbols) != {"batch"} or autocast is not None:
         return [None] * len(captured.layers)
@@ -163,8 +163,8 @@ def cache_key(
 class Filling:
     """Fills a cache for a model with frozen layers; every process fills its own shard, in parallel.
 
-    Rows of an earlier run are reused if they are complete and their samples unchanged: each row has a digest of the
-    inputs from which it was computed.
+    A shard of an earlier run is reused if it is complete and, with one view, all its samples are unchanged: each row
+    has a digest of the inputs from which it was computed.
 
     `before` is the cache of fewer layers from which the computation continues. Every process creates this object and
     calls `run`.
@@ -211,7 +211,7 @@ class Filling:
         values = values_after(self._captured, self._end)
         if values is None:
             raise CacheError(
-                f"a value that crosses {self._end.name} does not have one row per sample, so it cannot be cached; "
+                f"a value that crosses {self._end.name} has no row of fixed size per sample, so it cannot be cached; "
                 "train without the cache"
             )
         columns, size = make_columns([*values, _DIGEST], self._place.stored), self._trainer.world.transport.size
@@ -305,7 +305,10 @@ class Filling:
     def _inputs(self, samples: Sequence[int]) -> dict[str, Tensor]:
         places, graph = self._trainer.data.input_places, self._captured.graph
         if places is None:
-            raise CacheError("train_step must be called with the loader's tensors; train without the cache")
+            raise CacheError(
+                "the cache needs train_step to be called with the loader's tensors; pass them unchanged, or train "
+                "without the cache"
+            )
         loaded = self._loader.load(samples)
         tensors, _ = bind_inputs(graph, *as_call(places.inputs_of(loaded)))
         return {value.name: tensor for value, tensor in zip(graph.tensor_inputs(), tensors, strict=True)}

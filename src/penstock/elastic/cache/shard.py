@@ -135,8 +135,8 @@ class Shard:
     def open(cls, folder: Path, layout: Layout) -> "Shard":
         """Open a complete shard, of this process or of another process on this machine.
 
-        The shard stays readable if its owner deletes it. Raises `CacheError` if the shard is missing, unfinished,
-        damaged, or has other rows.
+        The shard stays readable if its owner deletes it. Raises `CacheError` if the shard is missing, unfinished or
+        damaged, or does not match `layout`.
         """
         path = layout.rows_path(folder)
         memory = _map(path, layout)
@@ -203,10 +203,11 @@ class Shard:
 def writing(
     folder: Path, layout: Layout, limit_bytes: int | None
 ) -> Iterator[Callable[[Sequence[Tensor]], None]]:  # fmt: skip
-    """Write a new shard: the block appends rows; the shard is complete if the block ends after the last row.
+    """Write a new shard in a `with` block, whose function appends rows.
 
-    `append` takes one tensor for each value, with rows as its first dimension, on any device. The owner's old file is
-    removed first. If the block fails, its file is removed; the file of a killed process is removed by the next writer.
+    The function takes one tensor for each value, with rows as its first dimension, on any device. The shard is complete
+    if all rows have been appended when the block ends. The owner's old file is removed first. If the block fails, its
+    file is removed; the file of a killed process is removed by the next writer.
 
     Raises `CacheError` if the folder cannot be written or has too little space, if `limit_bytes` is exceeded, and if
     rows do not match the layout.

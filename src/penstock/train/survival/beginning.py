@@ -40,12 +40,13 @@ def check_survivable(graph: Graph, options: TrainOptions, run: RunOptions, devic
         raise UsageError("on_loss supports only CPUs so far; leave on_loss out")
     if options.schedule not in SCHEDULES:
         raise UsageError(
-            "on_loss needs a schedule for any number of stages, so it cannot be custom; choose a schedule by name"
+            "on_loss needs a schedule that works with any number of stages, which a custom one does not; choose a "
+            "schedule by name"
         )
 
 
 def survive(trainer: Trainer, outer: World, run: RunOptions) -> None:
-    """Make a new training run survive lost processes; `outer` is its world with the unmetered transport.
+    """Make a new training run survive lost processes; `outer` is its world without the MeteredTransport.
 
     Raises `UsageError` if the processes cannot form another group, `ClusterError` if the cluster lacks a process's
     device.

@@ -1,8 +1,7 @@
 """All-or-nothing exchanges: each completes on all surviving ranks, or on none.
 
-    A ── work ── sends ──▶ has all objects          C is lost after sending only to A: A forwards C's object to B
-    B ── work ── sends ──▶ lacks the object of C    C is lost before sending: no rank has all, A and B repeat the work
-    C ── work ── ✗ is lost
+    C is lost after it has sent its object only to A     A has all objects and forwards C's object to B
+    C is lost before it sends its object                 no rank has all objects, so A and B repeat the work
 
 An exchange gathers an object from every rank, as `all_gather_object` does, so one process is at most one exchange ahead
 of another. (Birman and Joseph 1987, virtual synchrony: processes that continue from one group to the next have seen the

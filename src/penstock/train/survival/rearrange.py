@@ -68,7 +68,7 @@ def assign(missing: Sequence[Sequence[float]], alike: Sequence[Sequence[int]]) -
 
 
 def interchangeable(devices: Sequence[Device]) -> list[list[int]]:
-    """Group devices that may swap parts: with equal links and, within measurement error, equal speed and memory."""
+    """Group devices that may swap parts: with equal bandwidth and, within measurement error, equal speed and memory."""
     groups: list[list[int]] = []
     for number, device in enumerate(devices):
         for group in groups:

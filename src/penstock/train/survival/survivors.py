@@ -78,7 +78,7 @@ class Survivors:
                 return found
 
     def place(self) -> tuple[int, int] | None:
-        """Return, once, the epoch and the batch at which a newcomer continues."""
+        """Return the epoch and the batch at which a newcomer continues; None in later calls and other processes."""
         if self._joins and self._place is None:
             self._settle(admits=False)
         place, self._place = self._place, None
@@ -121,7 +121,7 @@ class Survivors:
                 self._tell(went_back=True)
 
     def _know_groups(self) -> None:
-        """Tell all ranks which group of its optimizer each parameter is in, so that lost parameters keep theirs."""
+        """Tell all ranks the parameter group of each parameter, so that one whose holders are lost keeps its own."""
         while not self._knows_groups and not self._changed:
             self._knows_groups = self._once(self._tell_groups) is not None
 
@@ -256,9 +256,8 @@ class Survivors:
         if trainer.world.rank == FEEDER:
             back = f" from the checkpoint of step {change.step}" if went_back else ""
             note(
-                f"{change.why}; training continues on {_count(change.processes, 'process', 'es')} "
+                f"{change.why}; training continues{back} on {_count(change.processes, 'process', 'es')} "
                 f"({_count(change.replicas, 'replica')} x {_count(change.stages, 'stage')}) after {change.took_s:.1f} s"
-                f"{back}"
             )
 
     def _take_over_settings(self, said: Mapping[str, Any]) -> None:
@@ -277,8 +276,8 @@ class Survivors:
             raise everywhere(DeviceLost(f"{self._exchanges.why}; no checkpoint to restore was found; start again"))
         if batch is None:
             raise everywhere(DeviceLost(
-                f"{self._exchanges.why}; no batch of pipe.loader was in training, so the run cannot go back to the "
-                "checkpoint; start again from it"
+                f"{self._exchanges.why}; the run was not training on a batch of pipe.loader, so it cannot go back to "
+                "the checkpoint; start again from the checkpoint"
             ))  # fmt: skip
         self._moving = True
         try:

@@ -138,10 +138,13 @@ def _indexed(index: Path) -> list[Path]:
     # a shard must be next to its index: other paths are rejected
     strange = [name for name in names if not isinstance(name, str) or Path(name).name != name]
     if strange:
-        raise ModelError(f"a shard must be next to its index; {index} has {strange[0]!r}")
+        raise ModelError(f"shards must be in the folder of their index, but {index} names {strange[0]!r}")
     absent = [name for name in names if not (index.parent / name).exists()]
     if absent:
-        raise ModelError(f"{index.parent} lacks {len(absent)} of {len(names)} shards, first {absent[0]}; copy them")
+        raise ModelError(
+            f"{len(absent)} of {len(names)} shards are missing in {index.parent}, for example {absent[0]}; copy them "
+            "there"
+        )
     return [index.parent / name for name in names]
 
 

@@ -74,7 +74,7 @@ def test_a_disk_that_is_full_on_one_process(
     (said,) = notes(capfd)
     assert "rank 1: the cache needs" in said
     assert "No space left on device" in said
-    assert "without a deeper cache" in said
+    assert "no further layers are cached" in said
     assert not list(tmp_path.iterdir())
 
 
@@ -176,7 +176,7 @@ def test_a_neighbour_whose_folder_is_not_seen(
 
     monkeypatch.setattr(Filling, "_open_neighbours", elsewhere)
     assert_same(expected(), run(tmp_path, hosts=["a", "a"]))
-    assert any("shard-0 holds no cache" in said and "without a deeper cache" in said for said in notes(capfd))
+    assert any("shard-0 holds no cache" in said and "no further layers are cached" in said for said in notes(capfd))
     assert not list(tmp_path.iterdir())
 
 

@@ -91,8 +91,8 @@ def test_a_run_is_continued_where_it_stopped(tmp_path: Path) -> None:
 def test_what_a_run_cannot_do_beside_its_plan(tmp_path: Path) -> None:
     plan = str(planned(settings(tmp_path), tmp_path / "plan.json"))
     for changes, said in (
-        ({"stages": 2}, "a plan sets its stages; leave it out"),
-        ({"replicas": 2, "devices": 3}, "a plan sets its replicas and devices; leave them out"),
+        ({"stages": 2}, "the plan already sets stages; leave this option out"),
+        ({"replicas": 2, "devices": 3}, "the plan already sets replicas and devices; leave these options out"),
         ({"batch_size": 32}, "20 rows; got 32; leave --batch-size out"),
         ({"schedule": "gpipe"}, "1f1b; got gpipe; leave --schedule out"),
     ):

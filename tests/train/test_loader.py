@@ -125,7 +125,7 @@ def test_grids() -> None:
         make_grid(range(2), 2, None, ScheduleChoice("F0 B0 ", 4))
     with pytest.raises(UsageError, match=r"stages=1 \(--stages 1\) and microbatches=1 \(--microbatches 1\), or write"):
         ScheduleChoice("F0 B0 ", 4).make(2, 4, 2)
-    with pytest.raises(UsageError, match=r"has no backwards.*; write one"):
+    with pytest.raises(UsageError, match="has no backwards"):
         ScheduleChoice("F0 ", 4).make(2, 4, 2)
     with pytest.raises(UsageError, match=r"does B0\.0 before F0\.0"):
         ScheduleChoice("B0 F0 ", 4).make(1, 1, 1)

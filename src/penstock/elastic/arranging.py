@@ -87,8 +87,8 @@ def arrangement_of(
 def same_places(trainer: Trainer, captured: Captured) -> Arrangement:
     """Return the current placement, adapted to `captured`, which has more or fewer layers frozen; all layers run.
 
-    A cut that the model no longer has is replaced by the nearest one, by the fraction of all operations that precede
-    it.
+    A cut that the model no longer has is replaced by the nearest existing one; the distance of two cuts is the
+    difference between the fractions of all operations that precede them.
     """
     placed, cuts = trainer.placed, Cuts(captured.graph)
     old = len(trainer.captured.graph.ops)
@@ -107,7 +107,7 @@ def same_places(trainer: Trainer, captured: Captured) -> Arrangement:
 def near(
     trainer: Trainer, captured: Captured, plan: Plan, costs: Costs, *, cached_layers: int, state_factor: float
 ) -> dict[str, int]:
-    """Return for each device of a plan the rank that takes its place, so that few bytes migrate.
+    """Assign a rank to each device of a plan so that few bytes migrate.
 
     Ranks on identical devices may take each other's places.
 

@@ -64,7 +64,10 @@ class Caching:
         return sizes_of_layers(self._whole, self._options.stored(), self._trainer.now.how.autocast)
 
     def costs(self, profile: Profile) -> CacheCosts | None:
-        """Return the costs of caching; None if caching is impossible, or if no step has shown the model's inputs."""
+        """Return the costs of caching; None if caching is impossible, and before the first `train_step`.
+
+        Only a step shows which of the loader's tensors are the model's inputs.
+        """
         if not self._possible or self._trainer.data.input_places is None:
             return None
         size = self._trainer.world.transport.size

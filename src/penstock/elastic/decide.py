@@ -35,7 +35,8 @@ class Situation:
 
     `plan` is the current plan, `cached_layers` the number of layers currently read from a cache. `layers` has the name
     of the cut after each layer. `remaining_rows` are still to be trained on. `migrate_s` is the duration of a
-    migration. Without `pack` the plan does not change; without `replicate` only plans with one pipeline are considered.
+    migration. Without `pack` the plan stays, apart from stages that are cached entirely, if it fits; without
+    `replicate` only plans with one pipeline are considered.
     Without `caching` no further layers are cached; layers that are cached already are still read. `beside_s` are the
     seconds per row beyond the prediction, such as loading and the caller's own code.
     """
@@ -108,7 +109,7 @@ def _reason(now: Situation, plan: Plan, cached: int, fill_s: float, stays: bool)
     rate = now.rows_per_s(plan)
     moving = format_seconds(now.migrate_s)
     if not now.pack:
-        parts = ["the plan changes only as far as frozen layers require"]
+        parts = ["keeps the plan, except for stages whose layers are cached now"]
     elif stays:
         parts = [
             f"stays: no other plan is predicted to be more than {_WORTH:.0%} faster and to save more time than moving "

@@ -50,7 +50,7 @@ class PlanChange:
 
 
 class ElasticTraining:
-    """Replanning of a training run between epochs; only freezing affects the trained weights.
+    """Replanning of a training run between epochs; plans do not affect the trained weights.
 
     At the beginning of each epoch the policy returns the number of leading layers to freeze. The planner chooses
     stages, replicas and the cache for the remaining epochs; tensors then migrate. Created by
@@ -327,7 +327,7 @@ class ElasticTraining:
         }  # fmt: skip
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Freeze a checkpoint's frozen layers in the current placement; the next epoch begins with a replan."""
+        """Freeze a checkpoint's frozen layers in the current placement; the loop's next epoch begins with a replan."""
         self._begun, self._decided, self._plan, self._running = state["begun"], None, None, None
         self.history = msgspec.convert(state["history"], list[EpochRecord])
         captured = self._frozen(int(state["frozen_layers"]))

@@ -228,7 +228,8 @@ class Guarded:
     def __post_init__(self) -> None:
         if not 0 <= self.max_drop < 1:
             raise UsageError(
-                f"max_drop, the accuracy that may be lost, must be from 0 to below 1; got {self.max_drop}; use 0.01"
+                f"max_drop, the accuracy that may be lost, must be at least 0 and below 1; got {self.max_drop}; use "
+                "0.01"
             )
         if self.then not in get_args(Then):
             raise UsageError(f"a guard can {' or '.join(map(repr, get_args(Then)))}, not {self.then!r}")

@@ -13,7 +13,7 @@ from penstock.errors import RunError, UsageError
 
 LOOPBACK = "127.0.0.1"
 BIND = "PENSTOCK_BIND"  # the listening address of this process and its children
-# an unassigned address for documentation (RFC 5737), reached by the default route
+# an address reserved for documentation (RFC 5737): its route is the default route
 _ANYWHERE = "192.0.2.1"
 _PREFIX = "penstock-"  # of the names of private folders, see `PrivateFolder`
 _OWN = {".taken", ".store"}  # suffixes of regular files in such a folder
@@ -101,8 +101,8 @@ def first_address(host: str, *, all_here: bool) -> str:
         return local_address(_ANYWHERE)
     except RunError:
         raise RunError(
-            f"{host} resolves to a loopback address, which other hosts cannot reach, and this machine has no default "
-            "route that would tell its other address; set --master-addr to an address that the other hosts can reach"
+            f"{host} resolves to a loopback address, which other hosts cannot reach, and without a default route this "
+            "machine's network address is not known; set --master-addr to an address that the other hosts can reach"
         ) from None
 
 

@@ -41,7 +41,7 @@ from penstock.wire import FEEDER
 
 # number of the next join: a script joins once for each of its pipelines, in the same order in every process
 _joins = itertools.count()
-# set once this process has joined a group: from then on its errors are reported to all ranks
+# set once this process has joined a group of torchrun's: from then on its errors are reported to all ranks
 has_joined = threading.Event()
 # stores that rank 0 serves if torchrun serves none. Kept alive, since other ranks may begin the next join before rank 0
 _serving: dict[tuple[str, int], TCPStore] = {}
@@ -284,8 +284,8 @@ def _connect(
 def _wait_for_all(transport: Transport, health: Health) -> None:
     """Wait on rank 0 until all ranks of a group have connected; the other ranks only report that they have.
 
-    Without it, a rank that fails to connect later would end a group that is already running. After connecting, each
-    other rank sends rank 0 an empty message.
+    If rank 0 did not wait, a rank that then fails to connect would end a group that is already running. After
+    connecting, each other rank sends rank 0 an empty message.
     """
     try:
         if transport.rank == FEEDER:

@@ -69,7 +69,7 @@ class Following:
             self._thread.start()
 
     def _form(self) -> None:
-        """Form a group, and another one each time that it has failed meanwhile and the run survives that."""
+        """Form the next group; if it has failed by then and the run survives that, form another."""
         while True:
             following = dataclasses.replace(self._world)
             try:

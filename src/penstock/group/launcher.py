@@ -41,9 +41,9 @@ def code_command(code: str) -> list[str]:
 def module_path(module: str = "penstock") -> str:
     """Return the `PYTHONPATH` for a new process that runs a module of ours.
 
-    A new process finds installed packages anyway, but not one that this process finds only through its own `sys.path`,
-    as a notebook in the folder of the source does. The current folder is left out unless it contains the module or
-    Penstock itself.
+    A new process finds installed packages anyway. It does not find a package that this process finds only through its
+    own `sys.path`; for example, a notebook in the folder of the source finds Penstock that way. The current folder is
+    left out unless it contains the module or Penstock itself.
     """
     here = Path.cwd().resolve()
     needed = here in (_SOURCE, *_folders_of(module))

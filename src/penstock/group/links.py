@@ -36,7 +36,7 @@ class Links(Protocol):
     def make_transport(
         self, connect: Callable[[], Store], name: str, rank: int, size: int, address: str, join_s: float, watch: Watch
     ) -> tuple[Transport, Store]:
-        """Connect the ranks of a group; returns the transport and the group's part of the store."""
+        """Connect the ranks of a group; returns the transport and a torch store for NCCL."""
 
 
 class PlainLinks:

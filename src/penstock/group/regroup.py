@@ -55,7 +55,10 @@ def regroup(world: World, lost: Collection[int] = (), *, admits: bool = True, jo
     for _ in range(_ATTEMPTS):
         answered = membership.roll.call(membership.generation + 1, expected, admits=admits)
         if not answered and feeds_only:
-            raise DeviceLost("no device is left: all others were lost; start again, or add machines to the run")
+            raise DeviceLost(
+                "no device is left: all workers were lost, and the driver has no stage; start again, or add machines "
+                "to the run"
+            )
         try:
             world.become(_meet(world, membership, answered, join_s))
         except RunError:  # a member was lost meanwhile, or not every rank can reach a newcomer

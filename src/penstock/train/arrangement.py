@@ -155,7 +155,7 @@ class Arrangement:
     """The placement of a training run, as seen by one process: all ranks, and this process's replica.
 
     `grid` has every stage's rank; `cuts` separate the stages. The first `skipped` stages do not run in a step: their
-    outputs are read from a cache. Created by `arrange`, and changed by `moved`.
+    outputs are read from a cache. `moved` returns the placement of the same run on another grid.
     """
 
     def __init__(

@@ -51,9 +51,9 @@ class ForwardBackward:
         return bool(self._microbatches)
 
     def head(self, microbatch: int, outputs: Sequence[Tensor], sizes: Sizes) -> Tensor:
-        """Return a microbatch's loss as a sum over its items, from the last stage's outputs.
+        """Return a microbatch's loss, summed over its rows or counted labels and scaled, from the last stage's outputs.
 
-        The loss and the number of items are recorded for `divisor`.
+        The loss and its count are recorded for `divisor`.
         """
         now, step, labels = self._now, self._step, self._microbatches[microbatch].labels
         alone = len(self._microbatches) == 1 and len(now.placed.grid.replicas) == 1

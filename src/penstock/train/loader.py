@@ -18,10 +18,10 @@ from penstock.train.trainer import Trainer
 class Loader:
     """An iterable over a data set, one epoch per iteration; each process gets its replica's rows of each batch.
 
-    A process whose stages use neither inputs nor labels loads nothing and gets tensors on the meta device, which have a
-    shape but no values; if rows vary in length, it loads them all the same. The order depends only on seed and epoch,
-    or is drawn by a sampler of the caller's. The last batch of an epoch may be small, and a replica's part of the batch
-    empty.
+    A process whose stages use neither inputs nor labels gets tensors on the meta device, which have a shape but no
+    values; it loads only the first sample, for the shape. If rows vary in length, even such a process loads its rows.
+    The order depends only on seed and epoch, or is drawn by a sampler of the caller's. The last batch of an epoch may
+    be small, and a replica's part of the batch empty.
 
     Example:
         for images, labels in pipe.loader(dataset, batch_size=64, shuffle=True): ...
@@ -39,7 +39,7 @@ class Loader:
         seed = trainer.seed if seed is None else seed
         self._epoch = 0
         self.position = 0  # number of the next batch in the epoch
-        self.last_rows = 0  # rows of the last batch, over all replicas
+        self.last_rows = 0  # rows of the batch that was loaded last, over all replicas
         self._known: tuple[int, list[list[int]]] | None = None  # an epoch, and its order
         self._reached = 0  # all epochs before this one have ended
         self._iterations = Iterations()
@@ -234,7 +234,7 @@ class Loader:
                 yield shapes.empty()
 
     def _uses_data(self) -> bool:
-        """Return whether a stage here uses inputs or labels, or rows vary in length, so that only data show shapes."""
+        """Return whether a stage here uses inputs or labels, or shapes are known only from the data."""
         now = self._trainer.now
         varying = len(now.captured.graph.symbols) > 1
         # including stages whose outputs are cached: they are computed if the loop changes a batch

@@ -23,7 +23,7 @@ from penstock.train.plain_values import decode, encode
 from penstock.train.trainer import Trainer
 from penstock.transport.collectives import all_gather
 
-_GRADIENT = "penstock.grad"  # a pending gradient moves like an optimizer slot of this name
+_GRADIENT = "penstock.grad"  # an accumulated `.grad` moves like an entry of the optimizer's state with this key
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +134,8 @@ def _gather(trainer: Trainer, optimizer: torch.optim.Optimizer, tensors: HeldTen
         if document["count"] != mine["count"]:
             raise everywhere(UsageError(
                 f"the optimizer has {mine['count']} groups of parameters on {trainer.world.names[trainer.world.rank]} "
-                f"and {document['count']} on {trainer.world.names[rank]}, so parameters cannot move between them; use "
-                "the same groups everywhere, empty if a process has no parameters for one"
+                f"and {document['count']} on {trainer.world.names[rank]}, so parameters cannot move between these "
+                "processes; use the same groups everywhere, empty if a process has no parameters for one"
             ))  # fmt: skip
         groups |= document["groups"]
         slots |= document["slots"]
@@ -144,7 +144,7 @@ def _gather(trainer: Trainer, optimizer: torch.optim.Optimizer, tensors: HeldTen
 
 
 def _remember_groups(trainer: Trainer, told: Sequence[_Told]) -> None:
-    """Record each parameter's group: optimizers drop frozen parameters, and all holders of a parameter may be lost."""
+    """Record each parameter's group, since its optimizer may drop it (frozen) or all its holders may be lost."""
     known = trainer.known_groups
     known.extend({} for _ in range(len(told) - len(known)))
     for groups, each in zip(known, told, strict=True):

@@ -153,7 +153,7 @@ class Trainer:
         """Run a collective call; its name is sent to other processes."""
         health = self.world.health
         with self.calls.entered(name):
-            # a process that joins later counts calls from 0, so numbers are compared only if none can join
+            # a process that joins later counts calls from 0, so their numbers are compared only in runs without joins
             health.call = self.calls.current if self.survivors is None else ""
             try:
                 yield

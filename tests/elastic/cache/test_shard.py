@@ -116,7 +116,7 @@ def test_rows_that_are_not_there(tmp_path: Path, places: list[int]) -> None:
 )
 def test_rows_of_another_kind_are_refused(tmp_path: Path, batch: list[torch.Tensor]) -> None:
     with (
-        pytest.raises(CacheError, match=r"rows of this cache must be tensors of .*; got .*; pass one of each"),
+        pytest.raises(CacheError, match=r"the values are .*, got .*; fill"),
         writing(tmp_path, layout_of(), None) as append,
     ):
         append(batch)

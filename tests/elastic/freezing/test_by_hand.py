@@ -34,10 +34,7 @@ def test_a_list_that_changes_later_changes_nothing() -> None:
 def test_what_are_no_layers(layers: list[Any]) -> None:
     with pytest.raises(UsageError) as error:
         ByHand(layers)
-    assert str(error.value) == (
-        f"the layers frozen by hand must be one number of at least 0 for each epoch; got {layers}; "
-        "write them like 0,4,7"
-    )
+    assert f"got {layers}; " in str(error.value)
 
 
 def test_never() -> None:

@@ -102,7 +102,8 @@ def test_drops_out_of_range(drop: float) -> None:
     with pytest.raises(UsageError) as error:
         Guarded(INNER, max_drop=drop)
     assert (
-        str(error.value) == f"max_drop, the accuracy that may be lost, must be from 0 to below 1; got {drop}; use 0.01"
+        str(error.value)
+        == f"max_drop, the accuracy that may be lost, must be at least 0 and below 1; got {drop}; use 0.01"
     )
 
 

@@ -32,7 +32,9 @@ def test_a_number_of_layers_is_taken(answer: int) -> None:
 def test_other_numbers_are_refused(answer: int) -> None:
     with pytest.raises(UsageError) as error:
         next_frozen(Own(answer), [], 12)
-    assert str(error.value) == f"the policy Own would freeze {answer} layers of a model with 12; return 0 to 12"
+    assert (
+        str(error.value) == f"the policy Own would freeze {answer} layers, but at most 12 can be frozen; return 0 to 12"
+    )
 
 
 @pytest.mark.parametrize("answer", [None, 4.0, "4", True])

@@ -288,7 +288,7 @@ def test_a_step_that_fails_leaves_buffers_as_they_were() -> None:
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"schedule": "F0 B0"}, "schedule for any number of stages"),
+        ({"schedule": "F0 B0"}, "a custom one does not"),
         (
             {"cluster": Cluster(devices=(Device(name="a", speed=1.0, memory_bytes=1),))},
             "profile and cluster, or neither",

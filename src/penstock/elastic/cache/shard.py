@@ -203,7 +203,7 @@ class Shard:
 def writing(
     folder: Path, layout: Layout, limit_bytes: int | None
 ) -> Iterator[Callable[[Sequence[Tensor]], None]]:  # fmt: skip
-    """Write a new shard in a `with` block, whose function appends rows.
+    """Context manager that writes a new shard; it yields a function that appends rows.
 
     The function takes one tensor for each value, with rows as its first dimension, on any device. The shard is complete
     if all rows have been appended when the block ends. The owner's old file is removed first. If the block fails, its

@@ -20,7 +20,7 @@ from penstock.transport.metered import MeteredTransport
 from penstock.wire import FEEDER
 
 Objects = list[dict[str, Any]]
-_NONE = -1  # count of a process that has just joined
+_NONE = -1  # number of exchanges so far, in a process that has just joined
 
 
 class Exchanges:

@@ -121,7 +121,7 @@ class Survivors:
                 self._tell(went_back=True)
 
     def _know_groups(self) -> None:
-        """Tell all ranks the parameter group of each parameter, so that one whose holders are lost keeps its own."""
+        """Tell all ranks the group of each parameter, so that parameters keep it even if all their holders are lost."""
         while not self._knows_groups and not self._changed:
             self._knows_groups = self._once(self._tell_groups) is not None
 
@@ -277,7 +277,7 @@ class Survivors:
         if batch is None:
             raise everywhere(DeviceLost(
                 f"{self._exchanges.why}; the run was not training on a batch of pipe.loader, so it cannot go back to "
-                "the checkpoint; start again from the checkpoint"
+                "the checkpoint by itself; start the run again from it"
             ))  # fmt: skip
         self._moving = True
         try:

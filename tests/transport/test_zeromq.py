@@ -199,7 +199,7 @@ def test_a_store_does_what_torchs_does(room: Room) -> None:
         assert (store.add("n", 2), store.add("n", 3)) == (2, 5)
         with pytest.raises(RuntimeError, match=r"not found .*: missing$"):
             store.get("missing")
-        with pytest.raises(RuntimeError, match="at most 65536 bytes; got 100000"):
+        with pytest.raises(RuntimeError, match="at most 65536 characters; got 100000"):
             store.set("large", "x" * 100_000)
         assert room.store.get("a") == b"1"
     finally:

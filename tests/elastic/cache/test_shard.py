@@ -100,7 +100,7 @@ def test_a_shard_of_no_rows(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("places", [[8], [-1], [0, 9]])
 def test_rows_that_are_not_there(tmp_path: Path, places: list[int]) -> None:
-    with fill_shard(tmp_path) as shard, pytest.raises(CacheError, match=r"below 8; got (8|-1|9);"):
+    with fill_shard(tmp_path) as shard, pytest.raises(CacheError, match=r"0 to 7; got (8|-1|9);"):
         shard.read(places)
 
 
@@ -242,7 +242,7 @@ def test_deletion_leaves_what_it_did_not_make(tmp_path: Path) -> None:
 
 def test_a_file_in_place_of_the_folder(tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("mine")
-    with pytest.raises(CacheError, match=r"shard-1.rows cannot be written \(File exists\).*choose anoth"):
+    with pytest.raises(CacheError, match=r"cache cannot be written \(File exists\).*choose anoth"):
         fill_shard(tmp_path / "cache")
     with pytest.raises(CacheError, match="holds no cache"):
         Shard.open(tmp_path / "cache", layout_of())

@@ -256,7 +256,7 @@ def _explained(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise CacheError(
-            f"the cache file {error.filename or path} cannot be written ({error.strerror or error}); free space, "
+            f"the cache {error.filename or path} cannot be written ({error.strerror or error}); free space, "
             "choose another folder, or train without a cache"
         ) from error
 

@@ -47,7 +47,7 @@ def test_what_is_no_number_of_layers_is_refused(answer: object) -> None:
 
 
 def test_numbers_by_hand_for_a_larger_model_are_refused() -> None:
-    with pytest.raises(UsageError, match=r"ByHand .* 14 layers .* 12"):
+    with pytest.raises(UsageError, match=r"ByHand .* 14 layers, .* 12"):
         next_frozen(ByHand([0, 14]), epochs([1.0] * 12), 12)
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from penstock.errors import RunError
 from penstock.graph.caches import POSITIONS, ROWS
+from penstock.graph.engine_operators import ATTENTION
 from penstock.graph.ops import Op, Ref, effect, references
 from penstock.graph.program import StageProgram
 from penstock.runtime.onnx.onnx_nodes import OF_ENGINE, Flat, Made, written_name
@@ -30,21 +31,8 @@ from penstock.runtime.onnx.value_shapes import Shapes
 from penstock.runtime.onnx.writer import bound_arguments
 from penstock.values import BATCH, Size, Value
 
-ATTENTION = "penstock.cached_attention.default"
 _WIDTHS = 8  # the engine's heads have a multiple of this width
 _SDPA = "aten.scaled_dot_product_attention.default"
-
-_LIBRARY = torch.library.Library("penstock", "FRAGMENT")
-# no write is declared: no other operation uses these caches, so the order does not matter
-_LIBRARY.define(
-    "cached_attention(Tensor query, Tensor key, Tensor value, Tensor keys, Tensor values, Tensor rows, "
-    "Tensor positions, Tensor mask, float scale) -> Tensor"
-)
-
-
-@torch.library.impl(_LIBRARY, "cached_attention", "Meta")
-def _shape_of(query: Tensor, *_: Any) -> Tensor:
-    return torch.empty_like(query, memory_format=torch.contiguous_format)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from torch import Tensor
 from penstock.errors import PlanError, RunError
 from penstock.graph.caches import POSITIONS, ROWS
 from penstock.graph.callbacks import Callback
+from penstock.graph.engine_operators import ATTENTION
 from penstock.graph.ops import CALLBACK, GETITEM, Op, Ref
 from penstock.graph.program import StageProgram
 from penstock.runtime.bfloat16 import check_bfloat16
@@ -17,7 +18,6 @@ from penstock.runtime.eager import Runtime
 from penstock.runtime.layers import may_be_written, operations_of
 from penstock.runtime.onnx.blocks import Blocks, pack, weight_of
 from penstock.runtime.onnx.cached_attention import (
-    ATTENTION,
     caches_of,
     check_places,
     in_order,

@@ -16,12 +16,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from penstock.graph.engine_operators import ATTENTION, ROTARY
 from penstock.graph.ops import CALLBACK, GETITEM, Op
 from penstock.graph.prepare import Storage
 from penstock.graph.program import StageProgram
-from penstock.runtime.onnx.cached_attention import ATTENTION
 from penstock.runtime.onnx.onnx_nodes import ELEMENTS
-from penstock.runtime.onnx.rotary import ROTARY
 from penstock.runtime.onnx.value_shapes import Shapes
 from penstock.runtime.onnx.writer import is_supported
 from penstock.values import BATCH, Size

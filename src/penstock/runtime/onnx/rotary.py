@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import RunError
+from penstock.graph.engine_operators import ROTARY
 from penstock.graph.ops import Op, Ref
 from penstock.graph.program import StageProgram
 from penstock.runtime.onnx.cached_attention import is_whole_slice, joined_heads, without_unread
@@ -22,17 +23,8 @@ from penstock.runtime.onnx.onnx_nodes import OF_ENGINE, Flat, Made
 from penstock.runtime.onnx.onnx_operators import OPERATORS, Call, slice_axis
 from penstock.runtime.onnx.value_shapes import Shapes
 
-ROTARY = "penstock.rotary.default"
 # each keeps halves equal
 _KEEPS = {"aten.unsqueeze.default", "aten.cos.default", "aten.sin.default", "aten.to.dtype"}
-
-_LIBRARY = torch.library.Library("penstock", "FRAGMENT")
-_LIBRARY.define("rotary(Tensor x, Tensor cos, Tensor sin) -> Tensor")
-
-
-@torch.library.impl(_LIBRARY, "rotary", "Meta")
-def _shape_of(x: Tensor, *_: Any) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def with_rotary(program: StageProgram, shapes: Shapes, sizes: Mapping[str, int]) -> StageProgram:

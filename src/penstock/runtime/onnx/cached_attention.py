@@ -25,7 +25,7 @@ from penstock.graph.caches import POSITIONS, ROWS
 from penstock.graph.engine_operators import ATTENTION
 from penstock.graph.ops import Op, Ref, effect, references
 from penstock.graph.program import StageProgram
-from penstock.runtime.onnx.onnx_nodes import OF_ENGINE, Flat, Made, written_name
+from penstock.runtime.onnx.onnx_nodes import ELEMENTS, OF_ENGINE, Flat, Made, written_name
 from penstock.runtime.onnx.onnx_operators import OPERATORS, Call
 from penstock.runtime.onnx.value_shapes import Shapes
 from penstock.runtime.onnx.writer import bound_arguments
@@ -49,8 +49,8 @@ def with_cached_attention(program: StageProgram, shapes: Shapes, sizes: Mapping[
     Whether one can be replaced does not depend on where the model is cut. `sizes` are some sizes at which shapes are
     compared; they must differ from each other.
     """
-    found = {op.name: made for op in program.ops if (made := _matched(op, program, shapes.at(sizes))) is not None}
-    ops = [found.get(op.name, op) for op in program.ops]
+    reads, seen = _Reads(program), shapes.at(sizes)
+    ops = [_matched(op, reads, seen) or op for op in program.ops]
     return replace(program, ops=tuple(without_unread(ops, {value.name for value in program.outputs})))
 
 
@@ -88,7 +88,7 @@ def without_unread(ops: Sequence[Op], outputs: Collection[str]) -> list[Op]:
     return kept[::-1]
 
 
-def _matched(op: Op, program: StageProgram, seen: Mapping[str, Any]) -> Op | None:
+def _matched(op: Op, reads: "_Reads", seen: Mapping[str, Any]) -> Op | None:
     if op.target != _SDPA:
         return None
     given = bound_arguments(op)
@@ -98,7 +98,6 @@ def _matched(op: Op, program: StageProgram, seen: Mapping[str, Any]) -> Op | Non
     if not all(names) or given["is_causal"] or given["dropout_p"]:
         return None
     query, _, _, mask = names
-    reads = _Reads(program)
     key, value = (reads.of(name, op) for name in names[1:3])
     if key is None or value is None:
         return None
@@ -228,19 +227,18 @@ def _lengths(call: Call) -> str:
     first = call.add("Gather", [positions.name, zero], axis=1)
     count = call.add("Gather", [call.add("Shape", [positions.name]), call.nodes.scalar(1)], axis=0)
     last = call.add("Sub", [call.add("Add", [first, count]), call.nodes.scalar(1)])
-    return call.add("Cast", [last], to=_INT32)
+    return call.add("Cast", [last], to=ELEMENTS[torch.int32])
 
 
 def _room(call: Call) -> str:
     size = call.add("Gather", [call.add("Shape", [call["mask"].name]), call.nodes.scalar(3)], axis=0)
-    return call.add("Cast", [size], to=_INT32)
+    return call.add("Cast", [size], to=ELEMENTS[torch.int32])
 
 
 def _bias(call: Call) -> str:
     return call.add("Where", [call["mask"].name, call.number(0.0), call.number(-math.inf)])
 
 
-_INT32 = 6  # TensorProto.INT32
 OPERATORS[ATTENTION] = _attend
 
 

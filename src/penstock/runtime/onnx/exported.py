@@ -1,7 +1,7 @@
 """Stage programs as ONNX models, one for each microbatch size, for an engine to run."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,10 @@ _MOST_BYTES = 2**31 - 2**20  # protobuf's limit for a model
 
 
 Engine = Callable[[Mapping[str, np.ndarray[Any, Any]]], Sequence[np.ndarray[Any, Any]]]
+# writes to caches and outputs; see `CachingEngine`
+InPlaceEngine = Callable[
+    [Hashable | None, Mapping[str, np.ndarray[Any, Any]], Mapping[str, Tensor], Sequence[Tensor]], None
+]
 
 
 class ExportedRuntime(ABC):

@@ -1,7 +1,8 @@
-"""A decoder's stage on an engine: the operations between the caches of two layers are one ONNX model."""
+"""A decoder's stage on an engine: one ONNX model, or one for the operations between the caches of two layers."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import onnx
 import torch
@@ -24,8 +25,7 @@ from penstock.runtime.onnx.cached_attention import (
     rows_of,
     with_cached_attention,
 )
-from penstock.runtime.onnx.exported import Engine
-from penstock.runtime.onnx.onnx_runtime import CachingEngine
+from penstock.runtime.onnx.exported import Engine, InPlaceEngine
 from penstock.runtime.onnx.phases import phases_of, pieces, some_sizes
 from penstock.runtime.onnx.rotary import check_halves, inputs_of_halves, with_rotary
 from penstock.runtime.onnx.value_shapes import Shapes
@@ -56,7 +56,7 @@ class JoinedRuntime(Runtime):
     def __init__(
         self, program: StageProgram, tensors: Mapping[str, Tensor], device: torch.device = HOST, *,
         compile_model: Callable[[onnx.ModelProto], Engine], precision: str = "float32", keep: Sequence[str] = (),
-        name: str = "onnxruntime", compile_caching: Callable[[onnx.ModelProto], CachingEngine] | None = None,
+        name: str = "onnxruntime", compile_caching: Callable[[onnx.ModelProto], InPlaceEngine] | None = None,
     ) -> None:  # fmt: skip
         if device != HOST:
             raise PlanError(
@@ -78,7 +78,8 @@ class JoinedRuntime(Runtime):
                 order += ops
                 continue
             for piece in pieces(ops, lambda op: _num_bytes(op, packed, tensors), _PART_BYTES):
-                part = _Part(len(self._parts), program, piece, tensors, shapes, packed, compile_model, compile_caching)
+                made_by = compile_caching if compile_caching is not None and caches_of(piece) else compile_model
+                part = _Part(len(self._parts), program, piece, tensors, shapes, packed, made_by)
                 self._parts.append(part)
                 order += part.as_operations(program)
         # the runtime calls an engine like a function of the caller in training
@@ -91,11 +92,9 @@ class JoinedRuntime(Runtime):
                 self._state[index] = torch.empty(0)
         halves = inputs_of_halves(program)
         self._halves = [(index, value.name) for index, value in enumerate(program.inputs) if value.name in halves]
-        names = [value.name for value in program.inputs]
-        attends = any(op.target == ATTENTION for op in program.ops)
-        self._positions = names.index(POSITIONS) if attends else None
+        attended = set(caches_of(program.ops))
+        self._positions = [value.name for value in program.inputs].index(POSITIONS) if attended else None
         self._rows = rows_of(program)
-        attended = {name for part in self._parts for name in part.caches}
         for index, state in enumerate(joined.states):
             if state.value.name in attended:
                 self._state[index] = in_order(self._state[index])
@@ -146,12 +145,11 @@ class _Part:
 
     def __init__(
         self, number: int, program: StageProgram, ops: Sequence[Op], tensors: Mapping[str, Tensor], shapes: Shapes,
-        packed: Mapping[str, Blocks], compile_model: Callable[[onnx.ModelProto], Engine],
-        compile_caching: Callable[[onnx.ModelProto], CachingEngine] | None,
+        packed: Mapping[str, Blocks], compile_model: Callable[[onnx.ModelProto], Any],
     ) -> None:  # fmt: skip
         self.name, self._number, self._ops, self._symbols = f"joined_{number}", number, ops, program.symbols
-        self._attentions = [op for op in ops if op.target == ATTENTION]
-        self.caches = caches_of(ops)
+        self.caches = caches_of(ops)  # if there are any, the engine is an `InPlaceEngine`
+        self._masks = list(dict.fromkeys(op.arguments[7].name for op in ops if op.target == ATTENTION))
         made = {op.name for op in ops}
         self._packed = {op.name: packed[op.name] for op in ops if op.name in packed}
         read = list(dict.fromkeys(used for op in ops for used in op.uses() if used not in made))
@@ -163,9 +161,9 @@ class _Part:
         elsewhere = {used for op in program.ops if op.name not in made for used in op.uses()}
         elsewhere |= {value.name for value in program.outputs}
         self.outputs = [op.name for op in ops if op.name in elsewhere]
-        self._shapes, self._compile_model, self._compile_caching = shapes, compile_model, compile_caching
-        self._engines: dict[tuple[int, ...], Engine | CachingEngine] = {}
-        self._for_all: dict[int, Engine | CachingEngine] = {}  # by batch
+        self._shapes, self._compile = shapes, compile_model
+        self._engines: dict[tuple[int, ...], Any] = {}
+        self._for_all: dict[int, Any] = {}  # by batch
         self._made: dict[tuple[int, ...], list[Tensor]] = {}  # shapes and dtypes of the outputs, by sizes
 
     def as_operations(self, program: StageProgram) -> Iterator[Op]:
@@ -184,15 +182,15 @@ class _Part:
             seen = self._shapes.at(by_symbol)
             self._made[key] = [x for x in (seen[name] for name in self.outputs) if isinstance(x, Tensor)]
         named = dict(zip(self.inputs, tensors, strict=True))
-        if isinstance(engine, CachingEngine):
+        if self.caches:
             return self._run_caching(engine, named, self._made[key])
         given = {name: x.contiguous().numpy() for name, x in named.items()}
         return [torch.from_numpy(array) for array in engine(given)]
 
-    def _run_caching(self, engine: CachingEngine, named: Mapping[str, Tensor], like: Sequence[Tensor]) -> list[Tensor]:
+    def _run_caching(self, engine: InPlaceEngine, named: Mapping[str, Tensor], like: Sequence[Tensor]) -> list[Tensor]:
         """Run an engine on the caches of these rows: usually they are neighbours, and the engine writes in place."""
         rows, positions = named[ROWS], named[POSITIONS]
-        check_places(positions, (named[name] for name in {op.arguments[7].name for op in self._attentions}))
+        check_places(positions, [named[name] for name in self._masks])
         numbers = rows.tolist()
         begin, end = numbers[0], numbers[0] + len(numbers)
         neighbours = numbers == list(range(begin, end))
@@ -208,7 +206,7 @@ class _Part:
                 named[name].index_copy_(0, rows, cache.transpose(1, 2))
         return made
 
-    def _open(self, sizes: Mapping[str, int]) -> Engine | CachingEngine:
+    def _open(self, sizes: Mapping[str, int]) -> Any:
         """Return an engine for these sizes; it serves all sizes with this batch if their models are equal."""
         batch = sizes[BATCH]
         if batch in self._for_all:
@@ -219,11 +217,6 @@ class _Part:
             engine = self._for_all[batch] = self._compile(model)
             return engine
         return self._compile(self._written(sizes, sizes))
-
-    def _compile(self, model: onnx.ModelProto) -> Engine | CachingEngine:
-        if self.caches and self._compile_caching is not None:
-            return self._compile_caching(model)
-        return self._compile_model(model)
 
     def _written(self, sizes: Mapping[str, int], others: Mapping[str, int]) -> onnx.ModelProto:
         return write_model(

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 
 from penstock.runtime.onnx.onnx_nodes import ELEMENTS, Flat, Made, Nodes
@@ -144,7 +143,7 @@ def _stack(call: Call) -> str:
 def _select(call: Call) -> str:
     axis = call["dim"] % len(call["self"].shape)
     index = call["index"] % call["self"].shape[axis]
-    return call.add("Gather", [call["self"].name, call.nodes.constant(np.asarray(index, dtype=np.int64))], axis=axis)
+    return call.add("Gather", [call["self"].name, call.nodes.scalar(index)], axis=axis)
 
 
 @_operator("slice.Tensor")

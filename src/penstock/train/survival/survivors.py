@@ -121,7 +121,7 @@ class Survivors:
                 self._tell(went_back=True)
 
     def _know_groups(self) -> None:
-        """Tell all ranks the group of each parameter, so that parameters keep it even if all their holders are lost."""
+        """Send every rank each parameter's group, which stays known even if all holders of the parameter are lost."""
         while not self._knows_groups and not self._changed:
             self._knows_groups = self._once(self._tell_groups) is not None
 

@@ -40,8 +40,21 @@ packages() {
     "$work/bin/python" -m pip install --quiet uv
     UV_NATIVE_TLS=1 "$work/bin/uv" pip install --quiet --python-platform "$platform" --python-version "${version#python}" \
         --target "$root/opt/penstock/lib/$version/site-packages" "$@"
+    compile_natively "$version" "$root/opt/penstock/lib/$version/site-packages"
     rm -rf "$work"
     echo "$wanted" >"$root/opt/installed"
+}
+
+# compile_natively PYTHON FOLDER: write its bytecode with a Python of this machine of that version, if there is one; under
+# emulation the first import of PyTorch takes four minutes, and one with bytecode one
+compile_natively() {
+    local other
+    for other in "$1" "$HOME/.pyenv/versions/${1#python}".*/bin/python; do
+        if "$other" -c '' 2>/dev/null; then
+            "$other" -m compileall -q -j 0 -x '/transformers/models/' "$2" >/dev/null || true
+            return 0
+        fi
+    done
 }
 
 # fingerprint WORDS: of what these words of pip install, the same in every clone

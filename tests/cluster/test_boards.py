@@ -99,7 +99,7 @@ def test_packages_of_a_root_are_the_same_for_every_clone(tmp_path: Path) -> None
 @pytest.mark.root
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="a lab needs root")
 @pytest.mark.skipif(not EMULATED, reason="no emulated board is here; scripts/aarch64.sh build makes one")
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_a_stream_through_this_machine_and_a_board(tmp_path: Path) -> None:
     hosts = [("near", 0.9, ""), ("board", 1.0, 'arch = "aarch64"\n')]
     tables = "".join(f'[[hosts]]\nname = "{name}"\ncpu = {cpu}\nmemory = "3 GiB"\n{arch}' for name, cpu, arch in hosts)

@@ -22,6 +22,7 @@ from penstock.group.entry import own_address
 from penstock.group.join import Hello, Meeting
 from penstock.group.links import PlainLinks
 from penstock.group.roll_call import Rendezvous
+from penstock.terminal.progress import describing
 from penstock.transport.watched import StoreSilent, run_watched
 
 
@@ -80,6 +81,14 @@ def test_missing_ranks_are_named_in_time() -> None:
     with pytest.raises(RunError, match=r"rank 1, 3 of 4 .* 0 s"):
         meet(store, 0, 4, join_s=0.3)
     assert time.perf_counter() - begin < 2.0
+
+
+def test_the_line_of_progress_names_who_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(join, "_NAME_S", 0.1)
+    shown: list[str] = []
+    with describing("starting", shown.append), pytest.raises(RunError):
+        meet(HashStore(), 0, 3, join_s=0.3)
+    assert shown == ["connecting 3 processes", "connecting 3 processes, waiting for rank 1, 2", "starting"]
 
 
 def test_what_is_watched_meanwhile_may_end_the_wait() -> None:

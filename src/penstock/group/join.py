@@ -29,15 +29,17 @@ from penstock.group.liveness import Boards
 from penstock.group.roll_call import Rendezvous
 from penstock.group.verdict import prepare_board
 from penstock.terminal.notes import note
+from penstock.terminal.progress import working
 from penstock.text import first_line
 from penstock.transport.base import SILENCE_S
 from penstock.transport.watched import StoreSilent
 from penstock.version import __version__
 from penstock.wire import FEEDER
 
-JOIN_S = 120.0
+JOIN_S = 600.0  # a small board takes minutes for its first import of PyTorch
 STORE_S = 10.0  # timeout for an answer of rank 0's store
 _POLL_S = 0.05
+_NAME_S = 10.0  # from then on, the line of what is being done names the ranks that are missing
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -73,7 +75,7 @@ class Meeting:
         own: str | None = None, silence_s: float = SILENCE_S,
     ) -> None:  # fmt: skip
         self._rank, self._size, self._prefix, self._links = rank, size, prefix, rendezvous.links
-        self._join_s = join_s
+        self._join_s, self._named = join_s, ""
         # for each rank with another torch version: the operators that differ from those of this process
         self.unlike: Mapping[int, frozenset[str]] = {}
         address = rendezvous.address
@@ -137,21 +139,26 @@ class Meeting:
         found: dict[int, Hello] = {}
         key, text = self._key(self._rank), msgspec.json.encode(self._own).decode()
         store.call(lambda s: s.set(key, text))
-        while True:
-            for rank in set(range(self._size)) - found.keys():
-                data = store.call(partial(read_if_there, key=self._key(rank)))
-                if data is not None:
-                    found[rank] = check_hello(data, self._own, rank)
-            if len(found) == self._size:
-                self.unlike = self._compare_operators(store, found, watch, deadline)
-                return [found[rank] for rank in range(self._size)]
-            self._wait_on(watch, deadline, found)
+        what = f"connecting {self._size} processes"
+        with working(what, shown=self._rank == FEEDER and self._size > 1) as self._say:
+            while True:
+                for rank in set(range(self._size)) - found.keys():
+                    data = store.call(partial(read_if_there, key=self._key(rank)))
+                    if data is not None:
+                        found[rank] = check_hello(data, self._own, rank)
+                if len(found) == self._size:
+                    self.unlike = self._compare_operators(store, found, watch, deadline)
+                    return [found[rank] for rank in range(self._size)]
+                self._wait_on(watch, deadline, found)
 
     def _wait_on(self, watch: Callable[[], None], deadline: float, found: Collection[int]) -> None:
         """Wait briefly for the other ranks; raises `RunError` naming late ones after the deadline."""
         watch()
+        missing = ", ".join(str(rank) for rank in range(self._size) if rank not in found)
+        if missing != self._named and time.monotonic() > deadline - self._join_s + _NAME_S:
+            self._say(f"connecting {self._size} processes, waiting for rank {missing}")
+            self._named = missing
         if time.monotonic() > deadline:
-            missing = ", ".join(str(rank) for rank in range(self._size) if rank not in found)
             raise RunError(
                 f"rank {missing} of {self._size} did not join within {self._join_s:.0f} s; start it, or check that it "
                 "can reach rank 0"

@@ -143,6 +143,20 @@ def test_without_packing_the_stages_stay() -> None:
     assert found.plan.pipelines == begun(TWO).pipelines
 
 
+def test_the_reason_without_packing() -> None:
+    """A plan that stays, one that loses a stage whose layers are all cached, and one that no longer fits."""
+    plan = begun(TWO)
+    assert decide(situation(pack=False)).why.startswith("keeps the plan; ")
+    cached = decide(situation(pack=False, frozen=6, cached_layers=6, caching=caching(1e-6)))
+    assert cached.moves
+    assert cached.why.startswith("keeps the plan, without ")
+    needs = [load.memory_bytes for load in plan.prediction.devices]
+    small = make_cluster(1, 1, 1, memory_bytes=int(0.97 * max(needs)))
+    moved = decide(situation(small, frozen=0, plan=plan, pack=False))
+    assert moved.moves
+    assert moved.why.startswith("moves, since ")
+
+
 def test_what_fits_no_device_is_said() -> None:
     with pytest.raises(PlanError, match=r"does not fit|alone needs"):
         decide(situation(make_cluster(1, 1, memory_bytes=100), plan=begun(TWO)))

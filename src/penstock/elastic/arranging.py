@@ -22,8 +22,8 @@ from penstock.train.trainer import Trainer
 def plan_of(placed: Arrangement, costs: Costs, captured: Captured, *, rows: int, state_factor: float) -> Plan:
     """Convert a placement to a plan, with placeholders as its prediction; stages that do not run are left out.
 
-    `rows` are the rows of a microbatch, `state_factor` the bytes of optimizer state per byte of weights. Cuts that the
-    profile lacks are replaced by its nearest cuts.
+    `rows` are the rows of a microbatch, `state_factor` the elements of optimizer state per element of weights. Cuts
+    that the profile lacks are replaced by its nearest cuts.
     """
     names = {rank: name for name, rank in costs.ranks.items()}
     cuts = _known(placed, costs, captured)

@@ -83,7 +83,7 @@ class Caching:
         if self.layers == captured.frozen_layers:
             return True
         if self.layers > captured.frozen_layers:
-            self.drop()  # layers were unfrozen, so the old cache cannot be deepened
+            self.drop()  # layers were unfrozen, so a new cache cannot be computed from this one
         place = CachePlace(
             folder=Path(options.cache_dir) if options.cache_dir is not None else default_folder(),
             limit_bytes=options.limit_bytes(), stored=options.stored(), num_views=options.cache_views,

@@ -35,10 +35,10 @@ class Situation:
 
     `plan` is the current plan, `cached_layers` the number of layers currently read from a cache. `layers` has the name
     of the cut after each layer. `remaining_rows` are still to be trained on. `migrate_s` is the duration of a
-    migration. Without `pack` the plan stays, apart from stages that are cached entirely, if it fits; without
-    `replicate` only plans with one pipeline are considered.
-    Without `caching` no further layers are cached; layers that are cached already are still read. `beside_s` are the
-    seconds per row beyond the prediction, such as loading and the caller's own code.
+    migration. Without `pack` the plan stays while it fits in memory, and only loses stages whose layers are all
+    cached. Without `replicate` all plans that are considered have one pipeline, but for the current one. Without
+    `caching` no further layers are cached; layers that are cached already are still read. `beside_s` are the seconds
+    per row beyond the prediction, such as loading and the caller's own code.
     """
 
     profile: Profile
@@ -71,7 +71,10 @@ class Decision:
 
 
 def decide(now: Situation) -> Decision:
-    """Choose the plan and the cache that minimize the time of the remaining rows, including migration and filling.
+    """Choose the plan, and whether to cache all frozen layers, by the predicted time of the remaining rows.
+
+    That time includes migration and filling. With and without a larger cache, the current plan stays unless another one
+    is faster by more than 10% and saves more time than the migration takes.
 
     Example:
         decide(Situation(profile=profile, cluster=cluster, plan=plan, layers=layers, frozen_layers=4, ...)).plan
@@ -108,8 +111,10 @@ def _with_cache(now: Situation, cached: int, fill_s: float) -> Decision:
 def _reason(now: Situation, plan: Plan, cached: int, fill_s: float, stays: bool) -> str:
     rate = now.rows_per_s(plan)
     moving = format_seconds(now.migrate_s)
-    if not now.pack:
-        parts = ["keeps the plan, except for stages whose layers are cached now"]
+    if not now.pack and (stays or _cuts(plan) <= _cuts(now.plan)):
+        parts = ["keeps the plan" if stays else "keeps the plan, without stages whose layers are all cached"]
+    elif not now.pack:
+        parts = ["moves, since the plan no longer fits in memory"]
     elif stays:
         parts = [
             f"stays: no other plan is predicted to be more than {_WORTH:.0%} faster and to save more time than moving "
@@ -143,3 +148,7 @@ def forward_s(profile: Profile, layers: Sequence[str], start: int, end: int) -> 
     units = profile.units[first : place_of(profile, layers[end - 1])]
     rows = profile.rows[-1]
     return sum(interpolate(profile.rows, unit.forward_s, rows) for unit in units) / rows
+
+
+def _cuts(plan: Plan) -> set[str]:
+    return {cut for pipeline in plan.pipelines for cuts in pipeline.cut_sets for cut in cuts.cuts}

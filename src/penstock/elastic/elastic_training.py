@@ -163,7 +163,8 @@ class ElasticTraining:
     def _end_begun(self) -> None:
         """Record the begun epoch if all its batches are done and nobody called `end_epoch`.
 
-        That is so if the loop stopped right after the epoch's last batch, or if a checkpoint was written at that point.
+        That is so if the loop left its iteration right after the epoch's last batch, or if the run was resumed from a
+        checkpoint written before the end of the epoch was recorded.
         """
         if self._begun is not None and self._begun < self._loader.epoch:
             self.end_epoch(self._loader)
@@ -212,7 +213,7 @@ class ElasticTraining:
         return max(1, self._loader.batch_size // self._trainer.placed.all_microbatches)
 
     def _go_on(self, frozen: int, *, first: bool) -> None:
-        """Migrate to the best placement with n layers frozen, and report the change."""
+        """Decide on the placement with `frozen` layers frozen, fill a cache if that pays off, and migrate to it."""
         before, before_cached = self.frozen_layers, self._caching.layers
         captured = self._frozen(frozen)  # before any decision: raises on every process if layers cannot be frozen
         document = self._decision(frozen, first=first)
@@ -342,7 +343,7 @@ class ElasticTraining:
         trainer.known_groups[:] = [dict(groups) for groups in state["groups"]]
 
     def close(self, *, finished: bool = True) -> None:
-        """Release the cache; it is deleted unless `keep_cache` is set or the run can be continued."""
+        """Release the cache; it is deleted unless `keep_cache` is set or the run did not finish, and may be resumed."""
         if self._over:
             return
         self._over = True

@@ -94,7 +94,7 @@ def check_share(alpha: float | Fraction) -> None:
 
 
 def exact_share(alpha: float | Fraction) -> Fraction:
-    """Return the intended fraction, so that 12 * (1 - 2/3) rounds up to 4, not 5."""
+    """Return the simple fraction that a float stands for: as a float 1 - 2/3 exceeds 1/3, and 12 times it is over 4."""
     near = Fraction(alpha).limit_denominator(_MAX_DENOMINATOR)
     return near if 0 < near < 1 else Fraction(alpha)
 

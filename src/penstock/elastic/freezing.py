@@ -39,7 +39,7 @@ class Never:
 
 @dataclass(frozen=True, slots=True)
 class ByHand:
-    """Given numbers of frozen layers for epochs 0, 1, 2 and so on; the last number stays. Numbers may decrease.
+    """Listed numbers of frozen layers for epochs 0, 1, 2, ..., the last one also for later ones; they may decrease.
 
     >>> ByHand([0, 4, 7]).frozen_layers([], 12)
     0
@@ -341,7 +341,7 @@ def policy_help() -> str:
     """Describe the possible policies.
 
     >>> policy_help()
-    'none, gradient-norms[:ALPHA], schedule[:ALPHA], plateau[:EPOCHS] or layers by epoch like 0,4,7'
+    'none, gradient-norms[:ALPHA], schedule[:ALPHA], plateau[:EPOCHS] or numbers of layers by epoch like 0,4,7'
     """
     names = (f"{name}[:{known.argument}]" if known.argument else name for name, known in POLICIES.items())
-    return f"{', '.join(names)} or layers by epoch like 0,4,7"
+    return f"{', '.join(names)} or numbers of layers by epoch like 0,4,7"

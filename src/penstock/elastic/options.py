@@ -38,7 +38,7 @@ class ElasticChoices(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = "gradient-norms"
     pack: Annotated[bool, Meta(description="Change stages and replicas between epochs.", extra=_BOTH)] = True
-    replicate: Annotated[bool, Meta(description="Change the number of replicas.", extra=_BOTH)] = True
+    replicate: Annotated[bool, Meta(description="Consider plans with several replicas.", extra=_BOTH)] = True
     cache: Annotated[bool, Meta(description="Keep outputs of frozen layers on disk.", extra=_BOTH)] = True
     cache_dir: Annotated[
         Folder | None, Meta(description="Folder of the cache on each machine.", extra={"path": "as given"})

@@ -2,7 +2,7 @@
 
 Terms, and what they mean:
 
-    driver       rank 0, `FEEDER`: serves the store, feeds the inputs and receives the results
+    driver       rank 0, `FEEDER`: serves the store (unless torchrun's agent does), feeds inputs, receives results
     hello        a process's join announcement: versions, addresses, size of the run
     board        heartbeat store: a small key-value store that each process serves for the ranks that watch it
     beat         heartbeat: a counter and a status that a process writes on its own board

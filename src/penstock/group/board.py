@@ -3,8 +3,8 @@
 Over plain links a C++ thread of torch, which never takes the GIL, serves the board: a process answers while it
 computes, loads or imports for any length of time. Over ZeroMQ links (`group/zmq_store.py`) a Python thread serves it,
 and libzmq's own heartbeats prove that the process lives. A stopped process does not answer, and a connection to an
-exited one breaks. A call to a store blocks for as long as the other side is silent, regardless of its timeout: callers
-that must not wait that long make it on a separate thread.
+exited one breaks. A call to a store of torch blocks for as long as the server is silent, whatever timeout the call has:
+callers that must not wait that long make it on a separate thread.
 """
 
 import contextlib

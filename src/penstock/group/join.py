@@ -1,8 +1,9 @@
 """Rendezvous: independently started processes form one group through rank 0's store.
 
-    claim my rank;  publish a hello: versions, size of the run, host, addresses of my board and data connections
+    claim my rank;  publish a hello: versions, size of the run, host, address and port of my board
     read all hellos, and reject a group that does not match
-    rank 0 and every other rank watch each other from now on (`group/liveness.py`); then connect for data
+    rank 0 and every other rank watch each other from now on (`group/liveness.py`)
+    exchange addresses for data, and connect
 
 Every call to the store has a deadline. A second process with the same rank is rejected when it claims the rank; a
 process of another run is rejected by its hello, which carries the id of its run.
@@ -36,10 +37,10 @@ from penstock.transport.watched import StoreSilent
 from penstock.version import __version__
 from penstock.wire import FEEDER
 
-JOIN_S = 600.0  # a small board takes minutes for its first import of PyTorch
+JOIN_S = 600.0  # a single-board computer may take minutes for its first import of PyTorch
 STORE_S = 10.0  # timeout for an answer of rank 0's store
 _POLL_S = 0.05
-_NAME_S = 10.0  # from then on, the line of what is being done names the ranks that are missing
+_NAME_S = 10.0  # after this time, the progress line names the missing ranks
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -105,7 +105,7 @@ def release(transport: Transport, health: Health) -> None:
 def next_group(world: World, *, waits: bool = True) -> bool:
     """Wait for the run's next group and switch the world to it; False if there is none for this process.
 
-    Every other rank calls this after releasing its old group. A process that failed by itself gets False, since it
+    All ranks but rank 0 call this after releasing their old group. A process that failed by itself gets False, since it
     would fail in any group. With `waits`, a process that was left out waits to be admitted again.
     """
     membership, failure = world.membership, world.health.failure
@@ -137,7 +137,7 @@ def read_place(text: str) -> tuple[str, int]:
 
 
 def join_later(host: str, port: int, patience_s: float = 120.0) -> World | None:
-    """Request admission to a running job and wait for it; None if the job ends first.
+    """Ask a run in progress for admission and wait for it; None if the run ends first.
 
     Raises `RunError` if no run answers, or if it admits no newcomers.
 

@@ -85,8 +85,8 @@ def _check_all_given(trainer: Trainer, optimizers: Optimizers, schedulers: Any) 
     ):
         if {id(each) for each in given} != {id(each) for each in has}:
             raise UsageError(
-                f"a run with on_loss recovers from its last checkpoint, but this checkpoint would hold {len(given)} of "
-                f"{len(has)} {what}; pass save_checkpoint a list of {say}"
+                f"a run with on_loss recovers from its last checkpoint, which must hold exactly the "
+                f"{len(has)} {what} of this run, but {len(given)} were given; pass save_checkpoint a list of {say}"
             )
 
 

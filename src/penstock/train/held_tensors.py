@@ -184,7 +184,7 @@ class HeldTensors:
     def moved_here(
         self, inputs: Mapping[str, Tensor], labels: Any, *, skipped: int = 0
     ) -> tuple[dict[str, Tensor], Any]:
-        """Move to the device the inputs and labels used by this process's stages after `skipped`; return all.
+        """Move to the device what this process's stages use of inputs and labels, but the first `skipped`; return all.
 
         Raises `UsageError` if an input of a stage has no values on this process.
         """
@@ -249,13 +249,13 @@ class HeldTensors:
         return self.unused[name] if name in self.unused else self.others[name]
 
     def holders(self, name: str) -> list[int]:
-        """Return the ranks that hold a tensor; the first of them contributes its norm and saves it."""
+        """Return the ranks that hold a tensor; the first of them saves it, and sends it in a migration."""
         if name in self._unused:
             return [FEEDER]
         return list(dict.fromkeys(rank for stage in holding(self._parts, name) for rank in self._grid.holders(stage)))
 
     def renumber(self, ranks: Mapping[int, int]) -> None:
-        """Switch to the ranks of another group, given by old rank; tensors that only lost processes held have none."""
+        """Switch to the ranks of another group, given by old rank; lost processes no longer count as holders."""
         self._grid = self._grid.renumbered(ranks)
 
     @property
@@ -301,7 +301,7 @@ def interleaved(sources: Mapping[str, int]) -> list[str]:
 
 
 def holding(parts: Sequence[TrainingPart], name: str) -> list[int]:
-    """Return the stages that use a tensor; the first of them contributes its norm and saves it."""
+    """Return the stages that use a tensor; the first of them counts it in the norm and saves it."""
     return [index for index, part in enumerate(parts) if any(s.source == name for s in part.program.states)]
 
 

@@ -77,7 +77,7 @@ class Prepared:
 def prepare(
     trainer: Trainer, placed: Arrangement, captured: Captured | None = None, features: Features | None = None
 ) -> Prepared:
-    """Send all tensors that another placement needs; the current placement stays in force until `commit`.
+    """Send all tensors that another placement needs. `trainer.now` stays until `commit`, but runs no further step.
 
     Every process calls this, and commits once all ranks have finished preparing.
     """

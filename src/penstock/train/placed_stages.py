@@ -31,7 +31,7 @@ from penstock.train.own_loss import OwnLoss
 from penstock.transport.messages import DATA, Message
 from penstock.transport.metered import MeteredTransport
 
-_CHANNELS = 256  # at most so many times the channels of one placement are opened; each time they get other tags
+_CHANNELS = 256  # sets of tags that each placement reserves; each opening of its channels uses the next
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

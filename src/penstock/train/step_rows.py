@@ -36,7 +36,7 @@ class StepRows:
         self._has_labels = any(isinstance(leaf, Tensor) for leaf in trees.leaves(labels))
 
     def check_repeatable(self) -> None:
-        """Raise `UsageError` if the rows are not unchanged rows of a loader, and so cannot be loaded again."""
+        """Raise `UsageError` if the rows are not from a loader or were changed: they could not be loaded again."""
         if not self._repeatable:
             raise UsageError(
                 "on_loss loads rows again if a process is lost, so train_step needs unchanged tensors of pipe.loader; "
@@ -71,8 +71,8 @@ class StepRows:
         elif placed is not self._placed:
             if batch is None or not self._repeatable:
                 raise DeviceLost(
-                    "a device was lost, and the rows of this call cannot be redistributed: they are not unchanged rows "
-                    "of pipe.loader; call again"
+                    "a device was lost, and the rows of this call cannot be loaded again: they are not from "
+                    "pipe.loader, or were changed; call again"
                 )
             self._put(batch.loader.load_own(batch.samples, short=batch.short), placed)
         return self._inputs, self._labels

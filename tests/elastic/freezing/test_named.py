@@ -48,7 +48,8 @@ def test_other_names(text: str) -> None:
         read_policy(text)
     assert str(error.value) == (
         f"{text!r} is not a freezing policy; use none, gradient-norms[:ALPHA], schedule[:ALPHA], plateau[:EPOCHS] or "
-        "layers by epoch like 0,4,7, optionally followed by +after[:EPOCHS] and +guard[:DROP] or +take-back[:DROP]"
+        "numbers of layers by epoch like 0,4,7, optionally followed by +after[:EPOCHS] and +guard[:DROP] or "
+        "+take-back[:DROP]"
     )
 
 

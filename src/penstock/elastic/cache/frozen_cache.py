@@ -1,4 +1,4 @@
-"""Cache of the outputs of frozen layers for every sample of a data set: filling, deepening, release."""
+"""Cache of the outputs of frozen layers for every sample of a data set: filling, filling for more layers, release."""
 
 import contextlib
 import hashlib
@@ -163,8 +163,8 @@ def cache_key(
 class Filling:
     """Fills a cache for a model with frozen layers; every process fills its own shard, in parallel.
 
-    A shard of an earlier run is reused if it is complete and, with one view, all its samples are unchanged: each row
-    has a digest of the inputs from which it was computed.
+    A complete shard of an earlier run is reused. With one view its samples must be unchanged: each row has a digest of
+    the inputs from which it was computed.
 
     `before` is the cache of fewer layers from which the computation continues. Every process creates this object and
     calls `run`.

@@ -113,7 +113,7 @@ class Layout:
 
 
 class Shard:
-    """A complete file of rows, one for each sample.
+    """A complete file of rows, one for each view of each sample that its process holds.
 
     Example:
         with writing(folder, layout, limit_bytes=None) as append:

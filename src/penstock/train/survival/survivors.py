@@ -121,7 +121,7 @@ class Survivors:
                 self._tell(went_back=True)
 
     def _know_groups(self) -> None:
-        """Send every rank each parameter's group, which stays known even if all holders of the parameter are lost."""
+        """Tell every rank the optimizer's group of each parameter: it stays known if all its holders are lost."""
         while not self._knows_groups and not self._changed:
             self._knows_groups = self._once(self._tell_groups) is not None
 

@@ -68,14 +68,15 @@ def follow_states(step: Step, seen: Seen, known: Sequence[SequenceState]) -> dic
 @given(
     lengths=st.lists(st.tuples(st.integers(1, 70), st.integers(1, 9), st.booleans()), min_size=1, max_size=12),
     num_lanes=st.integers(1, 3), slots=st.integers(1, 3), depth=st.integers(1, 6), right=st.sampled_from([0.0, 0.5, 1]),
-    alike=st.booleans(), recurrent=st.booleans(), seed=st.integers(0, 2**16),
+    alike=st.booleans(), recurrent=st.booleans(), single=st.booleans(), seed=st.integers(0, 2**16),
 )  # fmt: skip
 def test_every_sequence_is_continued_to_its_end(
     lengths: list[tuple[int, int, bool]], num_lanes: int, slots: int, depth: int, right: float, alike: bool,
-    recurrent: bool, seed: int,
+    recurrent: bool, single: bool, seed: int,
 ) -> None:  # fmt: skip
     choose = random.Random(seed)
     lanes = Lanes(num_lanes=num_lanes, num_used=max(1, num_lanes - 1), slots=slots, recurrent=recurrent)
+    lanes.single_rows = single and not recurrent
     waiting: deque[SequenceState] = deque()
     for prompt, new, wants in lengths:
         tokens = [1 if alike else choose.randrange(1, 4) for _ in range(prompt)]
@@ -91,7 +92,7 @@ def test_every_sequence_is_continued_to_its_end(
             lanes.admit(waiting.popleft())
         step = lanes.next(guesses=not recurrent and choose.random() < 0.5) if len(in_flight) < depth else None
         if step is not None:
-            assert step.lane < 0 or len(step.rows) == slots
+            assert step.lane < 0 or len(step.rows) == slots or (lanes.single_rows and len(step.rows) == 1)
             in_flight.append((step, (follow_states if recurrent else follow)(step, seen, everything)))
         if in_flight and (step is None or choose.random() < 0.5):
             done, sees = in_flight.popleft()

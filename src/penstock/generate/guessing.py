@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 # context lengths, longest first
-_SIZES = (4, 2)
+_SIZES = (4, 2, 1)
 # guesses with a context length are used only while its recent hit rate is at least this
 _LEAST = 0.5
 _WEIGHT = 0.1  # weight of the newest outcome in the moving average of the hit rate

@@ -82,10 +82,11 @@ class Step:
 class Lanes:
     """Slots in lanes, each of which steps as a whole, so that a sequence's bits do not depend on other sequences.
 
-    A step has a row for each slot of its lane, including empty and waiting slots. A prompt runs in chunks whose sizes
-    depend only on its length: chunks of 32, and a last chunk padded to 8, 16 or 32. If its tokens are scored, all
-    chunks are of 8. A row without a token to generate writes at the next position of its own sequence, which is
-    overwritten later. The first `num_used` lanes, one per stage, are filled before the other lanes: a step takes as
+    A step has a row for each slot of its lane, including empty and waiting slots. With `single_rows`, set if a row has
+    the same bits alone, a step with one token runs that row alone. A prompt runs in chunks whose sizes depend only on
+    its length: chunks of 32, and a last chunk padded to 8, 16 or 32. If its tokens are scored, all chunks are of 8. A
+    row without a token to generate writes at the next position of its own sequence, which is overwritten later. The
+    first `num_used` lanes, one per stage, are filled before the other lanes: a step takes as
     long for one row as for all, so a few full lanes are faster than many lanes with few rows. Once these are full, the
     other lanes are used too, and no stage waits while a lane's tokens are sampled.
 
@@ -97,8 +98,9 @@ class Lanes:
         result    a b c d e       e was right: the next token comes from the step that ran e
         result    a b c d e x     f was wrong: x runs next, and the results of f and g are discarded
 
-    `longest` is the largest number of tokens that an encoder takes. The states of a `recurrent` model cannot be rolled
-    back: its prompts run in steps of one token each, and a row without a token uses the dummy slot `num_slots`.
+    `longest` is the largest number of tokens of a sequence, also of an encoder's. The states of a `recurrent` model
+    cannot be rolled back: its prompts run in steps of one token each, and a row without a token uses the dummy slot
+    `num_slots`.
 
     Example:
         lanes = Lanes(num_lanes=3, num_used=2, slots=4)
@@ -109,12 +111,18 @@ class Lanes:
     def __init__(
         self, *, num_lanes: int, num_used: int, slots: int, longest: int = sys.maxsize, recurrent: bool = False
     ) -> None:
-        self._slots, self._num_used, self._longest, self.recurrent = slots, num_used, longest, recurrent
+        self._slots, self._num_used, self.longest, self.recurrent = slots, num_used, longest, recurrent
         self._in_slots: list[SequenceState | None] = [None] * (num_lanes * slots)
         self._left: list[list[int]] = [[] for _ in self._in_slots]  # by slot: released tokens still in the cache
         self._turns = deque(range(num_lanes))
         self._after_chunk = False
+        self.single_rows = False
         self.num_guesses = self.num_right = 0
+
+    @property
+    def num_rows(self) -> int:
+        """Slots of a lane."""
+        return self._slots
 
     @property
     def num_slots(self) -> int:
@@ -198,10 +206,10 @@ class Lanes:
                     rows=[sequence.slot], ids=[part + [0] * (size - len(part))],
                     # padding stays below the sequence's limit, where a position embedding may end
                     positions=[[min(at, sequence.max_length - 1) for at in range(begin, begin + size)]],
-                    room=_room(begin + size),
+                    room=room_of(begin + size),
                     last=list(range(len(part))) if sequence.scored else [len(part) - 1],
                 )  # fmt: skip
-                _add_sources(step, [sequence], self._longest if begin == 0 else 0)
+                _add_sources(step, [sequence], self.longest if begin == 0 else 0)
                 for index in step.last if sequence.scored else ():
                     if begin + index + 1 < sequence.num_prompt:
                         step.scored.append((0, index, sequence, begin + index + 1))
@@ -236,8 +244,10 @@ class Lanes:
     def _step(self, lane: int, own: Sequence[SequenceState | None], following: Sequence[int | None]) -> Step:
         step = Step(rows=[], ids=[], positions=[], last=[0], room=0, lane=lane)
         _add_sources(step, own, 0)
-        for row, (sequence, token) in enumerate(zip(own, following, strict=True)):
-            slot = lane * self._slots + row
+        only = [index for index, token in enumerate(following) if token is not None]
+        run = only if self.single_rows and len(only) == 1 else range(len(own))
+        for row, index in enumerate(run):
+            sequence, token, slot = own[index], following[index], lane * self._slots + index
             step.rows.append(self.num_slots if self.recurrent and token is None else slot)
             step.positions.append([sequence.fed if sequence is not None else len(self._left[slot])])
             step.ids.append([token or 0])
@@ -247,7 +257,7 @@ class Lanes:
                     sequence.guesses.append(token)
                     self.num_guesses += 1
                 sequence.fed += 1
-                step.room = max(step.room, _room(sequence.fed))
+                step.room = max(step.room, room_of(sequence.fed))
                 if sequence.waits:  # in a replay the next token is already known
                     step.sampled.append((row, sequence, sequence.fed, token))
                 if sequence.scored and sequence.fed < sequence.num_prompt:
@@ -273,11 +283,12 @@ def _add_sources(step: Step, own: Sequence[SequenceState | None], longest: int) 
     for sequence in own:
         source = sequence.source if sequence is not None else ()
         size = max(len(source), 1)  # a row that attends to nothing would compute NaN
-        padded = min(_room(size), longest)  # a position embedding may end there
+        padded = min(room_of(size), longest)  # a position embedding may end there
         step.source.append([*source, *[0] * (padded - size)] if padded else [])
         step.source_sizes.append(size)
-        step.source_room = max(step.source_room, _room(size))
+        step.source_room = max(step.source_room, room_of(size))
 
 
-def _room(length: int) -> int:
+def room_of(length: int) -> int:
+    """Return the attended length of a sequence of this length: the next multiple of `BLOCK`."""
     return -(-length // BLOCK) * BLOCK

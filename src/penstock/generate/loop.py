@@ -6,16 +6,15 @@ import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 
-import torch
 from torch import Tensor
 
-from penstock.engine.driver import JOIN_S, Driver, finish_stream, open_stream
+from penstock.engine.driver import JOIN_S, finish_stream, open_stream
 from penstock.errors import PenstockError, RunError, UsageError
 from penstock.generate.generation_record import GenerationRecord
 from penstock.generate.guessing import Guesser
 from penstock.generate.lanes import Lanes, SequenceState, Step
+from penstock.generate.microbatches import Microbatches, computes_single_rows
 from penstock.generate.request import Request
-from penstock.graph.call import bind_inputs, build_output
 from penstock.group.world import failed
 from penstock.stream.streaming_pipeline import StreamingPipeline
 
@@ -33,6 +32,7 @@ class GenerationLoop:
 
     def __init__(self, pipeline: StreamingPipeline, lanes: Lanes, *, speculates: bool = True) -> None:
         self._pipeline, self._lanes, self._speculates = pipeline, lanes, speculates and not lanes.recurrent
+        self._microbatches = Microbatches(pipeline.graph)
         self._condition = threading.Condition()
         self._waiting: deque[Request] = deque()
         self._requests: dict[SequenceState, Request] = {}
@@ -107,6 +107,7 @@ class GenerationLoop:
 
     def _generate(self) -> None:
         (deployed,) = self._pipeline.deployment.pipelines
+        self._lanes.single_rows = computes_single_rows(self._microbatches, deployed, self._lanes)
         driver = open_stream(deployed)
         # limit on microbatches in flight: high enough that no stage waits, low enough that a new request does not wait
         # long
@@ -125,15 +126,14 @@ class GenerationLoop:
                 step = self._lanes.next(guesses=self._speculates and len(in_flight) < most // 2)
                 if step is None:
                     break
-                in_flight.append((step, self._feed(driver, step)))
+                in_flight.append((step, self._microbatches.feed(driver, step)))
                 if record is not None:
                     record.fed(step, moment)
                 if driver.has_result:
                     break
             if in_flight:
                 step, sizes = in_flight.popleft()
-                logits: Tensor = build_output(self._pipeline.graph, driver.take(), sizes)
-                self._sample(step, logits)
+                self._sample(step, self._microbatches.take(driver, sizes))
                 if record is not None:
                     record.took()
         stages = finish_stream(deployed)
@@ -167,11 +167,6 @@ class GenerationLoop:
                 self._condition.wait(_LOOK_S)
         return True
 
-    def _feed(self, driver: Driver, step: Step) -> Mapping[str, int]:
-        tensors, sizes = bind_inputs(self._pipeline.graph, (), inputs_of(step))
-        driver.feed(tensors, [sizes[symbol] for symbol in self._pipeline.graph.symbols])
-        return sizes
-
     def _sample(self, step: Step, logits: Tensor) -> None:
         """Sample the next token of each row that needs one."""
         for row, index, sequence, token in step.scored:
@@ -199,17 +194,3 @@ class GenerationLoop:
         if self._record is not None:
             self._record.requests.append(request)
         return request
-
-
-def inputs_of(step: Step) -> dict[str, Tensor]:
-    """Return the inputs of a call that runs one microbatch."""
-    found = {
-        "ids": torch.tensor(step.ids), "positions": torch.tensor(step.positions), "rows": torch.tensor(step.rows),
-        "last": torch.tensor(step.last), "places": torch.arange(step.room),
-    }  # fmt: skip
-    if step.source:
-        found |= {
-            "source": torch.tensor(step.source, dtype=torch.int64), "source_sizes": torch.tensor(step.source_sizes),
-            "source_places": torch.arange(step.source_room),
-        }  # fmt: skip
-    return found

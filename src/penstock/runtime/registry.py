@@ -47,7 +47,8 @@ class RuntimeKind:
     """Constructor of a runtime from a program and its tensors by name, and its precisions, the default first.
 
     `load_training` makes a runtime with a backward; None if there is none. `extra` is the extra with the packages that
-    the runtime needs. Imports inside functions are needed only by processes that compute.
+    the runtime needs. With the precisions in `single_rows`, a row of a product may have the same bits alone as among
+    others. Imports inside functions are needed only by processes that compute.
     """
 
     load: Callable[["StageProgram", Mapping[str, "Tensor"], "torch.device", "RuntimeChoice"], StageRuntime]
@@ -56,6 +57,7 @@ class RuntimeKind:
         Callable[["TrainingPart", Mapping[str, "Tensor"], "torch.device", bool], "TrainingRuntime"] | None
     ) = None
     extra: str | None = None
+    single_rows: frozenset[str] = frozenset()
 
 
 def _eager(
@@ -109,7 +111,12 @@ def _openvino(
 
 RUNTIMES: Mapping[str, RuntimeKind] = {
     "eager": RuntimeKind(load=_eager, load_training=_eager_training, precisions=("float32", "bfloat16", "int8")),
-    "onnxruntime": RuntimeKind(load=_onnxruntime, precisions=("float32", "int8", "int4"), extra="onnx"),
+    "onnxruntime": RuntimeKind(
+        load=_onnxruntime,
+        precisions=("float32", "int8", "int4"),
+        extra="onnx",
+        single_rows=frozenset({"int8", "int4"}),  # blocks of a row are summed as integers
+    ),
     "openvino": RuntimeKind(load=_openvino, precisions=("float32", "bfloat16"), extra="openvino"),
 }
 

@@ -28,7 +28,7 @@ _MOST_BYTES = 2**31 - 2**20  # protobuf's limit for a model
 Engine = Callable[[Mapping[str, np.ndarray[Any, Any]]], Sequence[np.ndarray[Any, Any]]]
 # writes to caches and outputs; see `CachingEngine`
 InPlaceEngine = Callable[
-    [Hashable | None, Mapping[str, np.ndarray[Any, Any]], Mapping[str, Tensor], Sequence[Tensor]], None
+    [Hashable | None, Mapping[str, np.ndarray[Any, Any]], Callable[[], Mapping[str, Tensor]], Sequence[Tensor]], None
 ]
 
 

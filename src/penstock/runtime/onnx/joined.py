@@ -1,6 +1,6 @@
 """A decoder's stage on an engine: one ONNX model, or one for the operations between the caches of two layers."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -73,13 +73,15 @@ class JoinedRuntime(Runtime):
         packed = pack([op for ops in phases[1::2] for op in ops], tensors, BITS.get(precision), kept)
         self._parts: list[_Part] = []
         order: list[Op] = []
+        checked: set[str] = set()
         for number, ops in enumerate(phases):
             if number % 2 == 0:
                 order += ops
                 continue
             for piece in pieces(ops, lambda op: _num_bytes(op, packed, tensors), _PART_BYTES):
                 made_by = compile_caching if compile_caching is not None and caches_of(piece) else compile_model
-                part = _Part(len(self._parts), program, piece, tensors, shapes, packed, made_by)
+                part = _Part(len(self._parts), program, piece, tensors, shapes, packed, made_by, checked)
+                checked.update(part.masks)
                 self._parts.append(part)
                 order += part.as_operations(program)
         # the runtime calls an engine like a function of the caller in training
@@ -145,11 +147,13 @@ class _Part:
 
     def __init__(
         self, number: int, program: StageProgram, ops: Sequence[Op], tensors: Mapping[str, Tensor], shapes: Shapes,
-        packed: Mapping[str, Blocks], compile_model: Callable[[onnx.ModelProto], Any],
+        packed: Mapping[str, Blocks], compile_model: Callable[[onnx.ModelProto], Any], checked: Collection[str],
     ) -> None:  # fmt: skip
         self.name, self._number, self._ops, self._symbols = f"joined_{number}", number, ops, program.symbols
         self.caches = caches_of(ops)  # if there are any, the engine is an `InPlaceEngine`
-        self._masks = list(dict.fromkeys(op.arguments[7].name for op in ops if op.target == ATTENTION))
+        self._cached = frozenset(self.caches)
+        # masks that no earlier part of the stage checks
+        self.masks = {op.arguments[7].name for op in ops if op.target == ATTENTION} - set(checked)
         made = {op.name for op in ops}
         self._packed = {op.name: packed[op.name] for op in ops if op.name in packed}
         read = list(dict.fromkeys(used for op in ops for used in op.uses() if used not in made))
@@ -190,20 +194,19 @@ class _Part:
     def _run_caching(self, engine: InPlaceEngine, named: Mapping[str, Tensor], like: Sequence[Tensor]) -> list[Tensor]:
         """Run an engine on the caches of these rows: usually they are neighbours, and the engine writes in place."""
         rows, positions = named[ROWS], named[POSITIONS]
-        check_places(positions, [named[name] for name in self._masks])
+        if self.masks:
+            check_places(positions, [named[name] for name in self.masks])
         numbers = rows.tolist()
         begin, end = numbers[0], numbers[0] + len(numbers)
-        neighbours = numbers == list(range(begin, end))
-        caches = {
-            name: (named[name][begin:end] if neighbours else in_order(named[name][rows])).transpose(1, 2)
-            for name in self.caches
-        }
-        given = {name: x.contiguous().numpy() for name, x in named.items() if name not in caches}
+        given = {name: x.contiguous().numpy() for name, x in named.items() if name not in self._cached}
         made = [torch.empty(x.shape, dtype=x.dtype) for x in like]
-        engine((begin, end) if neighbours else None, given, caches, made)
-        if not neighbours:
-            for name, cache in caches.items():
-                named[name].index_copy_(0, rows, cache.transpose(1, 2))
+        if numbers == list(range(begin, end)):
+            engine((begin, end), given, lambda: {x: named[x][begin:end].transpose(1, 2) for x in self.caches}, made)
+            return made
+        caches = {name: in_order(named[name][rows]).transpose(1, 2) for name in self.caches}
+        engine(None, given, lambda: caches, made)
+        for name, cache in caches.items():
+            named[name].index_copy_(0, rows, cache.transpose(1, 2))
         return made
 
     def _open(self, sizes: Mapping[str, int]) -> Any:

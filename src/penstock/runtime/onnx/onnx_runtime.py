@@ -1,6 +1,6 @@
 """The runtime `onnxruntime`: a stage program as an ONNX model for each microbatch size, run by ONNX Runtime."""
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -40,7 +40,7 @@ class CachingEngine:
 
     Example:
         engine = CachingEngine(model)
-        engine(0, {"x": array}, {"keys0": keys}, [torch.empty(1, 1, 576)])      # writes to `keys` and to the output
+        engine(0, {"x": array}, lambda: {"keys0": keys}, [torch.empty(1, 1, 576)])  # writes to `keys` and the output
     """
 
     def __init__(self, model: onnx.ModelProto) -> None:
@@ -50,14 +50,17 @@ class CachingEngine:
         self._nowhere = torch.zeros(1)
 
     def __call__(
-        self, key: Hashable | None, given: Mapping[str, np.ndarray[Any, Any]], caches: Mapping[str, Tensor],
-        outputs: Sequence[Tensor],
+        self, key: Hashable | None, given: Mapping[str, np.ndarray[Any, Any]],
+        caches: Callable[[], Mapping[str, Tensor]], outputs: Sequence[Tensor],
     ) -> None:  # fmt: skip
-        """Run on inputs and contiguous caches, and write the outputs; `key` stands for these caches in later calls."""
+        """Run on inputs and contiguous caches, and write the outputs.
+
+        `key` stands for the caches in later calls, which then do not call `caches`.
+        """
         binding = self._bindings.get(key)
         if binding is None:
             binding = self._session.io_binding()
-            for name, cache in caches.items():
+            for name, cache in caches().items():
                 place = ("cpu", 0, np.float32, tuple(cache.shape), cache.data_ptr())
                 binding.bind_input(name, *place)
                 binding.bind_output(written_name(name), *place)

@@ -1,0 +1,100 @@
+"""A row that runs alone: only where it has the bits of a full lane, and then with the same tokens."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.generate import microbatches
+from penstock.generate.generator import Generator
+from penstock.generate.lanes import Lanes, Step
+from penstock.generate.microbatches import Microbatches, computes_single_rows
+from penstock.report.run_report import write_report
+from penstock.runtime.registry import RuntimeChoice
+from penstock.tracing.trace import read_run
+from tests.generate.decoders import decoder, prompts
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+INT4 = RuntimeChoice("onnxruntime", "int4")
+
+
+class Stages(Microbatches):
+    """Stages whose logits of the first row differ from `odd` on if it runs alone."""
+
+    encodes = False
+
+    def __init__(self, odd: int) -> None:
+        self.odd, self.fed = odd, list[Step]()
+
+    def feed(self, _driver: Any, step: Step) -> Mapping[str, int]:
+        self.fed.append(step)
+        return {}
+
+    def take(self, _driver: Any, _sizes: Mapping[str, int]) -> Tensor:
+        step = self.fed[-1]
+        logits = torch.arange(float(len(step.rows)))[:, None, None].expand(-1, 1, 5).clone()
+        logits[0] += step.positions[0][0] >= self.odd and len(step.rows) == 1
+        return logits
+
+
+def tried(
+    monkeypatch: pytest.MonkeyPatch, runtimes: tuple[RuntimeChoice, ...], *, odd: int = 1000, slots: int = 3,
+    recurrent: bool = False,
+) -> tuple[bool, Stages]:  # fmt: skip
+    for name in ("open_stream", "finish_stream"):
+        monkeypatch.setattr(microbatches, name, lambda _deployed: None)
+    deployed: Any = SimpleNamespace(job=SimpleNamespace(runtimes=runtimes), tracer=None)
+    lanes = Lanes(num_lanes=2, num_used=2, slots=slots, longest=100, recurrent=recurrent)
+    stages = Stages(odd)
+    return computes_single_rows(stages, deployed, lanes), stages
+
+
+def test_a_row_is_tried_at_both_ends_of_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    same, stages = tried(monkeypatch, (INT4, INT4))
+    assert same
+    assert [(len(step.rows), step.positions[0], step.room) for step in stages.fed] == [
+        (3, [0], 64), (1, [0], 64), (3, [1], 64), (1, [1], 64), (3, [99], 128), (1, [99], 128),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("odd", [0, 1, 2])
+def test_other_bits_at_any_place_keep_lanes_full(odd: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not tried(monkeypatch, (INT4,), odd=odd)[0]
+
+
+@pytest.mark.parametrize(
+    ("runtimes", "more"),
+    [((RuntimeChoice(),), {}), ((), {}), ((INT4, RuntimeChoice()), {}), ((RuntimeChoice("onnxruntime"),), {}),
+     ((INT4,), {"slots": 1}), ((INT4,), {"recurrent": True})],
+)  # fmt: skip
+def test_what_is_not_tried(
+    runtimes: tuple[RuntimeChoice, ...], more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    same, stages = tried(monkeypatch, runtimes, **more)
+    assert (same, stages.fed) == (False, [])
+
+
+@pytest.mark.parametrize("runtime", ["onnxruntime:int4", "onnxruntime:int8"])
+def test_bits_alone_are_those_in_company(runtime: str, tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    model = decoder("llama")
+    given = prompts(9, 40, 3, 12)
+    with Generator(model, stages=2, slots=2, max_length=128, runtime=runtime, trace=tmp_path) as made:
+        together = [made.submit(prompt, max_new_tokens=20) for prompt in given]
+        in_company = [(request.result(), request.logprobs) for request in together]
+        for prompt, (tokens, logprobs) in zip(given, in_company, strict=True):
+            alone = made.submit(prompt, max_new_tokens=20)
+            assert alone.result() == tokens
+            assert alone.logprobs == logprobs
+        lanes = made._loop._lanes if made._loop is not None else None
+    facts = read_run(tmp_path).facts
+    assert facts.generation is not None
+    assert facts.num_microbatches == len(facts.generation.microbatches)  # without those that were tried
+    write_report(tmp_path, pictures=False)
+    assert lanes is not None
+    # so it is with the integers of every processor that was tried; elsewhere lanes stay full, and this fails
+    assert lanes.single_rows

@@ -20,6 +20,7 @@ from tests.generate.decoders import decoder, prompts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 INT4 = RuntimeChoice("onnxruntime", "int4")
+LOGITS = torch.arange(5.0)
 
 
 class Stages(Microbatches):
@@ -27,8 +28,8 @@ class Stages(Microbatches):
 
     encodes = False
 
-    def __init__(self, odd: int) -> None:
-        self.odd, self.fed = odd, list[Step]()
+    def __init__(self, odd: int, likely: Tensor) -> None:
+        self.odd, self.likely, self.fed = odd, likely, list[Step]()
 
     def feed(self, _driver: Any, step: Step) -> Mapping[str, int]:
         self.fed.append(step)
@@ -36,20 +37,20 @@ class Stages(Microbatches):
 
     def take(self, _driver: Any, _sizes: Mapping[str, int]) -> Tensor:
         step = self.fed[-1]
-        logits = torch.arange(float(len(step.rows)))[:, None, None].expand(-1, 1, 5).clone()
+        logits = torch.arange(float(len(step.rows)))[:, None, None] + self.likely
         logits[0] += step.positions[0][0] >= self.odd and len(step.rows) == 1
         return logits
 
 
 def tried(
     monkeypatch: pytest.MonkeyPatch, runtimes: tuple[RuntimeChoice, ...], *, odd: int = 1000, slots: int = 3,
-    recurrent: bool = False,
+    recurrent: bool = False, likely: Tensor = LOGITS,
 ) -> tuple[bool, Stages]:  # fmt: skip
     for name in ("open_stream", "finish_stream"):
         monkeypatch.setattr(microbatches, name, lambda _deployed: None)
     deployed: Any = SimpleNamespace(job=SimpleNamespace(runtimes=runtimes), tracer=None)
     lanes = Lanes(num_lanes=2, num_used=2, slots=slots, longest=100, recurrent=recurrent)
-    stages = Stages(odd)
+    stages = Stages(odd, likely)
     return computes_single_rows(stages, deployed, lanes), stages
 
 
@@ -59,6 +60,16 @@ def test_a_row_is_tried_at_both_ends_of_a_cache(monkeypatch: pytest.MonkeyPatch)
     assert [(len(step.rows), step.positions[0], step.room) for step in stages.fed] == [
         (3, [0], 64), (1, [0], 64), (3, [1], 64), (1, [1], 64), (3, [99], 128), (1, [99], 128),
     ]  # fmt: skip
+
+
+def test_equal_logits_show_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not tried(monkeypatch, (INT4,), likely=torch.zeros(5))[0]
+
+
+def test_tokens_are_those_of_every_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, stages = tried(monkeypatch, (INT4,), slots=70)
+    assert {token for step in stages.fed for (token,) in step.ids} == {0, 1, 2, 3}
+    assert len({step.ids[0][0] for step in stages.fed}) == 3
 
 
 @pytest.mark.parametrize("odd", [0, 1, 2])

@@ -106,6 +106,8 @@ class GenerationLoop:
             atexit.unregister(self._leave)  # it would keep the pipeline alive
 
     def _generate(self) -> None:
+        if not self._awaits_request():
+            return
         (deployed,) = self._pipeline.deployment.pipelines
         self._lanes.single_rows = computes_single_rows(self._microbatches, deployed, self._lanes)
         driver = open_stream(deployed)
@@ -139,6 +141,18 @@ class GenerationLoop:
         stages = finish_stream(deployed)
         if record is not None and record.report.num_microbatches:
             self._pipeline.write_trace(record.report, record.end(stages))
+
+    def _awaits_request(self) -> bool:
+        """Wait for a request; returns False if the loop ends, or the stages are to change, before there is one.
+
+        Other processes of torchrun may begin to serve only when they close their generator.
+        """
+        while self._goes_on(()):
+            if self._requests:
+                return True
+            if self._pipeline.wants_change(by_speed=False):
+                return False
+        return False
 
     def _goes_on(self, in_flight: Sequence[object]) -> bool:
         """Admit requests, and wait briefly for one when idle; return False once closed and drained."""

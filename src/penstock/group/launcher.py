@@ -128,7 +128,7 @@ class LocalWorkers:
         return next(iter(self.exits()), None)
 
     def stop(self, grace_s: float) -> None:
-        """Close the workers' standard input, which tells them to exit, then kill those that have not after `grace_s`.
+        """Close the workers' standard input, which ends them, and kill those that still run after `grace_s` seconds.
 
         A worker that survives the kill, because it waits in the kernel, is named in a warning and abandoned.
         """

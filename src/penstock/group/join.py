@@ -76,7 +76,7 @@ class Meeting:
         own: str | None = None, silence_s: float = SILENCE_S,
     ) -> None:  # fmt: skip
         self._rank, self._size, self._prefix, self._links = rank, size, prefix, rendezvous.links
-        self._join_s, self._named = join_s, ""
+        self._join_s, self._named, self._doing = join_s, "", f"connecting {size} processes"
         # for each rank with another torch version: the operators that differ from those of this process
         self.unlike: Mapping[int, frozenset[str]] = {}
         address = rendezvous.address
@@ -140,8 +140,7 @@ class Meeting:
         found: dict[int, Hello] = {}
         key, text = self._key(self._rank), msgspec.json.encode(self._own).decode()
         store.call(lambda s: s.set(key, text))
-        what = f"connecting {self._size} processes"
-        with working(what, shown=self._rank == FEEDER and self._size > 1) as self._say:
+        with working(self._doing, shown=self._rank == FEEDER and self._size > 1) as self._say:
             while True:
                 for rank in set(range(self._size)) - found.keys():
                     data = store.call(partial(read_if_there, key=self._key(rank)))
@@ -157,7 +156,7 @@ class Meeting:
         watch()
         missing = ", ".join(str(rank) for rank in range(self._size) if rank not in found)
         if missing != self._named and time.monotonic() > deadline - self._join_s + _NAME_S:
-            self._say(f"connecting {self._size} processes, waiting for rank {missing}")
+            self._say(f"{self._doing}, waiting for rank {missing}")
             self._named = missing
         if time.monotonic() > deadline:
             raise RunError(

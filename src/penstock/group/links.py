@@ -25,7 +25,7 @@ class Links(Protocol):
     """Stores and transports of one kind."""
 
     secured: bool
-    connect_s: float  # timeout for connecting to another rank's board, beside the time of name lookups (`Boards`)
+    connect_s: float  # timeout for connecting to another rank's board, without looking up names (see `Boards`)
 
     def serve_store(self, address: str, port: int = 0) -> TCPStore:
         """Serve a store on a single address; raises `OSError` if the port is taken."""

@@ -24,6 +24,7 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m pytest --quiet tests/test_budget.py
 	$(MAKE) docs
 
 docs: setup

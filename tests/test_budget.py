@@ -1,0 +1,188 @@
+"""The size of the project, counted: a number that grows is raised here with its reason, one that shrinks is lowered.
+
+    python -m tests.test_budget       # write today's numbers into the table below
+
+A commit that changes a number changes its row; the reason for a larger one is a comment at its end.
+"""
+
+import ast
+import inspect
+import re
+import tomllib
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import typer
+
+import penstock
+from penstock.cli.main import app
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "penstock"
+_LEAVE_OUT = re.compile(r"\bleave\b[^.;]{0,90}?\bout\b")
+
+# lines and files of each room
+ROOMS: dict[str, tuple[int, int]] = {
+    "bench": (677, 6),
+    "cli": (2881, 25),
+    "cluster": (3052, 24),
+    "compress": (974, 7),
+    "deploy": (2001, 15),
+    "elastic": (2339, 15),
+    "engine": (2832, 18),
+    "generate": (2054, 14),
+    "graph": (4243, 34),
+    "group": (2909, 18),
+    "measure": (1133, 8),
+    "modules": (1793, 15),
+    "plan": (5085, 28),
+    "recipes": (3057, 16),
+    "report": (3545, 23),
+    "runtime": (3916, 26),
+    "serve": (1734, 12),
+    "spec": (907, 6),
+    "stream": (1360, 9),
+    "terminal": (406, 5),
+    "tracing": (466, 4),
+    "train": (6538, 42),
+    "transport": (2195, 19),
+    "zoo": (2822, 26),
+}
+
+# options of each verb, its subcommands' together
+OPTIONS = {
+    "penstock bench": 21,
+    "penstock bundle": 7,
+    "penstock chat": 20,
+    "penstock compress": 24,
+    "penstock convert": 3,
+    "penstock demo": 3,
+    "penstock generate": 26,
+    "penstock hosts": 24,
+    "penstock infer": 26,
+    "penstock keys": 1,
+    "penstock lab": 34,
+    "penstock plan": 19,
+    "penstock profile": 16,
+    "penstock report": 4,
+    "penstock schedule": 5,
+    "penstock serve": 27,
+    "penstock split": 11,
+    "penstock train": 63,
+    "penstock worker": 4,
+}
+
+TOTALS = {
+    "lines of src": 58919,
+    "files of src": 415,
+    "lines of tests": 36561,
+    "lines of benchmarks": 8189,
+    "keyword arguments of Pipeline": 26,
+    "public names": 12,
+    "leave … out messages": 74,
+    "class names used twice": 28,
+    "fmt: skip": 565,
+    "nouns on the walk of a microbatch": 58,
+    "nouns on the walk of a gradient": 50,
+}
+
+
+@cache
+def sources() -> Mapping[Path, str]:
+    return {path.relative_to(SOURCE): path.read_text() for path in sorted(SOURCE.rglob("*.py"))}
+
+
+def lines(folder: str) -> int:
+    return sum(path.read_text().count("\n") for path in (ROOT / folder).rglob("*.py"))
+
+
+def rooms() -> dict[str, tuple[int, int]]:
+    """Return lines and files of each package, and of the modules beside them together."""
+    sizes: Counter[str] = Counter()
+    files: Counter[str] = Counter()
+    for path, text in sources().items():
+        room = path.parts[0] if len(path.parts) > 1 else "modules"
+        sizes[room] += text.count("\n")
+        files[room] += 1
+    return {room: (sizes[room], files[room]) for room in sorted(sizes)}
+
+
+def options() -> dict[str, int]:
+    """Return the number of options and arguments of each verb, without --help."""
+
+    def count(command: Any) -> int:
+        own = [parameter for parameter in command.params if parameter.name != "help"]
+        return len(own) + sum(map(count, getattr(command, "commands", {}).values()))
+
+    group: Any = typer.main.get_command(app)
+    context = typer.Context(group)
+    return {f"penstock {name}": count(group.get_command(context, name)) for name in group.list_commands(context)}
+
+
+def messages() -> Iterator[str]:
+    """Yield every text of the source, its placeholders as {}."""
+    for text in sources().values():
+        tree = ast.parse(text)
+        parts = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.JoinedStr):
+                yield "".join(str(part.value) if isinstance(part, ast.Constant) else "{}" for part in node.values)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in parts:
+                yield node.value
+
+
+def class_names() -> Counter[str]:
+    trees = map(ast.parse, sources().values())
+    return Counter(node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+
+
+def nouns() -> dict[str, list[str]]:
+    return tomllib.loads((ROOT / "docs" / "nouns.toml").read_text())
+
+
+def totals() -> dict[str, int]:
+    walks = nouns()
+    parameters = inspect.signature(penstock.Pipeline).parameters.values()
+    return {
+        "lines of src": sum(size for size, _ in rooms().values()),
+        "files of src": sum(count for _, count in rooms().values()),
+        "lines of tests": lines("tests"),
+        "lines of benchmarks": lines("benchmarks"),
+        "keyword arguments of Pipeline": sum(p.kind is p.KEYWORD_ONLY for p in parameters),
+        "public names": len(penstock.__all__),
+        "leave … out messages": sum(len(_LEAVE_OUT.findall(text)) for text in messages()),
+        "class names used twice": sum(count > 1 for count in class_names().values()),
+        "fmt: skip": sum(text.count("# fmt: skip") for text in sources().values()),
+        "nouns on the walk of a microbatch": len(walks["microbatch"]),
+        "nouns on the walk of a gradient": len(walks["gradient"]),
+    }
+
+
+def test_rooms_have_the_sizes_of_their_rows() -> None:
+    assert rooms() == ROOMS
+
+
+def test_verbs_have_as_many_options_as_their_rows() -> None:
+    assert options() == OPTIONS
+
+
+def test_totals_are_those_of_their_rows() -> None:
+    assert totals() == TOTALS
+
+
+def test_nouns_of_the_walks_exist() -> None:
+    names = class_names()
+    for walk, met in nouns().items():
+        assert sorted(met) == met, f"the nouns of the walk of a {walk} in order"
+        assert [noun for noun in met if noun not in names] == []
+
+
+if __name__ == "__main__":
+    table = Path(__file__).read_text()
+    for rows in (rooms(), options(), totals()):
+        for name, number in rows.items():
+            table = re.sub(rf'(?m)^    "{re.escape(name)}": [^#\n]*,', f'    "{name}": {number},', table)
+    Path(__file__).write_text(table)

@@ -34,12 +34,13 @@ os.environ["PENSTOCK_PROGRESS"] = "0"
 # torch asks for the names of those that it connects to; where nobody answers, each connection waits for that
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
-# With AVX-512 on an Intel processor, the losses of a T5 came out different in the last bit between schedules, the
-# same way each time; in this mode of MKL's, which it reads when it is first used, they are equal.
+# With AVX-512 on an Intel processor, losses came out different in the last bit between schedules and between one stage
+# and two, and on newer processors in MKL's strict mode for AVX-512 too; with AVX2, which MKL reads when it is first
+# used, they are equal.
 with contextlib.suppress(OSError):
     processor = Path("/proc/cpuinfo").read_text()
     if "GenuineIntel" in processor and "avx512f" in processor:
-        os.environ.setdefault("MKL_CBWR", "AVX512,STRICT")
+        os.environ.setdefault("MKL_CBWR", "AVX2,STRICT")
 
 _SETTLE_S = 20.0  # a busy machine takes its time; what is left behind is so for good
 _ENDS_S = 0.1  # what is about to end by itself needs no collection of garbage

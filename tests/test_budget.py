@@ -47,8 +47,8 @@ ROOMS: dict[str, tuple[int, int]] = {
     "stream": (1360, 9),
     "terminal": (406, 5),
     "tracing": (466, 4),
-    "train": (6538, 42),
-    "transport": (2195, 19),
+    "train": (7556, 48),  # +1,018: a row is loaded once and sent to the ranks that need it; stand-ins; data sets compared
+    "transport": (2197, 19),
     "zoo": (2822, 26),
 }
 
@@ -76,15 +76,15 @@ OPTIONS = {
 }
 
 TOTALS = {
-    "lines of src": 58919,
-    "files of src": 415,
-    "lines of tests": 36561,
+    "lines of src": 59939,
+    "files of src": 421,
+    "lines of tests": 37019,  # +458: rows that ranks draw, list or split differently
     "lines of benchmarks": 8189,
     "keyword arguments of Pipeline": 26,
     "public names": 12,
     "leave … out messages": 74,
-    "class names used twice": 28,
-    "fmt: skip": 565,
+    "class names used twice": 27,
+    "fmt: skip": 572,
     "nouns on the walk of a microbatch": 58,
     "nouns on the walk of a gradient": 50,
 }

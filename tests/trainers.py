@@ -21,6 +21,7 @@ from penstock.train.arrangement import TrainOptions
 from penstock.train.captured import Captured
 from penstock.train.loss_convention import call_loss
 from penstock.train.own_loss import own_loss
+from penstock.train.random_states import RandomStates
 from penstock.train.trainer import Trainer
 from penstock.transport.memory_network import MemoryNetwork
 from tests.processes import PATIENCE
@@ -69,6 +70,13 @@ def in_threads(size: int, script: Callable[[World], Any]) -> list[Any]:
     return results
 
 
+class NoStates(RandomStates):
+    """Random states of a thread that plays a process: threads have theirs in common."""
+
+    def digests(self) -> dict[str, str]:
+        return {}
+
+
 class Still:
     """Follows a training and leaves it as it is."""
 
@@ -115,7 +123,9 @@ def make_trainer(captured: Captured, world: World, *, device: torch.device = HOS
 
     cut, run, options = take(CutOptions), take(RunOptions), take(TrainOptions)
     assert not settings, f"no such options: {settings}"
-    return Trainer(captured, world, cut, run, options, device)
+    trainer = Trainer(captured, world, cut, run, options, device)
+    trainer.exchange.states = NoStates()
+    return trainer
 
 
 def gathered(trainer: Trainer, what: Callable[[nn.Parameter], Tensor | None]) -> dict[str, Tensor]:

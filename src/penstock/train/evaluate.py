@@ -6,7 +6,7 @@ from typing import Any
 from penstock.errors import DeviceLost, UsageError
 from penstock.train.loss_convention import LossFunction
 from penstock.train.losses import check_agreed, total_count, total_loss
-from penstock.train.outcome import everywhere
+from penstock.train.outcome import check_same_rows, everywhere
 from penstock.train.step_rows import StepRows
 from penstock.train.trainer import Trainer
 
@@ -26,17 +26,18 @@ def evaluate_all(
     trainer: Trainer, inputs: Any, labels: Any, functions: Sequence[LossFunction | None]
 ) -> list[tuple[float, float]]:
     """Return the sum and the count of each function over all rows of all replicas, from a single forward pass."""
-    rows = StepRows(trainer.data, trainer.placed, inputs, labels)
+    rows = StepRows(trainer.data, trainer.exchange, trainer.placed, inputs, labels)
+    trainer.row_cut.check(labels, rows.bound(trainer.captured.evaluation)[1]["batch"])
 
     def work() -> dict[str, Any]:
-        only_replica = len(trainer.grid.replicas) == 1
-        return {
-            "measures": trainer.evaluation.measures(
-                *rows.now(trainer.placed), functions, trainer.losses, trainer.row_cut, only_replica=only_replica
-            )
-        }
+        evaluation, only_replica = trainer.evaluation, len(trainer.grid.replicas) == 1
+        given = rows.now(trainer.placed, evaluation.parts, evaluation.graph, functions)
+        measures = evaluation.measures(given, functions, trainer.losses, trainer.row_cut, only_replica=only_replica)
+        return {"measures": measures, "problem": given.problem}
 
     gathered = trainer.together(work)
+    trainer.exchange.mark(trainer.placed)
+    check_same_rows(gathered)
     found = []
     for index in range(len(functions)):
         documents = [document["measures"][index] for document in gathered]
@@ -51,12 +52,14 @@ def predict(trainer: Trainer, inputs: Any) -> Any:
     Raises `DeviceLost` if a process is lost during the call, because the rows are then redistributed.
     """
     placed = trainer.placed
+    rows = StepRows(trainer.data, trainer.exchange, placed, inputs, None)
     found: list[Any] = []
 
     def work() -> dict[str, Any]:
         if trainer.placed is not placed:
             raise DeviceLost("a device was lost, and these rows were redistributed; request predictions again")
-        found[:] = [trainer.evaluation.outputs(inputs)]
+        evaluation = trainer.evaluation
+        found[:] = [evaluation.outputs(rows.now(placed, evaluation.parts, evaluation.graph, []))]
         return {}
 
     if trainer.survivors is not None:
@@ -64,4 +67,5 @@ def predict(trainer: Trainer, inputs: Any) -> Any:
     else:
         with trainer.world.explained():
             work()
+    trainer.exchange.mark(placed)
     return found[0]

@@ -20,13 +20,14 @@ from penstock.graph.training_parts import TrainingPart
 from penstock.group.world import World
 from penstock.plan.schedule.actions import forward_only
 from penstock.runtime.registry import EAGER
-from penstock.train.batches import WHOLE, Microbatch, bind, cut_rows, largest
+from penstock.train.batches import WHOLE, Microbatch, cut_rows, largest
 from penstock.train.captured import Captured
 from penstock.train.held_tensors import HeldTensors
 from penstock.train.loss_convention import LossFunction, Measured
 from penstock.train.losses import Losses, described
 from penstock.train.own_loss import OwnLoss
 from penstock.train.row_cut import RowCut
+from penstock.train.row_exchange import StepInputs
 from penstock.transport.base import receive_tensor, send_tensor
 from penstock.transport.tags import OUTPUTS
 
@@ -50,40 +51,38 @@ class Evaluation:
         self._direct, self._first_generation = direct, first_generation
 
     def measures(
-        self, inputs: Any, labels: Any, functions: Sequence[LossFunction | None], losses: Losses, cut: RowCut, *,
+        self, given: StepInputs, functions: Sequence[LossFunction | None], losses: Losses, cut: RowCut, *,
         only_replica: bool,
     ) -> list[dict[str, Any]]:  # fmt: skip
         """Return each function's values on every microbatch, from a single forward pass over this replica's rows."""
         found: list[list[Measured]] = [[] for _ in functions]
 
         def head(microbatch: Microbatch, outputs: Sequence[Tensor]) -> None:
-            alone = only_replica and microbatch.sizes["batch"] == sizes["batch"]
+            alone = only_replica and microbatch.sizes["batch"] == given.sizes["batch"]
             for function, measured in zip(functions, found, strict=True):
                 measured.append(losses.measure(
-                    function, self._graph, outputs, microbatch.sizes, microbatch.labels, own=self._own_loss, alone=alone
+                    function, self.graph, outputs, microbatch.sizes, microbatch.labels, own=self._own_loss, alone=alone
                 ))  # fmt: skip
 
-        _, sizes = bind(self._graph, inputs)
-        self._forward(inputs, labels, head, cut)
+        self._forward(given, head, cut)
         return [described(measured) for measured in found]
 
-    def outputs(self, inputs: Any) -> Any:
+    def outputs(self, given: StepInputs) -> Any:
         """Return the model's output for this replica's rows, on the host of every process of the replica."""
         outputs: list[list[Tensor]] = []
 
         def keep(_microbatch: Microbatch, tensors: Sequence[Tensor]) -> None:
             outputs.append([tensor.to("cpu", copy=True) for tensor in tensors])
 
-        made = self._forward(inputs, None, keep, RowCut(), joins=True)
+        made = self._forward(given, keep, RowCut(), joins=True)
         results = self._spread(outputs, made)
-        _, sizes = bind(self._graph, inputs)
-        return build_output(self._graph, self._join(results, sizes), sizes)
+        return build_output(self.graph, self._join(results, given.sizes), given.sizes)
 
     def _join(self, results: list[list[Tensor]], sizes: Sizes) -> list[Tensor]:
         """Concatenate the microbatches' outputs; without rows the outputs are empty."""
         if len(results) == 1:
             return results[0]
-        values = self._parts[-1].program.outputs
+        values = self.parts[-1].program.outputs
         if not results:
             return [torch.empty(value.evaluate(sizes), dtype=value.dtype) for value in values]
         return [torch.cat(parts) for parts in zip(*results, strict=True)]
@@ -94,31 +93,33 @@ class Evaluation:
             self._made[0].channels.abort()
 
     @property
-    def _graph(self) -> Graph:
+    def graph(self) -> Graph:
+        """The graph in evaluation mode."""
         return self._captured.evaluation
 
     @cached_property
-    def _parts(self) -> list[TrainingPart]:
+    def parts(self) -> list[TrainingPart]:
+        """All stages of the model."""
         return self._captured.evaluation_parts(self._cuts, self._autocast, self._tensors.device)
 
     @cached_property
     def _own_loss(self) -> OwnLoss:
-        return OwnLoss(self._graph)
+        return OwnLoss(self.graph)
 
     @cached_property
     def _made(self) -> tuple[GrowingChannels, dict[int, TrainingStage]]:
         stages = {}
         for index in self._tensors.stages:
-            program = self._parts[index].program
+            program = self.parts[index].program
             self._tensors.add_states(program.states, self._captured)
             tensors = self._tensors.of_program(program, {})
-            runtime = EAGER.load_training(self._parts[index], tensors, self._tensors.device)
-            if index == len(self._parts) - 1:
+            runtime = EAGER.load_training(self.parts[index], tensors, self._tensors.device)
+            if index == len(self.parts) - 1:
                 runtime.around = dict.fromkeys(self._own_loss.counting, self._own_loss.around)
             stages[index] = TrainingStage(
-                index=index, part=self._parts[index], runtime=runtime, leaves={}, autocast=self._autocast, trains=False
+                index=index, part=self.parts[index], runtime=runtime, leaves={}, autocast=self._autocast, trains=False
             )
-        links = training_links(self._parts, evaluates=True)
+        links = training_links(self.parts, evaluates=True)
         channels = GrowingChannels(
             self._world.transport, links, self._replica, evaluates=True, direct=self._direct,
             first_generation=self._first_generation,
@@ -129,7 +130,7 @@ class Evaluation:
         """Send the last stage's outputs to the other processes of the replica."""
         transport, last = self._world.transport, self._replica.stages[-1]
         others = sorted(set(self._replica.devices) - {last})
-        values = self._parts[-1].program.outputs
+        values = self.parts[-1].program.outputs
         if transport.rank == last:
             for tensors in outputs:
                 for tensor in tensors:
@@ -144,18 +145,17 @@ class Evaluation:
             results.append(tensors)
         return results
 
-    def _forward(self, inputs: Any, labels: Any, head: Use, cut: RowCut, *, joins: bool = False) -> list[Microbatch]:
+    def _forward(self, given: StepInputs, head: Use, cut: RowCut, *, joins: bool = False) -> list[Microbatch]:
         """Run the forward passes; on the last stage `head` receives each microbatch's output.
 
         With `joins` the caller concatenates the outputs, so each must have the batch as its first dimension.
         """
-        tensors, sizes = bind(self._graph, inputs)
-        cut.check(labels, sizes["batch"])
-        tensors, labels = self._tensors.moved_here(tensors, labels)
+        sizes = given.sizes
+        tensors, labels = self._tensors.moved_here(given.tensors, given.labels)
         count = min(self._num_microbatches, sizes["batch"])
         if count > 1:
-            check_rows(self._graph, sizes, WHOLE, trains=not joins)
-        microbatches = cut_rows(self._graph, tensors, sizes, labels, count, cut) if count else []
+            check_rows(self.graph, sizes, WHOLE, trains=not joins)
+        microbatches = cut_rows(self.graph, tensors, sizes, labels, count, cut) if count else []
         if not microbatches:
             return []
         channels, stages = self._made
@@ -165,7 +165,7 @@ class Evaluation:
             head(microbatches[index], outputs)
 
         for stage in stages.values():
-            stage.head = finish if stage.index == len(self._parts) - 1 else None
+            stage.head = finish if stage.index == len(self.parts) - 1 else None
             stage.begin({
                 index: StepInput(m.sizes, {value.name: m.inputs[value.name] for value in stage.part.own}, "")
                 for index, m in enumerate(microbatches)

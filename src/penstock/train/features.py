@@ -30,7 +30,8 @@ class Features(Protocol):
 class LoadedBatch:
     """A batch from a loader: the samples of all replicas together, and the samples of the next batch.
 
-    `placed` is the placement for which the rows were split, `place` the epoch and the batch's number in the epoch.
+    `placed` is the placement for which the rows were split, None if a step has to load them again; `place` the epoch
+    and the batch's number in the epoch.
     `short` is set if the batch may have few rows.
     """
 
@@ -38,14 +39,14 @@ class LoadedBatch:
     following: Sequence[int] | None
     leaves: Sequence[tuple[Tensor, int | None]]  # the tensors, with their version counters
     loader: "Rows"
-    placed: "Arrangement"
+    placed: "Arrangement | None"
     place: tuple[int, int]
     short: bool
 
     @classmethod
     def of(
         cls, loaded: Any, samples: Sequence[int], following: Sequence[int] | None, loader: "Rows",
-        placed: "Arrangement", place: tuple[int, int], *, short: bool,
+        placed: "Arrangement | None", place: tuple[int, int], *, short: bool,
     ) -> "LoadedBatch":  # fmt: skip
         """Record a batch that is passed to the user's loop."""
         leaves = [(tensor, _version(tensor)) for tensor in trees.tensors(loaded)]

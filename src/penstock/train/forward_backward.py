@@ -38,6 +38,7 @@ class ForwardBackward:
         self.computed_s = 0.0
         self._losses: dict[int, Measured] = {}
         self._microbatches: list[Microbatch] = []
+        self._problem = ""  # reason why this step's rows cannot be trained on
         self._before: list[tuple[Tensor, Tensor]] = []  # buffers that a forward writes to, with their earlier values
 
     def divisor(self, gathered: Sequence[Mapping[str, Any]]) -> float:
@@ -99,14 +100,14 @@ class ForwardBackward:
 
     def _forward_backward(self) -> dict[str, Any]:
         rows, now = self._step.rows, self._now
-        _, labels = rows.now(now.placed)
-        tensors, sizes = rows.bound(now.captured.graph)
+        given = rows.now(now.placed, now.parts, now.captured.graph, [self._step.loss_fn])
+        sizes, self._problem = given.sizes, given.problem
         short = rows.is_short(sizes["batch"])
         count = now.placed.count_microbatches(sizes["batch"], short=short, least=now.captured.least_rows)
         if count > 1 or len(now.placed.grid.replicas) > 1:
             check_rows(now.captured.graph, sizes, WHOLE, trains=True)
         skipped = 0 if self._computes_all() else now.placed.skipped
-        tensors, labels = now.tensors.moved_here(tensors, labels, skipped=skipped)
+        tensors, labels = now.tensors.moved_here(given.tensors, given.labels, skipped=skipped)
         self._microbatches = cut_rows(now.captured.graph, tensors, sizes, labels, count, self._row_cut) if count else []
         self._losses.clear()
         now.synchronizer.begin()
@@ -164,4 +165,4 @@ class ForwardBackward:
         unused = now.synchronizer.unused if names else []
         used = [name for name in now.tensors.parameters if name not in unused] if names else []
         nonfinite = {stage.index: stage.first_nonfinite for stage in now.stages.values()}
-        return step_document(self._losses, first_nonfinite=nonfinite, used=used, unused=unused)
+        return step_document(self._losses, first_nonfinite=nonfinite, used=used, unused=unused, problem=self._problem)

@@ -1,6 +1,9 @@
-"""Data loading: the same order on every rank, different rows per replica, loaded only on ranks that use them."""
+"""Data loading: the same order on every rank, different rows per replica, each row loaded once."""
 
+import threading
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -8,20 +11,21 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from penstock.errors import DataError, UsageError
 from penstock.train.arrangement import Arrangement
+from penstock.train.data_identity import check_same_data, data_identity
 from penstock.train.data_order import SampledOrder, SeededOrder, order_of
 from penstock.train.features import Follower, LoadedBatch
 from penstock.train.iterations import Iteration, Iterations
-from penstock.train.loading import Collate, Shapes, WorkerStart, workers_of
+from penstock.train.loading import EXAMPLE_ROWS, Collate, WorkerStart, without_rows, workers_of
 from penstock.train.trainer import Trainer
 
 
 class Loader:
     """An iterable over a data set, one epoch per iteration; each process gets its replica's rows of each batch.
 
-    A process whose stages use neither inputs nor labels gets tensors on the meta device, which have a shape but no
-    values; it loads only the first sample, for the shape. If rows vary in length, even such a process loads its rows.
-    The order depends only on seed and epoch, or is drawn by a sampler of the caller's. The last batch of an epoch may
-    be small, and a replica's part of the batch empty.
+    The rank with a replica's first stage loads its rows; the other ranks receive labels, token ids and other small
+    tensors from it, and stand-ins with the shapes of large tensors, and read no row themselves. The order depends only
+    on seed and epoch, or is drawn by a sampler of the caller's. The last batch of an epoch may be small, and a
+    replica's part of the batch empty.
 
     Example:
         for images, labels in pipe.loader(dataset, batch_size=64, shuffle=True): ...
@@ -41,6 +45,9 @@ class Loader:
         self.position = 0  # number of the next batch in the epoch
         self.last_rows = 0  # rows of the batch that was loaded last, over all replicas
         self._known: tuple[int, list[list[int]]] | None = None  # an epoch, and its order
+        self._reading: _Reading | None = None
+        self._thread = threading.get_ident()
+        self._joins = False  # True in a process that has just joined the run, until its first batch
         self._reached = 0  # all epochs before this one have ended
         self._iterations = Iterations()
         self.follower: Follower | None = None  # notified of each epoch; set only on the loader that is trained on
@@ -90,7 +97,7 @@ class Loader:
         place = survivors.place() if survivors is not None else None
         if place is not None:
             self._epoch, self.position = place
-            self._reached = self._epoch
+            self._reached, self._joins = self._epoch, True
             self._iterations.restart()
 
     def resume(self, state: dict[str, int]) -> None:
@@ -115,8 +122,8 @@ class Loader:
         """Return whether the next batch may be smaller than the other batches."""
         return self.position + 1 == len(order) or len(order[self.position]) < self._batch_size
 
-    def _go_on(self, loaded: Any, order: Sequence[Sequence[int]]) -> None:
-        """Report the loaded batch to the trainer, and advance to the next one."""
+    def _go_on(self, loaded: Any, order: Sequence[Sequence[int]], *, alone: bool = False) -> None:
+        """Report the loaded batch to the trainer, and advance to the next one; if loaded `alone`, a step reloads it."""
         trainer, position = self._trainer, self.position
         self.last_rows = len(order[position])
         # elastic training (the follower) and runs that survive lost processes need to know the samples of a batch: to
@@ -124,7 +131,7 @@ class Loader:
         if self.follower is not None or trainer.survivors is not None:
             following = order[position + 1] if position + 1 < len(order) else None
             batch = LoadedBatch.of(
-                loaded, order[position], following, self, trainer.placed, (self._epoch, position),
+                loaded, order[position], following, self, None if alone else trainer.placed, (self._epoch, position),
                 short=self._is_short(order),
             )  # fmt: skip
             trainer.data.saw(batch, may_repeat=trainer.survivors is not None)
@@ -132,10 +139,13 @@ class Loader:
         self._epoch, self.position = (self._epoch + 1, 0) if last else (self._epoch, position + 1)
 
     def load_own(self, samples: Sequence[int], *, short: bool) -> Any:
-        """Load this process's rows of a batch for the current placement."""
+        """Load this process's rows of a batch for the current placement (a collective call of the replica)."""
         (mine,) = self._parts([list(samples)])
         self._trainer.data.short = len(mine) if short else None
-        return next(self._load([mine], {"num_workers": 0}))
+        trainer = self._trainer
+        return trainer.exchange.batch(
+            trainer.placed, len(mine), lambda: next(self._load([mine], {"num_workers": 0})), self._example
+        )
 
     def _order_now(self) -> list[list[int]]:
         """Return the order of this epoch, computed once."""
@@ -170,24 +180,18 @@ class Loader:
         self._catch_up()
         self._epoch, self.position = self._iterations.next_place((self._epoch, self.position))
         iteration = self._iterations.begin((self._epoch, self.position))
+        if not self._joins:
+            self._compare()
         if self.follower is not None:
             self.follower.begin_epoch(self)
         self._known = None  # a sampler may draw another order
         # after a rollback to an earlier epoch, this iteration repeats all epochs up to `_reached`
         ends = max(self._epoch, self._reached) + 1
-        placed: Arrangement | None = None
-        shared: list[list[int]] | None = None
-        expected: tuple[int, int] | None = None
-        loads: Iterator[tuple[Any, int]] = iter(())
         while self._epoch < ends and (order := self._order_now()):
-            place = self._epoch, self.position
-            if trainer.placed is not placed or order is not shared or place != expected:
-                placed, shared, mine = trainer.placed, order, self._parts(order[self.position :])
-                loads = zip(self._load(mine, self._workers), map(len, mine), strict=True)
+            alone, self._joins = self._joins, False
             with trainer.loading():
-                loaded, num_rows = next(loads)
-            trainer.data.short = num_rows if self._is_short(order) else None
-            self._go_on(loaded, order)
+                loaded = self._next(order, alone=alone)
+            self._go_on(loaded, order, alone=alone)
             expected = self._epoch, self.position
             self._reached = max(self._reached, ends if self._epoch == ends else 0)
             iteration.gave(loaded)
@@ -198,6 +202,59 @@ class Loader:
             if self._epoch == ends and self.follower is not None:
                 self.follower.end_epoch(self)
         self._iterations.end(iteration)
+
+    def _compare(self) -> None:
+        """Check that all ranks have made the same data set (a collective call)."""
+        trainer = self._trainer
+        if trainer.world.transport.size == 1:
+            return
+        documents = trainer.together(lambda: {"rows": self.num_samples, "data": self._identity})
+        loading: Sequence[int] = [replica.stages[0] for replica in trainer.grid.replicas]
+        if self.follower is not None:  # every rank computes cached outputs of its own rows
+            loading = range(trainer.world.transport.size)
+        check_same_data(documents, trainer.world.names, loading)
+
+    @cached_property
+    def _identity(self) -> dict[str, str]:
+        return data_identity(self._dataset)
+
+    def _next(self, order: list[list[int]], *, alone: bool) -> Any:
+        """Return this replica's rows of the next batch (a collective call, unless `alone`)."""
+        trainer = self._trainer
+        found: list[Any] = []
+
+        def work() -> dict[str, Any]:
+            found[:] = [self._read(order)]
+            return {}
+
+        if alone:
+            (mine,) = self._parts([order[self.position]])
+            trainer.data.short = len(mine) if self._is_short(order) else None
+            return next(self._load([mine], {"num_workers": 0}))
+        if trainer.survivors is not None:
+            trainer.together(work)
+        elif threading.get_ident() == self._thread:
+            with trainer.world.explained(), trainer.call("the loader"):
+                work()
+        else:  # a thread of the caller's that loads ahead: calls of the training go on beside it
+            with trainer.world.explained():
+                work()
+        return found[0]
+
+    def _read(self, order: list[list[int]]) -> Any:
+        """Load or receive the next batch in the current placement."""
+        trainer, place = self._trainer, (self._epoch, self.position)
+        placed = trainer.placed
+        (mine,) = self._parts([order[self.position]])
+        trainer.data.short = len(mine) if self._is_short(order) else None
+        now = self._reading
+        if trainer.exchange.loads(placed) and (now is None or not now.continues(placed, order, place)):
+            now = self._reading = _Reading(
+                placed, order, self._load(self._parts(order[self.position :]), self._workers)
+            )
+        if now is not None:
+            now.expected = (self._epoch, self.position + 1)
+        return trainer.exchange.batch(placed, len(mine), lambda: next(now.batches) if now else None, self._example)
 
     def _return_to(self, iteration: Iteration) -> None:
         """Restore an iteration's position if another iteration of this loader has started meanwhile."""
@@ -212,30 +269,31 @@ class Loader:
         return [batch[part.start : part.stop] for batch, part in zip(batches, parts, strict=True)]
 
     def _load(self, batches: Sequence[list[int]], workers: Mapping[str, Any]) -> Iterator[Any]:
-        """Load the rows that this process uses; yield only shapes if it uses none."""
-        collate = self._collate or torch.utils.data.default_collate
-        shapes: Shapes | None = None
-        if not self._uses_data() or not all(batches):
-            shapes = Shapes(collate, self._dataset)
-        if shapes is not None and not self._uses_data():
-            for rows in batches:
-                yield shapes.of(len(rows))
-            return
+        """Load rows of the data set in this process."""
         begun: dict[str, Any] = {"worker_init_fn": WorkerStart(workers.get("worker_init_fn"))}
         if isinstance(self._order, SampledOrder):  # the seed was drawn from the user's generator
             begun["generator"] = torch.Generator().manual_seed(self._order.worker_seed)
         loader: Iterator[Any] = iter(DataLoader(
-            self._dataset, batch_sampler=[rows for rows in batches if rows], collate_fn=collate, **{**workers, **begun},
+            self._dataset, batch_sampler=[rows for rows in batches if rows], collate_fn=self._collate,
+            **{**workers, **begun},
         ))  # fmt: skip
         for rows in batches:
-            if rows or shapes is None:
-                yield next(loader)
-            else:
-                yield shapes.empty()
+            yield next(loader) if rows else without_rows(self._example())
 
-    def _uses_data(self) -> bool:
-        """Return whether a stage here uses inputs or labels, or shapes are known only from the data."""
-        now = self._trainer.now
-        varying = len(now.captured.graph.symbols) > 1
-        # including stages whose outputs are cached: they are computed if the loop changes a batch
-        return varying or now.last_stage in now.tensors.stages or any(now.parts[s].own for s in now.tensors.stages)
+    def _example(self) -> Any:
+        """Return a batch of the first row, repeated."""
+        collate = self._collate or torch.utils.data.default_collate
+        return collate([self._dataset[0]] * EXAMPLE_ROWS)
+
+
+@dataclass(eq=False)
+class _Reading:
+    """Batches that this process loads in a placement, from one place of an epoch's order to its end."""
+
+    placed: Arrangement
+    order: list[list[int]]
+    batches: Iterator[Any]
+    expected: tuple[int, int] | None = None
+
+    def continues(self, placed: Arrangement, order: list[list[int]], place: tuple[int, int]) -> bool:
+        return self.placed is placed and self.order is order and self.expected == place

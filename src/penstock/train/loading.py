@@ -1,4 +1,4 @@
-"""Loading of rows: DataLoader settings, start of loader processes, and shapes for ranks that load nothing."""
+"""Loading of rows: DataLoader settings, start of loader processes, and batches without rows."""
 
 import os
 import threading
@@ -6,16 +6,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch.utils.data import DataLoader
 
-from penstock import trees
 from penstock.train.row_cut import RowCut
 
 Collate = Callable[[list[Any]], Any]
 
 _PARENT_POLL_S = 0.5
-_EXAMPLES = 5  # rows of an example batch: enough to not mistake a container with few entries for a list of rows
+EXAMPLE_ROWS = 5  # enough to not mistake a container with few entries for a list of rows
 _SETTINGS = ["num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator"]
 _OF_WORKERS = ["prefetch_factor", "persistent_workers"]
 
@@ -58,22 +56,6 @@ def leave_with_parent() -> None:
     threading.Thread(target=watch, name="penstock-parent", daemon=True).start()
 
 
-class Shapes:
-    """Batches without values, with the structure of an example batch.
-
-    Example:
-        Shapes(default_collate, dataset).of(8)      # 8 rows on the meta device
-    """
-
-    def __init__(self, collate: Collate, dataset: Any) -> None:
-        self._example = collate([dataset[0]] * _EXAMPLES)
-        self._cut = RowCut(exact=False)
-
-    def of(self, num_rows: int) -> Any:
-        """Return a batch whose tensors are on the meta device."""
-        meta = trees.map_tensors(lambda tensor: torch.empty_like(tensor, device="meta"), self._example)
-        return self._cut.parts(meta, _EXAMPLES, [[0] * num_rows])[0]
-
-    def empty(self) -> Any:
-        """Return a batch without rows."""
-        return self._cut.parts(self._example, _EXAMPLES, [[]])[0]
+def without_rows(example: Any) -> Any:
+    """Return a batch without rows, from an example of `EXAMPLE_ROWS` rows."""
+    return RowCut(exact=False).parts(example, EXAMPLE_ROWS, [[]])[0]

@@ -5,33 +5,36 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.errors import PenstockError, RunError
+from penstock.errors import PenstockError, RunError, UsageError
 from penstock.train.loss_convention import Measured
 from penstock.train.losses import check_agreed, described, total_count, total_loss
 
 
 def step_document(
     losses: Mapping[int, Measured], *, first_nonfinite: Mapping[int, int | None], used: Iterable[str],
-    unused: Iterable[str],
+    unused: Iterable[str], problem: str = "",
 ) -> dict[str, Any]:  # fmt: skip
     """Return a process's document about a step: the losses of its microbatches, and stages with non-finite numbers.
 
     `first_nonfinite` has for each stage the first microbatch with non-finite numbers, if any; `used` and `unused` are
-    names of parameters held here.
+    names of parameters held here; `problem` is why the rows cannot be trained on (see `RowExchange`).
     """
     return {
         **described([losses[index] for index in sorted(losses)]),
         "nonfinite": [stage for stage, microbatch in first_nonfinite.items() if microbatch is not None],
         "unused": list(unused),
         "used": list(used),
+        "problem": problem,
     }
 
 
 def mean_loss(gathered: Sequence[Mapping[str, Any]], step: int, last_stage: int) -> float:
     """Return the loss of the whole batch, added up in the order of replicas and microbatches.
 
-    Raises `RunError` for a non-finite loss, on every process, so that none waits and training can continue.
+    Raises `RunError` for a non-finite loss, `UsageError` if ranks compute with different random numbers, on every
+    process, so that none waits and training can continue.
     """
+    check_same_rows(gathered)
     check_agreed(gathered, everywhere)
     loss, total = total_loss(gathered), total_count(gathered)
     if not math.isfinite(loss):
@@ -53,6 +56,12 @@ def mean_loss(gathered: Sequence[Mapping[str, Any]], step: int, last_stage: int)
             "requires_grad_(False), or use their output"
         ))  # fmt: skip
     return loss / total
+
+
+def check_same_rows(gathered: Sequence[Mapping[str, Any]]) -> None:
+    """Raise `UsageError` on every process if ranks of a replica would compute with different random numbers."""
+    if problem := next((document["problem"] for document in gathered if document["problem"]), ""):
+        raise everywhere(UsageError(problem))
 
 
 def everywhere(error: PenstockError) -> PenstockError:

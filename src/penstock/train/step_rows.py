@@ -1,5 +1,6 @@
 """One step's context, and the rows of a call, which are reloaded if the placement changes during the call."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,11 +9,13 @@ from torch import Tensor
 from penstock import trees
 from penstock.errors import DeviceLost, UsageError
 from penstock.graph.graph import Graph
+from penstock.graph.training_parts import TrainingPart
 from penstock.train.arrangement import Arrangement
 from penstock.train.batches import bind
 from penstock.train.features import InputPlaces, LoadedBatch
 from penstock.train.loss_convention import LossFunction
 from penstock.train.recent_batches import RecentBatches
+from penstock.train.row_exchange import RowExchange, StepInputs
 from penstock.train.training_tracer import TrainingTracer
 
 
@@ -20,18 +23,21 @@ class StepRows:
     """This replica's rows of a batch, as passed to a method by the user's loop.
 
     Example:
-        rows = StepRows(trainer.data, trainer.placed, images, labels)
-        inputs, labels = rows.now(trainer.placed)        # rows for the current placement
+        rows = StepRows(trainer.data, trainer.exchange, trainer.placed, images, labels)
+        given = rows.now(trainer.placed, parts, graph, [loss_fn])        # rows for the current placement
     """
 
-    def __init__(self, data: RecentBatches, placed: Arrangement, inputs: Any, labels: Any) -> None:
-        self._data, self._inputs, self._labels = data, inputs, labels
+    def __init__(
+        self, data: RecentBatches, exchange: RowExchange, placed: Arrangement, inputs: Any, labels: Any
+    ) -> None:  # fmt: skip
+        self._data, self._exchange, self._inputs, self._labels = data, exchange, inputs, labels
         self.batch: LoadedBatch | None = None
         self._input_places: InputPlaces | None = None
         if (found := data.find(inputs)) is not None:
             self.batch, self._input_places = found
         self._label_places = self.batch.places(labels) if self.batch is not None else None
-        self._placed = self.batch.placed if self.batch is not None else placed
+        self._placed: Arrangement | None = self.batch.placed if self.batch is not None else placed
+        self._given: tuple[Arrangement, StepInputs] | None = None
         self._bound: tuple[dict[str, Tensor], dict[str, int]] | None = None
         self._has_labels = any(isinstance(leaf, Tensor) for leaf in trees.leaves(labels))
 
@@ -57,11 +63,20 @@ class StepRows:
         """Return True if these are rows of a loader's last batch, which may be smaller than others."""
         return num_rows == self._data.short
 
-    def now(self, placed: Arrangement) -> tuple[Any, Any]:
-        """Return inputs and labels of the batch to train on, for a placement.
+    def now(
+        self, placed: Arrangement, parts: Sequence[TrainingPart], graph: Graph, functions: Sequence[Any]
+    ) -> StepInputs:
+        """Return the rows to compute with in a placement, from the rank that loads them (see `RowExchange.rows`)."""
+        self.load(placed)
+        if self._given is None or self._given[0] is not placed:
+            own = StepInputs(*self.bound(graph), self._labels)
+            self._given = placed, self._exchange.rows(placed, parts, graph, own, functions)
+        return self._given[1]
 
-        After a rollback, that is the batch after the checkpoint. Raises `DeviceLost` if the rows cannot be loaded
-        again.
+    def load(self, placed: Arrangement) -> None:
+        """Load the batch again if the placement has changed since its rows were split.
+
+        After a rollback, load the batch after the checkpoint. Raises `DeviceLost` if the rows cannot be loaded again.
         """
         data, batch = self._data, self.batch
         if batch is not None and data.rewound is batch:
@@ -75,7 +90,6 @@ class StepRows:
                     "pipe.loader, or were changed; call again"
                 )
             self._put(batch.loader.load_own(batch.samples, short=batch.short), placed)
-        return self._inputs, self._labels
 
     def _put(self, loaded: Any, placed: Arrangement) -> None:
         if self._input_places is not None:

@@ -35,6 +35,7 @@ from penstock.train.outcome import StepReport, TrainingChange, mean_loss
 from penstock.train.placed_stages import Computing, PlacedStages
 from penstock.train.recent_batches import RecentBatches
 from penstock.train.row_cut import RowCut
+from penstock.train.row_exchange import RowExchange
 from penstock.train.step_rows import StepContext, StepRows
 from penstock.train.training_tracer import TrainingTracer, training_facts
 from penstock.transport.collectives import all_gather
@@ -81,6 +82,7 @@ class Trainer:
         self.last_step = StepReport()
         self.load_s = 0.0  # seconds spent loading data since the last step
         self.data = RecentBatches()
+        self.exchange = RowExchange(self.world)
         self.follower: Follower | None = None  # hook that may change the placement between epochs
         self.survivors: Together | None = None  # set if the run survives lost processes
         self.changes: list[TrainingChange] = []  # changes of the process group so far
@@ -107,6 +109,7 @@ class Trainer:
                 TrainingTracer(self.world, self.now.observer, self.now.synchronizer, profile=run.trace_profile)
                 if run.trace is not None else None
             )  # fmt: skip
+        self.exchange.mark(self.placed)
 
     @property
     def captured(self) -> Captured:
@@ -188,7 +191,7 @@ class Trainer:
         self.tensors.check_trained(self.captured.trainable)
         check_no_autocast("pass autocast=torch.bfloat16 to the pipeline instead")
         self.data.saw_step(inputs)
-        rows = StepRows(self.data, self.placed, inputs, labels)
+        rows = StepRows(self.data, self.exchange, self.placed, inputs, labels)
         if self.survivors is not None:
             rows.check_repeatable()
             self.data.trained = rows.batch
@@ -228,6 +231,7 @@ class Trainer:
         if self.tracer:
             self.tracer.synchronized(self._work.computed_s)
         step, self.step = self.step, self.step + 1  # counts even if the loss is not finite
+        self.exchange.mark(self.placed)
         loss = mean_loss(gathered, step, self.now.last_stage)
         if self.follower is not None:
             self.follower.saw_gradients(gradients)
@@ -241,7 +245,7 @@ class Trainer:
         """Return the number of rows of the whole batch, over all replicas."""
 
         def tell() -> dict[str, Any]:
-            rows.now(self.placed)
+            rows.load(self.placed)
             return {"rows": rows.bound(self.captured.graph)[1]["batch"], "replica": self.placed.replica_index}
 
         if len(self.grid.replicas) == 1:

@@ -239,8 +239,8 @@ class TrainingPipeline:
     ) -> Loader:  # fmt: skip
         """Return a loader of a data set's or a DataLoader's batches on every process.
 
-        `batch_size` is the total over all replicas. Each process gets its replica's rows, or tensors without values if
-        its stages use neither inputs nor labels.
+        `batch_size` is the total over all replicas. The process of a replica's first stage loads its rows; the others
+        receive labels and small tensors from it, and stand-ins without values for large tensors.
 
         Example:
             for images, labels in pipe.loader(dataset, batch_size=64, shuffle=True): ...

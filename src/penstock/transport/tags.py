@@ -17,6 +17,8 @@ OUTPUTS = 2**30 + 3
 STATE = 2**30 + 4
 CLOCK = 2**30 + 5
 FEATURES = 2**30 + 6
+LOADED = 2**30 + 7
+ROWS = 2**30 + 8
 _BUCKETS, _NUM_BUCKETS = 2**30 + 2**20, 2**29
 
 

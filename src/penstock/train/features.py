@@ -106,6 +106,15 @@ class Rows(Protocol):
         """Load the next batch outside of any iteration."""
 
 
+@dataclass(frozen=True, slots=True)
+class JoinPlace:
+    """The epoch and the batch at which a newcomer continues; `loads` is set if the other ranks are loading it."""
+
+    epoch: int
+    batch: int
+    loads: bool
+
+
 class Together(Protocol):
     """Exchange of objects between processes, some of which may be lost or join."""
 
@@ -118,8 +127,8 @@ class Together(Protocol):
         `admits`, newcomers join before the call.
         """
 
-    def place(self) -> tuple[int, int] | None:
-        """Return, once, the epoch and the batch at which a newcomer continues."""
+    def place(self) -> "JoinPlace | None":
+        """Return, once, the place at which a newcomer continues."""
 
     def saw_checkpoint(self, folder: Any) -> None:
         """Record a complete checkpoint."""

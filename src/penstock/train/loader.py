@@ -13,7 +13,7 @@ from penstock.errors import DataError, UsageError
 from penstock.train.arrangement import Arrangement
 from penstock.train.data_identity import check_same_data, data_identity
 from penstock.train.data_order import SampledOrder, SeededOrder, order_of
-from penstock.train.features import Follower, LoadedBatch
+from penstock.train.features import Follower, JoinPlace, LoadedBatch
 from penstock.train.iterations import Iteration, Iterations
 from penstock.train.loading import EXAMPLE_ROWS, Collate, WorkerStart, without_rows, workers_of
 from penstock.train.trainer import Trainer
@@ -47,7 +47,7 @@ class Loader:
         self._known: tuple[int, list[list[int]]] | None = None  # an epoch, and its order
         self._reading: _Reading | None = None
         self._thread = threading.get_ident()
-        self._joins = False  # True in a process that has just joined the run, until its first batch
+        self._joined: JoinPlace | None = None  # in a process that has just joined the run, until its first batch
         self._reached = 0  # all epochs before this one have ended
         self._iterations = Iterations()
         self.follower: Follower | None = None  # notified of each epoch; set only on the loader that is trained on
@@ -96,8 +96,8 @@ class Loader:
         survivors = self._trainer.survivors
         place = survivors.place() if survivors is not None else None
         if place is not None:
-            self._epoch, self.position = place
-            self._reached, self._joins = self._epoch, True
+            self._epoch, self.position, self._joined = place.epoch, place.batch, place
+            self._reached = self._epoch
             self._iterations.restart()
 
     def resume(self, state: dict[str, int]) -> None:
@@ -180,7 +180,7 @@ class Loader:
         self._catch_up()
         self._epoch, self.position = self._iterations.next_place((self._epoch, self.position))
         iteration = self._iterations.begin((self._epoch, self.position))
-        if not self._joins:
+        if self._joined is None:
             self._compare()
         if self.follower is not None:
             self.follower.begin_epoch(self)
@@ -188,9 +188,10 @@ class Loader:
         # after a rollback to an earlier epoch, this iteration repeats all epochs up to `_reached`
         ends = max(self._epoch, self._reached) + 1
         while self._epoch < ends and (order := self._order_now()):
-            alone, self._joins = self._joins, False
+            alone, self._joined = self._joined is not None and not self._joined.loads, None
             with trainer.loading():
-                loaded = self._next(order, alone=alone)
+                loaded = self._load_alone(order) if alone else self._next()
+            order = self._order_now()  # the run may have gone back to a checkpoint
             self._go_on(loaded, order, alone=alone)
             expected = self._epoch, self.position
             self._reached = max(self._reached, ends if self._epoch == ends else 0)
@@ -218,21 +219,25 @@ class Loader:
     def _identity(self) -> dict[str, str]:
         return data_identity(self._dataset)
 
-    def _next(self, order: list[list[int]], *, alone: bool) -> Any:
-        """Return this replica's rows of the next batch (a collective call, unless `alone`)."""
+    def _load_alone(self, order: list[list[int]]) -> Any:
+        """Load this replica's rows of the next batch, which the other ranks have loaded before this process joined."""
+        (mine,) = self._parts([order[self.position]])
+        self._trainer.data.short = len(mine) if self._is_short(order) else None
+        return next(self._load([mine], {"num_workers": 0}))
+
+    def _next(self) -> Any:
+        """Return this replica's rows of the next batch (a collective call)."""
         trainer = self._trainer
         found: list[Any] = []
 
         def work() -> dict[str, Any]:
-            found[:] = [self._read(order)]
+            found[:] = [self._read(self._order_now())]
             return {}
 
-        if alone:
-            (mine,) = self._parts([order[self.position]])
-            trainer.data.short = len(mine) if self._is_short(order) else None
-            return next(self._load([mine], {"num_workers": 0}))
         if trainer.survivors is not None:
-            trainer.together(work)
+            trainer.data.loading = self._epoch, self.position
+            trainer.together(work, admits=self.was_trained)
+            trainer.data.loading = None
         elif threading.get_ident() == self._thread:
             with trainer.world.explained(), trainer.call("the loader"):
                 work()

@@ -20,6 +20,7 @@ class RecentBatches:
         self.short: int | None = None  # rows of a short batch at the end of a loader's data
         self.loaded: LoadedBatch | None = None  # last batch of the followed loader
         self.trained: LoadedBatch | None = None  # the current training batch
+        self.loading: tuple[int, int] | None = None  # epoch and number of the batch that is being loaded
         self.rewound: LoadedBatch | None = None  # training batch at the time of a rollback
         self.trained_iterations: Iterations | None = None  # iterations of the loader whose batch was trained on last
         self.input_places: InputPlaces | None = None  # positions of the inputs in a loaded batch

@@ -21,6 +21,7 @@ from penstock.terminal.notes import note
 from penstock.train.arrangement import Arrangement
 from penstock.train.checkpoint import load_checkpoint, scheduler_state
 from penstock.train.checkpoint_folder import read_index
+from penstock.train.features import JoinPlace
 from penstock.train.migration import Prepared, gather_groups, prepare
 from penstock.train.named_optimizer import NamedOptimizer, restore_settings
 from penstock.train.outcome import TrainingChange, everywhere
@@ -50,7 +51,7 @@ class Survivors:
     ) -> None:  # fmt: skip
         self._trainer, self._exchanges, self._options, self._begun = trainer, exchanges, options, begun
         self._joins = self._changed = joins  # `_changed`: the current placement is for an earlier group
-        self._place: tuple[int, int] | None = None
+        self._place: JoinPlace | None = None
         self._moving = self._knows_groups = False
         self._prepared: Prepared | None = None
         self._said: Mapping[str, Any] = {}
@@ -77,8 +78,8 @@ class Survivors:
             if found is not None:
                 return found
 
-    def place(self) -> tuple[int, int] | None:
-        """Return the epoch and the batch at which a newcomer continues; None in later calls and other processes."""
+    def place(self) -> JoinPlace | None:
+        """Return the place at which a newcomer continues; None in later calls and other processes."""
         if self._joins and self._place is None:
             self._settle(admits=False)
         place, self._place = self._place, None
@@ -203,11 +204,12 @@ class Survivors:
         except PlanError as error:
             return {"problem": str(error)}
         lost = sorted(lost_names(trainer.captured, trainer.tensors))
-        batch = trainer.data.trained
+        batch, loading = trainer.data.trained, trainer.data.loading
         return {
             "problem": "", "grid": write_grid(grid), "cuts": [cut.name for cut in cuts],
             "groups": trainer.known_groups, "step": trainer.step,
-            "lost": lost[0] if lost else "", "place": batch.place if batch is not None else (0, 0),
+            "lost": lost[0] if lost else "", "loads": loading is not None,
+            "place": loading or (batch.place if batch is not None else (0, 0)),
             "checkpoint": str(self._checkpoint) if self._checkpoint is not None else None,
             "goes_back": bool(lost) or self._going_back is not None,
             "schedulers": [
@@ -235,7 +237,8 @@ class Survivors:
         prepared.commit()
         self._knows_groups = True
         if self._joins:
-            self._joins, self._place = False, (int(said["place"][0]), int(said["place"][1]))
+            epoch, place = said["place"]
+            self._joins, self._place = False, JoinPlace(int(epoch), int(place), bool(said["loads"]))
             trainer.step = said["step"]
             self._checkpoint = Path(said["checkpoint"]) if said["checkpoint"] is not None else None
             self._take_over_settings(said)

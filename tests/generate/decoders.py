@@ -92,6 +92,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
                                     "decoder_attention_heads": 4, "max_position_embeddings": 256,
                                     "forced_eos_token_id": None, "is_encoder_decoder": False}),
     "bert": ("BertConfig", _SIZE | {"is_decoder": True}),
+    "gpt-neo": ("GPTNeoConfig", {"vocab_size": 120, "hidden_size": 48, "num_layers": 4, "num_heads": 4,
+                                 "max_position_embeddings": 256, "window_size": 16, "bos_token_id": 1,
+                                 "eos_token_id": 2, "attention_types": [[["global", "local"], 2]]}),
+    "phi3-longrope": ("Phi3Config", _GROUPED | {"original_max_position_embeddings": 128, "rope_parameters": {
+        "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 6, "long_factor": [4.0] * 6}}),
+    "llama-dynamic": ("LlamaConfig", _GROUPED | {"max_position_embeddings": 128, "rope_parameters": {
+        "rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}}),
     "qwen3-moe": ("Qwen3MoeConfig", _WIDE | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}),
 }  # fmt: skip
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from penstock.deploy.run_options import ModelCall
 from penstock.errors import UsageError
 from penstock.generate.masks import MaskFunction, as_added, is_causal, mask_of_rows, masks_by, sees_everything
-from penstock.generate.positions import positions_of_rows, takes_positions
+from penstock.generate.positions import positions_of_rows, rotary_limit, takes_positions
 from penstock.generate.slot_cache import Slots, SlotState, slot_cache, states_in, written_back
 from penstock.graph.caches import add_cache
 from penstock.graph.capture import fake_parameters
@@ -224,10 +224,23 @@ def _check(model: Any) -> None:
             f"a generator takes a language model of transformers, not {type(model).__name__}; load one with "
             "AutoModelForCausalLM.from_pretrained"
         )
+    if hasattr(model, "merge_and_unload"):
+        raise UsageError(f"a generator takes no {type(model).__name__} with adapters; give model.merge_and_unload()")
+    if getattr(model, "is_quantized", False) and getattr(model, "quantization_method", "gguf") != "gguf":
+        raise UsageError(
+            f"{type(model).__name__} has quantized layers, which a generator cannot run; load it without "
+            "quantization_config, and use runtime='onnxruntime:int8'"
+        )
 
 
 def _check_positions(model: Any, length: int) -> None:
-    """Raise `UsageError` if a position table of the model is shorter than `length`."""
+    """Raise `UsageError` if positions below `length` have no table, or factors that depend on other sequences."""
+    limit = rotary_limit(model)
+    if limit is not None and length > limit:
+        raise UsageError(
+            f"{type(model).__name__} chooses its rotary factors by the longest sequence of a call beyond {limit} "
+            f"tokens, so a request's tokens would depend on others; use max_length={limit}, or model.generate"
+        )
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if limit is None or length <= limit:
         return

@@ -2,7 +2,7 @@
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -26,9 +26,79 @@ def takes_positions(model: nn.Module, length: int) -> bool:
     return in_masks or _named(model) is not None or bool(_places_of_positions(model))
 
 
+def rotary_limit(model: nn.Module) -> int | None:
+    """Return the sequence length beyond which rotary factors depend on the longest sequence of a call, if any.
+
+    Dynamic NTK and LongRoPE choose the factors of all rows by the largest position. Up to the length of pretraining
+    they are constant; `positions_of_rows` then leaves the choice out.
+    """
+    limits = [
+        limit for module in model.modules() for kind, parameters in _rotary(module)
+        if (limit := parameters.get("original_max_position_embeddings") if kind == "longrope"
+            else getattr(module, "original_max_seq_len", None)) is not None
+    ]  # fmt: skip
+    return min(limits, default=None)
+
+
+def _rotary(module: nn.Module) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the kinds of a rotary embedding's factors that depend on the length of a call, with their parameters."""
+    kinds, config = getattr(module, "rope_type", None), getattr(module, "config", None)
+    given = getattr(config, "rope_parameters", None) or {}
+    for layer, kind in kinds.items() if isinstance(kinds, Mapping) else ((None, kinds),):
+        if isinstance(kind, str) and (kind == "longrope" or "dynamic" in kind):
+            yield kind, given if layer is None else given.get(layer, {})
+
+
+@contextlib.contextmanager
+def _fixed_rotary(model: nn.Module) -> Iterator[None]:
+    """Keep rotary factors that depend on the length of a call at those of short sequences."""
+    with contextlib.ExitStack() as stack:
+        for module in model.modules():
+            if any(True for _ in _rotary(module)):
+                kinds: Any = module.rope_type
+                fixed = dict.fromkeys(kinds, "default") if isinstance(kinds, Mapping) else "default"
+                stack.enter_context(_replaced(module, "rope_type", fixed))
+        yield
+
+
 @contextlib.contextmanager
 def positions_of_rows(model: Any, positions: Tensor, places: Tensor) -> Iterator[dict[str, Tensor]]:
     """Run a model at `positions` [B, S] with keys at `places` [T]; yields extra arguments for the call of the model."""
+    with (
+        _fixed_rotary(model), _masks_of_rows(model, positions, places), _positioned(model, positions, places) as given,
+    ):  # fmt: skip
+        yield given
+
+
+class _MaskOfRows:
+    """The causal mask of an attention that slices it by the number of keys; with a `window`, of the keys within it."""
+
+    def __init__(self, positions: Tensor, places: Tensor, window: int | None) -> None:
+        distance = positions[:, None, :, None] - places
+        self._seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+
+    def __getitem__(self, _slices: Any) -> Tensor:
+        return self._seen
+
+
+@contextlib.contextmanager
+def _masks_of_rows(model: nn.Module, positions: Tensor, places: Tensor) -> Iterator[None]:
+    """Replace masks that attentions slice by the number of keys, which is rounded up here, as in GPT-Neo."""
+    found = [each for each in model.modules() if getattr(each, "attention_type", None) in {"global", "local"}]
+    found = [each for each in found if "bias" in each._buffers and hasattr(each.config, "window_size")]
+    for each in found:  # hides the buffer of this name
+        config: Any = each.config
+        window = config.window_size if each.attention_type == "local" else None
+        vars(each)["bias"] = _MaskOfRows(positions, places, window)
+    try:
+        yield
+    finally:
+        for each in found:
+            del vars(each)["bias"]
+
+
+@contextlib.contextmanager
+def _positioned(model: Any, positions: Tensor, places: Tensor) -> Iterator[dict[str, Tensor]]:
     if getattr(model.config, "alibi", False):  # biases are made from a mask
         yield {"attention_mask": torch.ones(positions.shape[0], places.shape[0], dtype=torch.int64)}
         return

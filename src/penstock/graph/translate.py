@@ -20,6 +20,7 @@ from penstock.graph.graph import Call, Graph, Output, Plain, Visit
 from penstock.graph.nodes import from_sympy, is_idle, module_calls
 from penstock.graph.ops import CALLBACK, GETITEM, Op, Ref, State, returned_argument
 from penstock.graph.prepare import prepare
+from penstock.graph.steps import check_steps
 from penstock.values import Size, Value
 
 _KINDS = {InputKind.PARAMETER: "parameter", InputKind.BUFFER: "buffer", InputKind.CONSTANT_TENSOR: "constant"}
@@ -53,7 +54,11 @@ def translate(
         fixed_batch=fixed_batch, constants=translator.constants, forbidden={},
         callbacks=callbacks, left=left or {},
     )  # fmt: skip
-    return prepare(share_heads(translated) if translated.keeps_caches else translated)
+    if not translated.keeps_caches:
+        return prepare(translated)
+    prepared = prepare(share_heads(translated))
+    check_steps(prepared)
+    return prepared
 
 
 @dataclass

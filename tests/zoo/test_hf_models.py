@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from penstock.errors import ModelError
 from penstock.zoo.models.hf_models import hf_config
+from penstock.zoo.models.language import load_generation_config
 from penstock.zoo.models.models import load_model
 
 transformers = pytest.importorskip("transformers")
@@ -274,3 +276,76 @@ def test_special_tokens_are_in_the_vocabulary() -> None:
     assert (config.bos_token_id, config.eos_token_id) == (None, None)
     assert hf_config("gpt2", None, {}).eos_token_id == 50256
     assert hf_config("gpt2", None, {"vocab_size": 512, "eos_token_id": 7}).eos_token_id == 7
+
+
+def _changed(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    """Save a Llama with another config.json and further tensors."""
+    made = transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        tie_word_embeddings=False,
+    ))  # fmt: skip
+    made.save_pretrained(folder)
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | config))
+    save_file(load_file(folder / "model.safetensors") | tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    "quantization",
+    [
+        {"quant_method": "fp8", "weight_block_size": [128, 128]}, {"quant_method": "gptq", "bits": 4},
+        {"load_in_4bit": True}, {"quant_method": "compressed-tensors"}, {"quant_method": "awq", "bits": 4},
+    ],
+)  # fmt: skip
+def test_quantized_weights_are_refused_with_their_method(quantization: dict[str, Any], tmp_path: Path) -> None:
+    _changed(tmp_path, {"quantization_config": quantization}, {})
+    method = quantization.get("quant_method", "load_in_4bit")
+    with pytest.raises(ModelError, match=rf"quantized \({method}\)"):
+        load_model(f"hf:{tmp_path}")
+
+
+@pytest.mark.parametrize("name", ["self_attn.q_proj.weight_scale_inv", "mlp.up_proj.bias", "mlp.down_proj.scales"])
+def test_a_tensor_that_a_layer_does_not_take_is_refused(name: str, tmp_path: Path) -> None:
+    _changed(tmp_path, {}, {f"model.layers.0.{name}": torch.ones(2)})
+    with pytest.raises(ModelError, match=name.rpartition(".")[2]):
+        load_model(f"hf:{tmp_path}")
+
+
+def test_tensors_of_other_heads_and_computed_ones_are_left_out(tmp_path: Path) -> None:
+    more = {"score.weight": torch.ones(2, 16), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    _changed(tmp_path, {}, more)
+    assert "score.weight" not in load_model(f"hf:{tmp_path}").weights.names()
+
+
+def test_a_head_of_its_own_is_used_although_the_configuration_ties_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _changed(tmp_path, {"tie_word_embeddings": True}, {})
+    reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    parts = load_model(f"hf:{tmp_path}", whole=True)
+    assert not torch.equal(parts.weights.load("lm_head.weight"), parts.weights.load("model.embed_tokens.weight"))
+    assert torch.equal(output(parts.module, parts.example_kwargs), output(reference, parts.example_kwargs))
+    assert "lm_head.weight" in capsys.readouterr().err
+
+
+def test_adapters_alone_are_no_model(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ModelError, match="merge_and_unload"):
+        load_model(f"hf:{tmp_path}")
+
+
+def test_a_generation_configuration_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+    cache, remote = tmp_path / "cache", tmp_path / "remote"
+    cache.mkdir()
+    _changed(remote, {}, {})
+    transformers.GenerationConfig(eos_token_id=[7, 9]).save_pretrained(remote)
+
+    def download(_repo: str, name: str, **_options: object) -> str:
+        if not (remote / name).exists():
+            raise hub.errors.EntryNotFoundError(name)
+        return str(shutil.copy(remote / name, cache / name))
+
+    monkeypatch.setattr(hub, "hf_hub_download", download)
+    monkeypatch.setattr(hub, "try_to_load_from_cache", lambda *_args, **_options: None)
+    assert load_generation_config("hf:someone/llama", pretrained=True).eos_token_id == [7, 9]

@@ -48,6 +48,11 @@ def hf_directory(name: str, pretrained: bool) -> Path | None:
     """
     directory = Path(name).expanduser()
     if directory.is_dir():
+        if (directory / "adapter_config.json").is_file():
+            raise ModelError(
+                f"{directory} has adapters of PEFT, not a model; load it with AutoPeftModelForCausalLM, and save the "
+                "result of merge_and_unload() with save_pretrained"
+            )
         if not (directory / "config.json").is_file():
             raise ModelError(f"config.json not found in {directory}; give a directory made by save_pretrained")
         return directory
@@ -100,6 +105,20 @@ def hf_config(name: str, directory: Path | None, options: Mapping[str, object]) 
     if options.get("dtype") is None:
         config.dtype = torch.float32
     return config
+
+
+def refuse_quantized(name: str, config: Any) -> None:
+    """Raise `ModelError` for a model whose weights are quantized: their scales are not read."""
+    found = getattr(config, "quantization_config", None)
+    if found is not None:
+        given = found if isinstance(found, Mapping) else found.to_dict()
+        method = given.get("quant_method") or next(
+            (key for key in given if key.startswith("load_in_")), "unknown method"
+        )
+        raise ModelError(
+            f"the weights of {name} are quantized ({getattr(method, 'value', method)}), which cannot be read; give an "
+            "unquantized checkpoint, or a GGUF file as gguf:FILE, and quantize with --runtime onnxruntime:int8"
+        )
 
 
 def _tokens_outside(known: Any, options: Mapping[str, object]) -> dict[str, None]:

@@ -1,5 +1,6 @@
 """Tokenizers and generation configurations of language models of transformers."""
 
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,12 @@ from penstock.zoo.models.models import parse_hf
 from penstock.zoo.optional import optional_import
 
 _GGUF = "gguf:"
-_FILES = ("tokenizer_config.json", "tokenizer.json", "special_tokens_map.json", "vocab.json", "merges.txt",
-          "tokenizer.model", "chat_template.jinja")  # fmt: skip
+_GENERATION = "generation_config.json"
+_FILES = (
+    "tokenizer_config.json", "tokenizer.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "source.spm",
+    "target.spm", "tekken.json", "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
 
 
 def load_generation_config(name: str, *, pretrained: bool = False) -> Any:
@@ -26,7 +31,10 @@ def load_generation_config(name: str, *, pretrained: bool = False) -> Any:
     if name.startswith(_GGUF):
         return None  # the loaded model has it
     directory = _directory(name, pretrained)
-    if directory is None or not (directory / "generation_config.json").exists():
+    if directory is None:
+        return None
+    _fetch(name, [_GENERATION])
+    if not (directory / _GENERATION).exists():
         return None
     kind = optional_import("transformers", "text").GenerationConfig
     try:
@@ -48,11 +56,7 @@ def load_tokenizer(name: str, *, pretrained: bool = False) -> Any:
     directory = _directory(name, pretrained)
     if directory is None:
         raise ModelError(f"{name} is a model type without a tokenizer; give a directory that save_pretrained made")
-    base = parse_hf(name.removeprefix("hf:"))[0]
-    if not Path(base).expanduser().is_dir():
-        for file in _FILES:
-            with suppress(ModelError):  # which of these files exist depends on the tokenizer
-                fetch_from_hub(name, base, [file], "text")
+    _fetch(name, _FILES)
     try:
         return optional_import("transformers", "text").AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     except Exception as problem:  # invalid files may raise anything
@@ -60,6 +64,14 @@ def load_tokenizer(name: str, *, pretrained: bool = False) -> Any:
             f"{name} has no tokenizer that transformers can read ({one_line(problem)}); save one with the model by "
             "tokenizer.save_pretrained"
         ) from problem
+
+
+def _fetch(name: str, files: Sequence[str]) -> None:
+    """Fetch those of these files that a hub repository has; which ones depends on the model."""
+    base = parse_hf(name.removeprefix("hf:"))[0]
+    for file in files if not Path(base).expanduser().is_dir() else ():
+        with suppress(ModelError):
+            fetch_from_hub(name, base, [file], "text")
 
 
 def is_language_model(name: str) -> bool:

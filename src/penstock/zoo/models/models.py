@@ -9,12 +9,14 @@ import torch
 from torch import nn
 
 from penstock.errors import ModelError
+from penstock.terminal.notes import note
 from penstock.zoo.data.preprocess import Transform, hf_transform, timm_transform
 from penstock.zoo.models import hf_models as hf
 from penstock.zoo.models import meta
 from penstock.zoo.models import timm_models as timm
 from penstock.zoo.models.functions import call_function, find_function
 from penstock.zoo.models.gguf_models import load_gguf
+from penstock.zoo.models.hf_models import refuse_quantized
 from penstock.zoo.weights.classes import names_beside, read_classes
 from penstock.zoo.weights.fit import check_weights
 from penstock.zoo.weights.hf_weights import hf_weights
@@ -116,18 +118,34 @@ def _load_hf(name: str, weights: Path | None, pretrained: bool, seed: int, head:
     config = hf.hf_config(base, directory, options)
     module = hf.build_hf(base, config, seed, head)
     if weights is None and directory is not None and _has_weights(directory):
+        refuse_quantized(name, config)
         weights = directory
     found = None
     if weights is not None:
         # names in a narrowed model's checkpoint never need to be mapped
         source = FileWeights(weights)
-        found = _fitted(module, source if KEY in source.metadata else hf_weights(module, weights))
+        given = source if KEY in source.metadata else hf_weights(module, weights)
+        _untie(module, given)
+        found = _fitted(module, given)
     example, task = hf.hf_example(base, config, module, seed)
     return ZooModel(
         name=name, module=module, example_args=(), example_kwargs=dict(example),
         weights=_complete(module, found, seed), class_names=hf.hf_class_names(config, module), task=task,
         transform=hf_transform(config, directory) if "pixel_values" in example else None, is_random=found is None,
     )  # fmt: skip
+
+
+def _untie(module: nn.Module, given: Weights) -> None:
+    """Give a tied parameter values of its own if the checkpoint has them, as transformers does."""
+    names = set(given.names())
+    for alias, first in meta.parameter_aliases(module).items():
+        if {alias, first} <= names and not torch.equal(given.load(alias), given.load(first)):
+            owner, _, leaf = alias.rpartition(".")
+            layer = module.get_submodule(owner)
+            setattr(layer, leaf, nn.Parameter(torch.empty_like(layer.get_parameter(leaf))))
+            note(
+                f"the checkpoint has a tensor of its own for {alias}, which its config.json ties to {first}; it is used"
+            )
 
 
 def _load_gguf(name: str, weights: Path | None, pretrained: bool) -> ZooModel:

@@ -1,5 +1,6 @@
 """Check that weights fit a model, and read them with the model's own names and dtypes."""
 
+import re
 from collections.abc import Collection, Mapping
 
 import torch
@@ -10,6 +11,15 @@ from penstock.text import nearest
 from penstock.zoo.weights.weights import ByName, Expected, Shape, Weights
 
 _NUM_SHOWN = 3
+# buffers that older checkpoints store, and modules compute
+_COMPUTED = {
+    "inv_freq",
+    "masked_bias",
+    "position_ids",
+    "token_type_ids",
+    "num_batches_tracked",
+    "relative_position_index",
+}
 
 
 def check_weights(
@@ -20,16 +30,16 @@ def check_weights(
 ) -> Weights:
     """Compare weights with a model's expected tensors and return them under exactly the model's names.
 
-    A floating-point tensor fits with any floating-point dtype: it is converted when loaded. Tensors that the model does
-    not have are left out. `aliases` maps each further name of a tied tensor to its first name; the weights need only
-    one of these names. Names in `optional` are left out if they are missing or do not fit.
+    A floating-point tensor fits with any floating-point dtype: it is converted when loaded. Tensors of layers that the
+    model does not have are left out. `aliases` maps each further name of a tied tensor to its first name; the weights
+    need only one of these names. Names in `optional` are left out if they are missing or do not fit.
 
     >>> source = TensorWeights({"bias": torch.zeros(3, dtype=torch.float16)})
     >>> check_weights(source, {"bias": ((3,), torch.float32)}).load("bias").dtype
     torch.float32
 
-    Raises `ModelError` with the first tensors that are missing or differ in shape or kind, and the number of further
-    ones.
+    Raises `ModelError` with the first tensors that are missing, differ in shape or kind, or belong to a layer that does
+    not take them, and the number of further ones.
     """
     sources = _sources(set(weights.names()), expected, aliases or {})
     for name in optional:
@@ -52,7 +62,28 @@ def check_weights(
             f"the weights do not fit the model: {_some(wrong, len(expected))}; "
             "give the model the options that the weights were made with"
         )
+    refuse_unused(set(weights.names()) - set(sources.values()) - set(expected), expected)
     return _Checked(weights, sources, {name: dtype for name, (_, dtype) in expected.items()})
+
+
+def refuse_unused(unused: Collection[str], expected: Collection[str], ignored: Collection[str] = ()) -> None:
+    """Raise `ModelError` for a tensor of a layer of the model that does not take it, such as a scale or a bias.
+
+    Without it the layer would compute something else. Tensors of other layers, such as another head, may be left out;
+    so may those that match one of the patterns `ignored`, and buffers that modules compute themselves.
+    """
+    layers = {name.rpartition(".")[0] for name in expected}
+    lost = [
+        name for name in sorted(unused)
+        if (layer := name.rpartition(".")[0]) in layers and layer and name.rpartition(".")[2] not in _COMPUTED
+        and not any(re.search(pattern, name) for pattern in ignored)
+    ]  # fmt: skip
+    if lost:
+        raise ModelError(
+            f"the weights have {_some(lost, len(unused))} that the model's layers do not take: they are of another "
+            "kind of layer, such as a quantized one; give the model the options that the weights were made with, or an "
+            "unquantized checkpoint"
+        )
 
 
 class _Checked(ByName[str]):

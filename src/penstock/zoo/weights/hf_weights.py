@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from penstock.errors import ModelError
 from penstock.text import one_line
 from penstock.zoo.optional import optional_import
+from penstock.zoo.weights.fit import refuse_unused
 from penstock.zoo.weights.weight_files import FileWeights
 from penstock.zoo.weights.weights import JoinedWeights, TensorWeights, Weights
 
@@ -23,7 +24,7 @@ def hf_weights(module: Any, path: Path) -> Weights:
     >>> hf_weights(module, Path("gpt2")).shape("transformer.wte.weight")  # doctest: +SKIP
     (50257, 768)
 
-    Raises `ModelError` when the file is missing or damaged, or a conversion fails.
+    Raises `ModelError` when the file is missing or damaged, a conversion fails, or a layer does not take a tensor.
     """
     source = FileWeights(path)
     loading = optional_import("transformers.core_model_loading", "text")
@@ -34,17 +35,20 @@ def hf_weights(module: Any, path: Path) -> Weights:
     state = module.state_dict()
     rename: dict[str, str] = {}
     groups: dict[str, list[tuple[str, str]]] = {}
+    unused: set[str] = set()
     for key in sorted(source.names(), key=loading.dot_natural_key):
         prefix = module.base_model_prefix
         name, pattern = loading.rename_source_key(key, renamings, converters, prefix, state)
         if name not in state and key in state:
             name, pattern = key, None
         if name not in state:
+            unused.add(name)
             continue
         if pattern is None:
             rename[name] = key
         else:
             groups.setdefault(name, []).append((pattern, key))
+    refuse_unused(unused, state.keys(), getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ())
     by_pattern = {pattern: step for step in converters for pattern in step.source_patterns}
     converted = [_Group(module, source, by_pattern[keys[0][0]], name, keys) for name, keys in groups.items()]
     renamed = {name: key for name, key in rename.items() if name != key}

@@ -51,3 +51,13 @@ def save_model(folder: Path, *, ends: bool = True) -> None:
     model.generation_config.eos_token_id = 0 if ends else None
     made.save_pretrained(folder)
     model.save_pretrained(folder)
+
+
+def spaced() -> Any:
+    """Make a tokenizer whose tokens begin with their space, as SentencePiece's, and whose texts lose the first one."""
+    plain = Tokenizer(models.BPE())
+    plain.pre_tokenizer = pre_tokenizers.Metaspace()
+    plain.decoder = decoders.Metaspace()
+    trainer = trainers.BpeTrainer(vocab_size=120, special_tokens=["<s>", "</s>"], show_progress=False)
+    plain.train_from_iterator([_TEXT], trainer)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=plain, bos_token="<s>", eos_token="</s>")

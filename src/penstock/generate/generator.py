@@ -74,6 +74,7 @@ class Generator:
         for name, value, least in (("slots", slots, 1), ("lanes", lanes, 1), ("max_length", max_length, 2)):
             if value is not None and value < least:
                 raise UsageError(f"{name} must be at least {least}, not {value}")
+        model = getattr(model, "_orig_mod", model)  # what torch.compile has wrapped
         self.model: Any = model
         self._weights = weights
         self.tokenizer = tokenizer
@@ -140,7 +141,8 @@ class Generator:
     def submit(
         self, prompt: Sequence[int] | str, *, generation_config: Any = None, seed: int | None = None,
         presence_penalty: float = 0.0, frequency_penalty: float = 0.0, logit_bias: Mapping[int, float] | None = None,
-        logits_processor: Sequence[Processor] = (), num_likeliest: int = 0, score_prompt: bool = False, **changes: Any,
+        logits_processor: Sequence[Processor] = (), num_likeliest: int = 0, score_prompt: bool = False,
+        tokenizer: Any = None, **changes: Any,
     ) -> Request:  # fmt: skip
         """Submit a request, from any thread, and return it immediately; its tokens arrive while it is in flight.
 
@@ -148,7 +150,8 @@ class Generator:
         from the score of each token already generated, `frequency_penalty` once per occurrence. `logit_bias` is added
         to the scores of tokens. `logits_processor` are called in the generator's thread with tokens [1, L] and scores
         [1, V], and return scores. `num_likeliest` is the number of likeliest tokens to record at each position, and
-        `score_prompt` records the log-probabilities of the prompt's tokens. Other options are transformers' own;
+        `score_prompt` records the log-probabilities of the prompt's tokens. `tokenizer` is that of `stop_strings`,
+        by default the generator's. Other options are transformers' own;
         without a limit, 20 new tokens are generated. Raises `UsageError` for an invalid prompt or option.
 
         Example:
@@ -177,7 +180,8 @@ class Generator:
                 f"tokens and score_prompt={score_prompt}"
             )
         most = most_tokens(len(start or tokens), config, self.max_length)
-        if config.stop_strings and self.tokenizer is None:
+        tokenizer = tokenizer if tokenizer is not None else self.tokenizer
+        if config.stop_strings and tokenizer is None:
             raise UsageError("stop_strings need a tokenizer; give the generator one")
         processors: list[Processor] = []
         if presence_penalty or frequency_penalty:
@@ -190,20 +194,22 @@ class Generator:
             config, num_prompt=len(start or tokens), most=most, seed=seed, processors=[*processors, *logits_processor]
         )
         request = Request(
-            tokens, most, sampler, config, tokenizer=self.tokenizer, num_likeliest=num_likeliest, scored=score_prompt,
+            tokens, most, sampler, config, tokenizer=tokenizer, num_likeliest=num_likeliest, scored=score_prompt,
             start=start,
         )  # fmt: skip
         self._loop.take(request)
         return request
 
     def generate(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, generation_config: Any = None,
-        streamer: Any = None, **kwargs: Any,
+        self, input_ids: Any = None, attention_mask: Any = None, generation_config: Any = None, streamer: Any = None, *,
+        inputs: Any = None, tokenizer: Any = None, **kwargs: Any,
     ) -> Tensor:  # fmt: skip
         """Return the tensor of `model.generate`: prompts and their answers [B, L], padded on the right.
 
-        All rows are in flight together. `attention_mask` is 0 at the padding of prompts. With `seed`, row `i` is
-        sampled with the seed `seed + i`.
+        All rows are in flight together. `input_ids` (or `inputs`) are tokens [B, L] as a tensor, an array or lists.
+        `attention_mask` is 0 at the padding of prompts; without it, as in transformers, padding are the tokens
+        `pad_token_id` unless these also end a text. With `seed`, row `i` is sampled with the seed `seed + i`.
+        `stop_strings` need a tokenizer: this one, or that of the generator.
 
         Example:
             tokens = generator.generate(prompts, max_new_tokens=20)
@@ -212,6 +218,13 @@ class Generator:
         """
         seed = kwargs.pop("seed", None)
         config = read_config(self.model, generation_config, kwargs)
+        if (input_ids is None) == (inputs is None):
+            raise UsageError("generate takes prompts as input_ids or as inputs, not both; give one of them")
+        input_ids = torch.as_tensor(inputs if input_ids is None else input_ids)
+        if attention_mask is not None:
+            attention_mask = torch.as_tensor(attention_mask)
+        elif config.pad_token_id is not None and config.pad_token_id not in ends_of(config):
+            attention_mask = input_ids.ne(config.pad_token_id)
         if input_ids.dim() != 2 or (attention_mask is not None and attention_mask.shape != input_ids.shape):
             raise UsageError(
                 f"input_ids and attention_mask must have the same shape [B, L]; got {list(input_ids.shape)} and "
@@ -231,7 +244,9 @@ class Generator:
         try:
             for number, (row, seen) in enumerate(zip(prompts, shown, strict=True)):
                 own = None if seed is None else seed + number
-                requests.append(self.submit(row[seen].tolist(), generation_config=config, seed=own))
+                requests.append(
+                    self.submit(row[seen].tolist(), generation_config=config, seed=own, tokenizer=tokenizer)
+                )
             if streamer is not None:
                 streamer.put(input_ids)
                 for token in requests[0]:
@@ -262,7 +277,7 @@ class Generator:
         if not {"max_new_tokens", "max_length", "generation_config"} & kwargs.keys():
             kwargs["max_length"] = self.max_length
         request = self.submit(prompt, **kwargs)
-        return self._texts(request, TextDecoder(self.tokenizer, request.stops))
+        return self._texts(request, request.decoder())
 
     def _texts(self, request: Request, decoder: TextDecoder) -> Iterator[str]:
         try:

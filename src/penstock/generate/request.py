@@ -14,6 +14,8 @@ from penstock.errors import RunError
 from penstock.generate.sampling import Sampler, ends_of, likeliest, stops_of
 from penstock.generate.text import TextDecoder
 
+_BEFORE = 8  # tokens of the prompt with which an answer is decoded, since its first token may begin with a space
+
 
 class Request:
     """A prompt and its answer, in flight or done; created by `Generator.submit`.
@@ -53,7 +55,8 @@ class Request:
         # special tokens are not part of the decoded text
         special = tokenizer.all_special_tokens if stops else ()
         self._ends = {*ends_of(config), *(tokenizer.convert_tokens_to_ids(stop) for stop in stops if stop in special)}
-        self._text = TextDecoder(tokenizer, stops) if stops else None
+        self._tokenizer = tokenizer
+        self._text = self.decoder() if stops else None
         self._error: BaseException | None = None
         self._news: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._listener: Callable[[], object] | None = None
@@ -86,6 +89,10 @@ class Request:
             if ended:
                 break
         self._raise()
+
+    def decoder(self) -> TextDecoder:
+        """Return a decoder of the answer's text, as it continues the prompt, up to a stop string."""
+        return TextDecoder(self._tokenizer, self.stops, before=(self.start or self.prompt)[-_BEFORE:])
 
     def listen(self, listener: Callable[[], object]) -> None:
         """Call `listener` now, and in the generator's thread after each token and at the end."""

@@ -48,7 +48,12 @@ def read_config(model: Any, config: Any, changes: dict[str, Any]) -> Any:
     for name, value in vars(found).items():
         known = name.startswith("_") or name in _SAMPLING | _ENDS | _FORCED | _IGNORED | _OF_BEAMS
         if not known and value is not None and value not in _OFF.get(name, ()):
-            raise UsageError(f"a generator does not support {name}={value!r}; leave it out, or use model.generate")
+            own = config is None and name not in changes
+            where = " of the model's generation_config.json" if own else ""
+            raise UsageError(
+                f"a generator does not support {name}={value!r}{where}; "
+                f"{f'pass {name}=None' if own else 'leave it out'}, or use model.generate"
+            )
     if found.do_sample and (found.temperature is not None and found.temperature <= 0):
         raise UsageError(f"temperature must be above 0, not {found.temperature}; for 0, use do_sample=False")
     return found
@@ -194,7 +199,11 @@ def most_tokens(num_before: int, config: Any, max_length: int) -> int:
 def ends_of(config: Any) -> list[int]:
     """Return the tokens that end a sequence."""
     ends = config.eos_token_id
-    return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+    return (
+        []
+        if ends is None
+        else [int(end) for end in ([ends] if isinstance(ends, int) else torch.as_tensor(ends).reshape(-1))]
+    )
 
 
 def stops_of(config: Any) -> list[str]:

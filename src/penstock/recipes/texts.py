@@ -79,22 +79,36 @@ def open_generator(settings: TextSettings, world: World | None = None) -> Genera
 
 
 def read_prompts(path: Path) -> list[str]:
-    """Read prompts, one per line, or JSON lines with the field `prompt`; raises `DataError`."""
+    """Read prompts, one per line; from .jsonl and .ndjson the field `prompt` of each line, from .json a list of these.
+
+    Only line feeds, with or without a carriage return, end a line: other separators belong to the prompt, as `generate
+    -o` writes them. Raises `DataError`.
+    """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        text = path.read_text(encoding="utf-8-sig")  # without a byte order mark
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path} cannot be read ({error}); give a file with a prompt in each line") from None
-    if path.suffix != ".jsonl":
-        return [line for line in lines if line.strip()]
-    prompts = []
-    for number, line in enumerate(lines, 1):
-        try:
-            prompts.append(json.loads(line)["prompt"])
-        except (ValueError, LookupError, TypeError):
-            raise DataError(f'line {number} of {path} is not JSON with a "prompt"; write {{"prompt": "..."}}') from None
-        if not isinstance(prompts[-1], str):
-            raise DataError(f"the prompt in line {number} of {path} is not text")
-    return prompts
+    lines = [(number, line.rstrip("\r")) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    if path.suffix.lower() not in {".jsonl", ".ndjson", ".json"}:
+        return [line for _, line in lines]
+    if path.suffix.lower() == ".json" and text.lstrip().startswith("["):
+        rows = enumerate(_json(text, f"{path}") or [], 1)
+        return [_prompt(row, f"entry {number} of {path}") for number, row in rows]
+    return [_prompt(_json(line, place := f"line {number} of {path}"), place) for number, line in lines]
+
+
+def _json(text: str, place: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise DataError(f'{place} is not JSON; write {{"prompt": "..."}} in each line') from None
+
+
+def _prompt(row: Any, place: str) -> str:
+    found = row.get("prompt") if isinstance(row, dict) else row
+    if not isinstance(found, str):
+        raise DataError(f'{place} has no text as "prompt"; write {{"prompt": "..."}}')
+    return found
 
 
 def answer_prompts(
@@ -111,7 +125,8 @@ def answer_prompts(
         done = len(file.done) if file is not None else 0
         for number, request in _in_flight(generator, prompts, done, settings):
             answer = request.result()
-            text = generator.tokenizer.decode(answer, skip_special_tokens=True)
+            decoder = request.decoder()
+            text = "".join([*map(decoder.add, answer), decoder.end()])
             values = prompts[number], text, request.finish_reason, len(answer), sum(request.logprobs)
             rows.append(dict(zip(_COLUMNS, values, strict=True)))
             if file is not None:

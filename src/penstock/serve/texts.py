@@ -11,7 +11,6 @@ from typing import Any
 from penstock.errors import DataError, PenstockError, UsageError
 from penstock.generate.generator import Generator
 from penstock.generate.request import Request
-from penstock.generate.text import TextDecoder
 from penstock.recipes.texts import chat_tokens
 from penstock.serve.admission import Admission, Ticket
 from penstock.serve.grammar import JsonGrammar
@@ -20,7 +19,6 @@ from penstock.serve.protocol import MOST_CHOICES, ApiError, ChatBody, Completion
 
 _MAX_TOKENS = 16  # OpenAI's default for completions
 _COLDEST = 1e-3  # below this temperature sampling is greedy anyway, and logits / temperature overflows
-_BEFORE = 6  # prompt tokens decoded together with the first token, for correct spacing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,8 +180,7 @@ class TextService:
             )
         except UsageError as error:
             raise ApiError(str(error)) from None
-        before = request.start or choice.prompt  # an encoder's prompt is not continued
-        decoder = TextDecoder(self.generator.tokenizer, request.stops, before=before[-_BEFORE:])
+        decoder = request.decoder()
         given, last_s = 0, asked_s
         try:
             async with aclosing(aiter(request)) as tokens:

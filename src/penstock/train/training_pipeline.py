@@ -23,6 +23,7 @@ from penstock.train.arrangement import ScheduleChoice, TrainOptions, find_cuts
 from penstock.train.captured import Captured
 from penstock.train.checkpoint import Optimizers, load_checkpoint, save_checkpoint
 from penstock.train.evaluate import evaluate, predict
+from penstock.train.grad_scaling import follow_scalers, forget_scalers
 from penstock.train.loader import Loader
 from penstock.train.loading import Collate
 from penstock.train.loss_convention import LossFunction
@@ -116,6 +117,7 @@ class TrainingPipeline:
                 )
             else:
                 self._trainer = self._begin()
+            follow_scalers(self._trainer)
             self._captured.hidden.hide()
             atexit.register(self.abandon)  # announces this exit to the other ranks
         return self._trainer
@@ -187,6 +189,7 @@ class TrainingPipeline:
                 self._trainer.write_trace(self.model_name)
         finally:
             if self._trainer is not None:
+                forget_scalers(self._trainer)
                 with self._trainer.call("close"):
                     self._trainer.close(wait=wait)
             if self._owns_world and self._joined is not None:

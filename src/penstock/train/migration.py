@@ -117,6 +117,8 @@ def _gather(trainer: Trainer, optimizer: torch.optim.Optimizer, tensors: HeldTen
     mine = {
         "groups": named.places(),
         "count": len(optimizer.param_groups),
+        # a process that joins takes over the settings only afterwards
+        "settings": named.plain_settings() if trainer.survivors is None else [],
         "slots": {
             name: {
                 slot: [str(value.dtype).removeprefix("torch."), list(value.shape)]
@@ -136,6 +138,12 @@ def _gather(trainer: Trainer, optimizer: torch.optim.Optimizer, tensors: HeldTen
                 f"the optimizer has {mine['count']} groups of parameters on {trainer.world.names[trainer.world.rank]} "
                 f"and {document['count']} on {trainer.world.names[rank]}, so parameters cannot move between these "
                 "processes; use the same groups everywhere, empty if a process has no parameters for one"
+            ))  # fmt: skip
+        if document["settings"] != mine["settings"]:
+            raise everywhere(UsageError(
+                f"a group of the optimizer has other settings on {trainer.world.names[trainer.world.rank]} than on "
+                f"{trainer.world.names[rank]}, so parameters cannot move between these processes: {mine['settings']} "
+                f"and {document['settings']}; use the same groups everywhere, empty if a process has none for one"
             ))  # fmt: skip
         groups |= document["groups"]
         slots |= document["slots"]

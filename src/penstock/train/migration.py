@@ -14,6 +14,7 @@ from penstock.errors import UsageError
 from penstock.graph.encoding import DTYPES
 from penstock.train.arrangement import Arrangement
 from penstock.train.captured import Captured
+from penstock.train.empty_optimizer import nothing
 from penstock.train.features import Features
 from penstock.train.held_tensors import IN_FLIGHT, HeldTensors, interleaved
 from penstock.train.named_optimizer import NamedOptimizer
@@ -213,7 +214,7 @@ def _rebuild(optimizer: torch.optim.Optimizer, arrived: _Arrived) -> None:
     for group, members in zip(optimizer.param_groups, named, strict=True):
         group["params"][:] = members
     if not parameters:  # torch's optimizers need at least one parameter
-        optimizer.param_groups[0]["params"].append(nn.Parameter(torch.zeros(0)))
+        optimizer.param_groups[0]["params"].append(nothing())
     optimizer.state.clear()
     for name, parameter in parameters.items():
         held = dict(arrived.slots.get(name, {}))

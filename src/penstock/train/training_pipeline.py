@@ -29,6 +29,7 @@ from penstock.train.loading import Collate
 from penstock.train.loss_convention import LossFunction
 from penstock.train.outcome import StepReport, TrainingChange
 from penstock.train.save import save_model
+from penstock.train.separable import check_at_steps
 from penstock.train.survival.beginning import check_survivable, join_training, survive
 from penstock.train.trainer import Trainer
 from penstock.wire import FEEDER, NUM_BUFFERS
@@ -118,6 +119,7 @@ class TrainingPipeline:
             else:
                 self._trainer = self._begin()
             follow_scalers(self._trainer)
+            self._check_optimizers = check_at_steps(lambda optimizer: self.trainer.tensors.divides(optimizer))
             self._captured.hidden.hide()
             atexit.register(self.abandon)  # announces this exit to the other ranks
         return self._trainer
@@ -190,6 +192,7 @@ class TrainingPipeline:
         finally:
             if self._trainer is not None:
                 forget_scalers(self._trainer)
+                self._check_optimizers.remove()
                 with self._trainer.call("close"):
                     self._trainer.close(wait=wait)
             if self._owns_world and self._joined is not None:

@@ -30,6 +30,7 @@ from penstock.train.evaluation import Evaluation
 from penstock.train.features import Follower, Together
 from penstock.train.forward_backward import ForwardBackward
 from penstock.train.held_tensors import HeldTensors
+from penstock.train.input_gradients import check_same, check_wanted
 from penstock.train.loss_convention import LossFunction
 from penstock.train.losses import Losses
 from penstock.train.outcome import StepReport, TrainingChange, everywhere, mean_loss
@@ -199,8 +200,9 @@ class Trainer:
                 "this run may move parameters between processes, so it needs an optimizer of the pipeline; create one "
                 "with pipe.optimizer(lambda parameters: ...)"
             )
-        _, sizes = rows.bound(self.captured.graph)
+        tensors, sizes = rows.bound(self.captured.graph)
         self.row_cut.check(labels, sizes["batch"])
+        check_wanted(self.now, tensors, labels, may_repeat=self.survivors is not None)
         step = StepContext(
             rows=rows, number=self.step, seed=self.seed, loss_fn=loss_fn, cached=self.data.as_loaded(inputs),
             may_repeat=self.survivors is not None, tracer=self.tracer,
@@ -235,11 +237,13 @@ class Trainer:
             raise everywhere(
                 UsageError("an optimizer has no parameters on any rank; check how its parameters are chosen")
             )
+        check_same(gathered, self.world.names)
         self._num_checked = len(self.optimizers)
         if self.follower is not None:
             self.follower.saw_gradients(gradients)
         self.tensors.add_gradients(gradients)
         self.now.direct.add(divisor)
+        self._work.give_back(divisor)
         self._report(self._work.ran, synchronize_s, self.transport.sent_bytes - sent_bytes)
         self.data.short = None
         return torch.tensor(loss, dtype=torch.float64)

@@ -1,6 +1,8 @@
 """A pipeline of a model in training mode: the methods of the user's training loop, which all processes run."""
 
 import atexit
+import contextlib
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -10,11 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from penstock.deploy.run_options import CutOptions, ModelCall, RunOptions
-from penstock.errors import UsageError
+from penstock.errors import PenstockError, UsageError
 from penstock.graph.call import CallInputs
+from penstock.group.calls import named_after
 from penstock.group.entry import join_torchrun, thread_worlds, under_torchrun
 from penstock.group.regroup import place_to_join
-from penstock.group.world import World
+from penstock.group.world import World, failed
 from penstock.runtime.registry import EAGER
 from penstock.tensors import find_device
 from penstock.terminal.notes import note
@@ -121,7 +124,7 @@ class TrainingPipeline:
             follow_scalers(self._trainer)
             self._check_optimizers = check_at_steps(lambda optimizer: self.trainer.tensors.divides(optimizer))
             self._captured.hidden.hide()
-            atexit.register(self.abandon)  # announces this exit to the other ranks
+            atexit.register(self._exit)  # announces this exit to the other ranks
         return self._trainer
 
     def _begin(self) -> Trainer:
@@ -156,12 +159,22 @@ class TrainingPipeline:
             raise
 
     def close(self) -> None:
-        """Write the trace and release all processes, after waiting for every rank (a barrier)."""
-        self._end(wait=True)
+        """Write the trace and release all processes, after waiting for every rank (a barrier).
+
+        If this follows from an exception, as in a `finally`, ranks that still train end with it.
+        """
+        self._end(wait=True, error=sys.exc_info()[1] or failed())
 
     def abandon(self) -> None:
         """Release all resources immediately."""
         self._end(wait=False)
+
+    def _exit(self) -> None:
+        """Announce the end of the program to the other ranks, and the exception that led to it."""
+        if (error := failed()) is not None:
+            self.end(error)
+        else:
+            self.abandon()
 
     def end(self, error: BaseException | None) -> None:
         """Close cleanly, or abandon the run because of the caller's error."""
@@ -180,23 +193,25 @@ class TrainingPipeline:
     ) -> None:
         self.end(error)
 
-    def _end(self, *, wait: bool) -> None:
+    def _end(self, *, wait: bool, error: BaseException | None = None) -> None:
         if self._closed:
             return
         self._closed = True
         self._captured.hidden.show()
-        atexit.unregister(self.abandon)
-        try:
-            if self._trainer is not None and wait and self._trainer.world.health.watching:
-                self._trainer.write_trace(self.model_name)
-        finally:
-            if self._trainer is not None:
-                forget_scalers(self._trainer)
-                self._check_optimizers.remove()
-                with self._trainer.call("close"):
-                    self._trainer.close(wait=wait)
+        atexit.unregister(self._exit)
+        with contextlib.ExitStack() as ends:  # called in reverse order of these lines
             if self._owns_world and self._joined is not None:
-                self._joined.close()
+                ends.callback(self._joined.close)
+            if self._trainer is None:
+                return
+            forget_scalers(self._trainer)
+            self._check_optimizers.remove()
+            ends.enter_context(self._trainer.call(named_after("close", error)))
+            ends.callback(self._trainer.close, wait=wait)
+            if wait and self._trainer.world.health.watching:
+                # after an error a trace is worth less than the error, which its own would replace
+                with contextlib.suppress(PenstockError) if error is not None else contextlib.nullcontext():
+                    self._trainer.write_trace(self.model_name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the outputs of the current weights in evaluation mode, for this replica's rows."""

@@ -281,7 +281,9 @@ class TrainingPipeline:
         `inputs` is a tensor, a tuple of positional inputs or a dict of keyword inputs: the rows of this replica, as
         `loader` returns them. `loss_fn(output, labels)` runs on the last stage and returns a scalar or `(sum, count)`;
         without it the model's own loss is used. A scalar may be a mean over rows or over counted labels, or a sum; the
-        result is the loss of the whole batch. To detect which, `loss_fn` is also called on halves of the first
+        result is the loss of the whole batch. `loss_fn` sees the rows of one microbatch, and sums are added over all
+        microbatches and replicas: a divisor must be counted inside `loss_fn`, from its arguments, or be that of the
+        whole batch. To detect which, `loss_fn` is also called on halves of the first
         microbatch, and of later ones if the first does not decide it or rows have weights. Gradients accumulate over
         steps until `optimizer.zero_grad()`.
 

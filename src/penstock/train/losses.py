@@ -109,9 +109,10 @@ def _check_divisors(gathered: Sequence[Mapping[str, Any]], mark: Callable[[Usage
         for each in gathered
     )
     if differ or own:
+        found = " and ".join(f"{each[-1]:g}" for each in divisors)
         raise mark(UsageError(
-            f"loss_fn divides a sum by {' and '.join(f'{each[-1]:g}' for each in divisors)} in the replicas, a count of each "
-            "one's own rows, but sums of replicas are added; count inside loss_fn and return (sum, count)"
+            f"loss_fn divides a sum by {found} in the replicas, counts of their own rows, but sums of replicas are "
+            "added; count inside loss_fn and return (sum, count)"
         ))  # fmt: skip
 
 

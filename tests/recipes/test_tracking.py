@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import wandb
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.tensorboard import SummaryWriter
 
 from penstock.errors import UsageError
 from penstock.recipes.launch import fit
@@ -46,6 +47,31 @@ def test_weights_and_biases_writes_every_line_without_a_network(
     assert written.count(b"step/loss") >= 3
     assert b"epoch/validation_loss" in written
     assert b"vit_tiny" in written  # of the settings
+
+
+def test_a_resumed_run_continues_its_trackers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CACHE_DIR", "CONFIG_DIR"):
+        monkeypatch.setenv(f"WANDB_{name}", str(tmp_path))
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    folder, both = tmp_path / "run", ["tensorboard", "wandb"]
+    try:
+        fit(settings(folder, steps=2, track=both))
+        begun = (folder / "wandb-id").read_text()
+        for name in ("a step that was lost", "step/loss"):
+            with SummaryWriter(str(folder)) as writer:  # of a run that went on after its last checkpoint
+                writer.add_scalar(name, 99.0, 3)
+        fit(settings(folder, steps=4, track=both, resume=True))
+        fit(settings(tmp_path / "other", steps=1, track=["wandb"]))
+    finally:
+        wandb.teardown()
+    assert (folder / "wandb-id").read_text() == begun
+    assert len(list(folder.glob(f"wandb/offline-run-*-{begun}"))) == len(list(folder.glob("wandb/offline-run-*"))) == 2
+    assert (tmp_path / "other" / "wandb-id").read_text() != begun
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    assert [event.step for event in events.Scalars("step/loss")] == [1, 2, 3, 4]
+    assert events.Scalars("step/loss")[2].value < 99.0
 
 
 def test_a_tracker_that_is_missing_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -166,7 +166,7 @@ def test_keywords_structures_and_in_place_changes(world: World) -> None:
     before = [call["x"].clone() for call in calls]
     with Pipeline(model, (), {k: v.clone() for k, v in calls[0].items()}, stages=2, threads=1, world=world) as pipe:
         outputs = list(pipe.stream(calls))
-        with pytest.raises(UsageError, match=r"\[16, batch\]"):
+        with pytest.raises(UsageError, match=r"\[\]"):
             pipe(microbatch_size=1, **calls[0])
     for given, wanted in zip(outputs, expected, strict=True):
         assert given.keys() == wanted.keys()

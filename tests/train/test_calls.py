@@ -1,5 +1,6 @@
 """Methods that only some processes call are one line on all of them, which names both calls."""
 
+import contextlib
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -88,3 +89,91 @@ def test_documents_of_different_calls_are_refused() -> None:
         assert calls.checked([mine, mine], ["a", "b"]) == [mine, mine]
         with pytest.raises(UsageError, match="evaluate"):
             calls.checked([mine, {"call": "evaluate"}], ["a", "b"])
+
+
+def by_finally(pipe: Pipeline, work: Callable[[], object]) -> None:
+    try:
+        work()
+    finally:
+        pipe.close()
+
+
+def by_except(pipe: Pipeline, work: Callable[[], object]) -> None:
+    try:
+        work()
+    except BaseException:
+        pipe.close()
+        raise
+
+
+def by_closing(pipe: Pipeline, work: Callable[[], object]) -> None:
+    with contextlib.closing(pipe):
+        work()
+
+
+def by_stack(pipe: Pipeline, work: Callable[[], object]) -> None:
+    with contextlib.ExitStack() as stack:
+        stack.callback(pipe.close)
+        work()
+
+
+CASES = [
+    *((way, ValueError("no such file")) for way in (by_finally, by_except, by_closing, by_stack)),
+    *((by_finally, error) for error in (SystemExit(3), KeyError("x"), KeyboardInterrupt())),
+]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("way", "error"), CASES)
+def test_closing_after_an_error_names_the_error(way: Any, rank: int, error: BaseException) -> None:
+    def script(world: World) -> BaseException | None:
+        model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)).train()
+        pipe = Pipeline(model, X, world=world, stages=2, microbatches=2)
+
+        def work() -> None:
+            step(pipe)
+            if world.rank == rank:
+                raise error
+            step(pipe)
+            step(pipe)
+
+        try:
+            way(pipe, work)
+        except BaseException as found:
+            return found
+        return None
+
+    found = in_threads(2, script)
+    assert found[rank] is error
+    assert isinstance(found[1 - rank], RunError)
+    assert f"rank {rank}: {type(error).__name__}" in str(found[1 - rank])
+    assert "if rank == 0" not in str(found[1 - rank])
+
+
+def test_an_error_within_a_call_is_named_too() -> None:
+    def script(world: World) -> str:
+        model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)).train()
+        pipe = Pipeline(model, X, world=world, stages=2, microbatches=2)
+        try:
+            by_finally(pipe, lambda: pipe.train_step(X, Y[: 4 if world.rank else 8], F.cross_entropy))
+        except (RunError, UsageError) as error:
+            return str(error)
+        return ""
+
+    other, own = in_threads(2, script)
+    assert own.startswith("the labels are (4,)")
+    assert f"rank 1: UsageError: {own[:20]}" in other
+
+
+def test_all_ranks_may_end_by_an_exception(tmp_path: Path) -> None:
+    def script(world: World) -> None:
+        model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)).train()
+        pipe = Pipeline(model, X, world=world, stages=2, microbatches=2, trace=tmp_path / "trace")
+        try:
+            step(pipe)
+            raise StopIteration(f"enough, says {world.rank}")
+        except StopIteration:
+            pipe.close()
+
+    in_threads(2, script)
+    assert list((tmp_path / "trace").iterdir())

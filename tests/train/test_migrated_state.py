@@ -185,20 +185,27 @@ def test_gradients_of_layers_that_freeze_count_no_more() -> None:
     assert norm == pytest.approx(wanted)
 
 
-def test_optimizers_with_other_groups_are_refused_before_anything_moves() -> None:
+@pytest.mark.parametrize(
+    ("other", "values"),
+    [
+        (in_two_groups(momentum), r"\d groups .*rank"),
+        (lambda groups: torch.optim.SGD(groups, lr=0.025, momentum=0.9), r"'lr': 0\.0\d+.*'lr': 0\.0"),
+    ],
+)
+def test_optimizers_with_other_groups_are_refused_before_anything_moves(other: Any, values: str) -> None:
     whole = captured("deit", DOUBLE)
     given = cast(batches("deit", 2, rows=8), DOUBLE)
 
     def script(world: World) -> Any:
         trainer = make_trainer(whole, world, stages=3, microbatches=MICROBATCHES)
-        optimizer = trainer.optimizer(in_two_groups(momentum) if world.rank == 1 else momentum)
+        optimizer = trainer.optimizer(other if world.rank == 1 else momentum)
         losses = []
         for inputs, labels in given:
             losses.append(float(trainer.train_step(inputs, labels, F.cross_entropy)))
             optimizer.step()
             optimizer.zero_grad()
             now, parameters = trainer.now, dict(trainer.named_parameters())
-            with pytest.raises(UsageError, match=r"\d groups .*rank") as refusal:
+            with pytest.raises(UsageError, match=values) as refusal:
                 rearrange(trainer, whole, Way(0, (((1,), 4),)), [2, 1, 0])
             assert "\n" not in str(refusal.value)
             assert trainer.now is now

@@ -12,6 +12,7 @@ from typing import Annotated
 import msgspec
 
 from penstock.errors import TransportError
+from penstock.group.calls import MOST_OF_CALL
 
 ACTIVATIONS, GRADIENTS = "activations", "gradients"
 COMPUTING = "computing"
@@ -51,7 +52,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag="stages", forbid_
     busy: bool
     num_moved: _Count
     stages: dict[_Count, Counters]
-    call: Annotated[str, msgspec.Meta(max_length=80)] = ""  # the current training call, with its number
+    call: Annotated[str, msgspec.Meta(max_length=MOST_OF_CALL)] = ""  # the current training call, with its number
 
 
 def write_counters(

@@ -187,10 +187,15 @@ class TrainingStage:
         kept = self._kept[microbatch]
         roots, gradients = self._roots(kept, crossing)
         inputs = [kept.inputs[p] for p in self.part.backward_inputs]
+        # the caller may want gradients of the model's inputs
+        own = [x for x in kept.inputs[len(self.part.crossing) :] if x.requires_grad]
         found: list[Tensor | None] = [None] * len(inputs)
         if roots:
-            found, kept.half = backward_inputs(roots, gradients, inputs)
-        return self._gradients(microbatch, kept, found)
+            found, kept.half = backward_inputs(roots, gradients, [*inputs, *own])
+        for leaf, gradient in zip(own, found[len(inputs) :], strict=False):
+            if gradient is not None:
+                leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
+        return self._gradients(microbatch, kept, found[: len(inputs)])
 
     def _backward_weights(self, microbatch: int) -> None:
         kept = self._kept.pop(microbatch)

@@ -63,15 +63,15 @@ def capture(
             "other values for padded rows; to compare outputs, call torch.backends.mha.set_fastpath_enabled(False)"
         )
     arguments, keywords = _beside(model, (tuple(args), dict(kwargs or {})))
-    rows = batch_rows(arguments, keywords)
+    labels = label_inputs(model, arguments, keywords, dynamic or {})
+    rows = batch_rows(labels, arguments, keywords)
     with (
         EXPORTING, ordered_multiples(), fake_parameters(model), _as_one_pass(model),
         torch.set_grad_enabled(model.training),
     ):  # fmt: skip
         if rows is None:
             return _export(model, arguments, keywords, None, fixed_batch=None)
-        wide_arguments, wide_keywords = (widen_rows(x, rows) for x in (arguments, keywords))
-        labels = label_inputs(model, wide_arguments, wide_keywords, dynamic or {})
+        wide_arguments, wide_keywords = widen_rows((arguments, keywords), labels, rows)
         shapes = dynamic_shapes(model, labels, dynamic or {}, largest)
         try:
             return _export(model, wide_arguments, wide_keywords, shapes, labels, fixed_batch=None)

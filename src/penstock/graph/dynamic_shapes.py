@@ -17,11 +17,21 @@ from penstock.values import BATCH
 _EXAMPLE_ROWS = 3
 
 
-def batch_rows(arguments: object, keywords: object) -> int | None:
-    """Return the batch size: the first dimension of the first tensor input with dimensions."""
-    for leaf in pytree.tree_leaves((arguments, keywords)):
-        if isinstance(leaf, Tensor) and leaf.dim() > 0:
-            return int(leaf.shape[0])
+def batch_rows(labels: object, arguments: object, keywords: object) -> int | None:
+    """Return the batch size of a call with these labels; None if no input has a batch."""
+    for leaf, label in zip(pytree.tree_leaves((arguments, keywords)), pytree.tree_leaves(labels), strict=True):
+        if BATCH in label.names:
+            return int(leaf.shape[label.names.index(BATCH)])
+    return None
+
+
+def _example_rows(inputs: Sequence[tuple[tuple[str | int, ...], Any]], declared: Mapping[str | int, int]) -> int | None:
+    """Return the size of the batch in the first input that is declared to have it, or in the first tensor."""
+    for keys, argument in inputs:
+        dims = [declared[key] for key in keys if key in declared] or ([] if declared else [0])
+        for leaf in pytree.tree_leaves(argument) if dims else ():
+            if isinstance(leaf, Tensor) and leaf.dim() > 0:
+                return int(leaf.shape[dims[0]])
     return None
 
 
@@ -29,16 +39,20 @@ def _has_batch(leaf: object, rows: int) -> bool:
     return isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == rows
 
 
-def widen_rows(tree: Any, rows: int) -> Any:
+def widen_rows(tree: Any, labels: Any, rows: int) -> Any:
     """Repeat the example's rows so that the batch size cannot be mistaken for a constant."""
+    if rows >= _EXAMPLE_ROWS:
+        return tree
 
-    def widen(leaf: Any) -> Any:
-        if not _has_batch(leaf, rows):
+    def widen(leaf: Any, label: _Labels) -> Any:
+        if BATCH not in label.names:
             return leaf
-        repeats = -(-_EXAMPLE_ROWS // max(rows, 1))
-        return leaf.repeat(repeats, *[1] * (leaf.dim() - 1))[:_EXAMPLE_ROWS]
+        dim = label.names.index(BATCH)
+        repeats = [-(-_EXAMPLE_ROWS // max(rows, 1)) if place == dim else 1 for place in range(leaf.dim())]
+        return leaf.repeat(repeats).narrow(dim, 0, _EXAMPLE_ROWS).contiguous()
 
-    return tree if rows >= _EXAMPLE_ROWS else pytree.tree_map(widen, tree)
+    leaves, spec = pytree.tree_flatten(tree)
+    return pytree.tree_unflatten([widen(*pair) for pair in zip(leaves, pytree.tree_leaves(labels), strict=True)], spec)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +67,17 @@ def label_inputs(
     dynamic: Mapping[str, Mapping[str | int, int]],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
     """Return the symbols of each input's dimensions; the result has the structure of the call."""
-    rows = batch_rows(arguments, keywords)
     names = _parameter_names(model, len(arguments))
     _check_dynamic(dynamic, names, keywords)
+    declared = dynamic.get(BATCH, {})
+    inputs = [*zip(enumerate(names), arguments, strict=True), *(((key,), x) for key, x in keywords.items())]
+    rows = _example_rows(inputs, declared)
 
     def label(leaf: Any, *keys: str | int) -> _Labels:
         if not isinstance(leaf, Tensor):
             return _Labels()
-        named: dict[int, str] = {0: BATCH} if rows is not None and _has_batch(leaf, rows) else {}
+        own = set(keys) & declared.keys()
+        named: dict[int, str] = {0: BATCH} if rows is not None and not own and _has_batch(leaf, rows) else {}
         for name, places in dynamic.items():
             named |= {places[key] % leaf.dim(): name for key in keys if key in places}
         return _Labels(tuple(named.get(dimension) for dimension in range(leaf.dim())))

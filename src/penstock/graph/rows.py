@@ -55,18 +55,41 @@ class Mixing:
         return f"{self.module or 'its forward pass'} ({self.operator}{self.dims})"
 
 
-def has_batch(value: Value) -> bool:
-    """Return True if a value's dimension 0 is the batch.
+def batch_dim(value: Value) -> int | None:
+    """Return the dimension of a value that is the batch; None if there is none.
 
-    >>> has_batch(Value("x", torch.float32, (Size("batch"), 4))), has_batch(Value("x", torch.float32, (4, 4)))
-    (True, False)
+    >>> batch_dim(Value("x", torch.float32, (4, Size("batch")))), batch_dim(Value("x", torch.float32, (4, 4)))
+    (1, None)
     """
-    if not value.shape or not isinstance(value.shape[0], Size):
-        return False
-    first = value.shape[0]
+    return next((dim for dim, size in enumerate(value.shape) if isinstance(size, Size) and _is_batch(size)), None)
+
+
+def _is_batch(size: Size) -> bool:
     with suppress(ProgramError):  # raised if it contains another symbol
-        return first == BATCH or all(first.evaluate({"batch": rows}) == rows for rows in (ROWS, ROWS + 1, 2 * ROWS))
+        return size == BATCH or all(size.evaluate({"batch": rows}) == rows for rows in (ROWS, ROWS + 1, 2 * ROWS))
     return False
+
+
+def input_dims(graph: Graph) -> dict[str, int | None]:
+    """Return the dimension of each input in which a batch is cut; None for an input that all rows share.
+
+    Raises `UsageError` for an input of which no dimension is the batch itself, or several.
+    """
+    found = {}
+    for value in graph.tensor_inputs():
+        places = [size for size in value.shape if isinstance(size, Size) and size.mentions("batch")]
+        found[value.name] = batch_dim(value)
+        if len(places) != (found[value.name] is not None):
+            raise UsageError(
+                f"the input {value.name!r} of [{', '.join(map(_dimension, value.shape))}] must have the batch in one "
+                "dimension to be cut into microbatches; use microbatches=1 and replicas=1"
+            )
+    return found
+
+
+def take_rows(tensor: Tensor, dim: int | None, rows: range) -> Tensor:
+    """Return some rows of a tensor whose rows are in dimension `dim`; all of it without rows."""
+    return tensor if dim is None else tensor.narrow(dim, rows.start, len(rows))
 
 
 def find_mixing(graph: Graph, sizes: Mapping[str, int], *, statistics_apart: bool = False) -> Mixing | None:
@@ -89,15 +112,15 @@ def find_mixing(graph: Graph, sizes: Mapping[str, int], *, statistics_apart: boo
 def check_rows(graph: Graph, sizes: Mapping[str, int], advice: str, *, trains: bool = False) -> None:
     """Raise `UsageError` unless a batch may be cut into microbatches.
 
-    In training, outputs are passed to a loss function and need not have the batch as dimension 0, and BatchNorm
+    In training, outputs are passed to a loss function and need not have the batch as a dimension, and BatchNorm
     statistics are computed per microbatch. The error names the operation through which rows interact, or the output
     that does not have a row for each row of the batch.
     """
     for output in () if trains else graph.outputs:
         value = graph.values.get(output.name) if isinstance(output, Ref) else None
-        if value is None or not has_batch(value):
+        if value is None or batch_dim(value) is None:
             shape = "" if value is None else f" of [{', '.join(map(_dimension, value.shape))}]"
-            raise UsageError(f"{graph.model} returns an output{shape} without the batch as its dimension 0; {advice}")
+            raise UsageError(f"{graph.model} returns an output{shape} of which no dimension is the batch; {advice}")
     mixing = find_mixing(graph, sizes, statistics_apart=trains)
     if mixing is not None:
         raise UsageError(f"{graph.model} mixes rows of a batch at {mixing}, so a batch cannot be cut; {advice}")
@@ -163,7 +186,8 @@ class _Labelling:
             if state.value.name in self._constants:
                 self._values[state.value.name] = (self._graph.constants[state.source],) * 2
         for value in self._graph.tensor_inputs():
-            self._begin(value, row_labels(len(value.shape)) if has_batch(value) else no_label())
+            dim = batch_dim(value)
+            self._begin(value, no_label() if dim is None else row_labels(len(value.shape), dim))
         for op in self.ops:
             if op.name in self._constants:
                 self._values[op.name] = self._compute(op)

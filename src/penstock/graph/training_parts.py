@@ -60,9 +60,9 @@ def divide_for_training(graph: Graph, cuts: Sequence[Cut], trainable: Collection
     return parts
 
 
-def differentiable_values(graph: Graph, trainable: Collection[str]) -> set[str]:
-    """Return the names of values through which a gradient may reach a trainable parameter."""
-    found = {s.value.name for s in graph.states if s.kind == "parameter" and s.source in trainable}
+def differentiable_values(graph: Graph, trainable: Collection[str], inputs: Collection[str] = ()) -> set[str]:
+    """Return the names of values through which a gradient may reach a trainable parameter, or one of these inputs."""
+    found = {s.value.name for s in graph.states if s.kind == "parameter" and s.source in trainable} | set(inputs)
     for op in graph.ops:
         if op.no_grad or op.target in _STOPS or found.isdisjoint(op.uses()):
             continue

@@ -11,9 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from penstock.errors import ConnectionBroken, RunError, UsageError
+from penstock.text import one_line
 
 _CALL = "call"
 _LOADING = "the loader"
+_AFTER = " after "  # between the name of a call and the error that led to it
+MOST_OF_CALL = 300  # characters of a call that another process sends
 ADVICE = "every rank must call every method, in the same order; move the call out of `if rank == 0`"
 
 
@@ -55,8 +58,8 @@ class Calls:
 
     def checked(self, gathered: Sequence[dict[str, Any]], names: Sequence[str]) -> list[dict[str, Any]]:
         """Return the objects of all processes; raises `UsageError` if they belong to different calls."""
-        called = [str(each.get(_CALL, ""))[:64] for each in gathered]
-        if other := next((rank for rank, name in enumerate(called) if name != called[0]), None):
+        called = [str(each.get(_CALL, ""))[:MOST_OF_CALL] for each in gathered]
+        if other := next((rank for rank, name in enumerate(called) if _method(name) != _method(called[0])), None):
             raise UsageError(mismatch(0, called[0], other, called[other], names, self._number))
         return list(gathered)
 
@@ -67,17 +70,40 @@ def find_mismatch(current: Mapping[int, str], names: Sequence[str]) -> str | Non
     >>> find_mismatch({0: "17 evaluate", 1: "17 train_step"}, ["desk", "board"]).partition(":")[0]
     'rank 0 (desk) calls evaluate where rank 1 (board) calls train_step (call 17 of each)'
     """
+    waiting = [call for call in current.values() if call and _AFTER not in call]
+    for rank, call in current.items():
+        # an error within a call, or between two, is the reason why others wait, whatever their number
+        if _AFTER in call and any(_method(other).split()[1:] != _method(call).split()[1:] for other in waiting):
+            return mismatch(rank, call, rank, call, names, 0)
     first: dict[str, tuple[int, str]] = {}
     for rank, call in sorted(current.items()):
         number, _, name = call.partition(" ")
         other, said = first.setdefault(number, (rank, name)) if name else (rank, name)
-        if said != name:
+        if _method(said) != _method(name):
             return mismatch(other, said, rank, name, names, int(number))
     return None
 
 
+def named_after(method: str, error: BaseException | None) -> str:
+    """Return the name of a call that follows from an error, which is then reported instead of the call.
+
+    >>> named_after("close", None), named_after("close", ValueError("no file"))
+    ('close', 'close after ValueError: no file')
+    """
+    if error is None or isinstance(error, GeneratorExit):
+        return method
+    return f"{method}{_AFTER}{type(error).__name__[:60]}: {one_line(error)}"
+
+
+def _method(call: str) -> str:
+    return call.partition(_AFTER)[0]
+
+
 def mismatch(rank: int, name: str, other: int, others: str, names: Sequence[str], number: int) -> str:
-    """Return the message that names two calls and the ranks that make them."""
+    """Return the message that names two calls and the ranks that make them, or the error that led to one of them."""
+    for failed, call in ((rank, name), (other, others)):
+        if why := call.partition(_AFTER)[2]:
+            return f"{names[failed]}: {why}"
     return (
         f"rank {rank} ({names[rank]}) calls {name} where rank {other} ({names[other]}) calls {others} (call {number} "
         f"of each): {ADVICE}"

@@ -128,6 +128,8 @@ class Health:
         without this process, which caused the error.
         """
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
+        if isinstance(error, SystemExit):
+            text = f"SystemExit: {text}"
         memory = is_out_of_memory(error)
         message = f"{self._names[self._rank]}: {text}"
         self.announce(Verdict(rank=self._rank, message=message, lost=lost, memory=memory, again=again))

@@ -8,6 +8,7 @@ runs/NAME/
     model.safetensors
     best.safetensors         of the most accurate epoch, unless keep_best is false
     result.json
+    wandb-id                 of the run of Weights & Biases, which a resumed run continues
 """
 
 import contextlib
@@ -31,6 +32,7 @@ from penstock.zoo.weights.weight_files import FileWeights
 
 _KEPT = 2  # number of checkpoints kept
 LOCK = "run.lock"
+_RUN_ID = re.compile(r"[\w-]{1,128}", re.ASCII)
 _STEP = re.compile(r"step-\d{1,18}", re.ASCII)
 
 
@@ -139,7 +141,7 @@ class RunFolder:
         except OSError as error:
             reason = error.strerror
             raise UsageError(f"the folder {self.path} cannot be written ({reason}); choose another --output") from None
-        self._trackers: list[Tracker] = open_trackers(settings) if rank == 0 else []
+        self._trackers: list[Tracker] = open_trackers(settings, first_step) if rank == 0 else []
 
     def _before(self, first_step: int) -> list[str]:
         """Return the lines of the run that is continued, without the steps that will be repeated."""
@@ -305,20 +307,24 @@ class Tracker(Protocol):
         """Write buffered values."""
 
 
-def open_trackers(settings: FitSettings) -> list[Tracker]:
-    """Open the trackers in the settings; raises `UsageError` if one is not installed."""
-    makers: dict[str, Callable[[FitSettings], Tracker]] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
-    return [makers[name](settings) for name in settings.track]
+def open_trackers(settings: FitSettings, first_step: int) -> list[Tracker]:
+    """Open the trackers in the settings, after a step; raises `UsageError` if one is not installed."""
+    makers: dict[str, Callable[[FitSettings, int], Tracker]] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
+    return [makers[name](settings, first_step) for name in settings.track]
 
 
 class TensorBoard(Tracker):
-    """Writes event files into the run's folder: `tensorboard --logdir runs`."""
+    """Writes event files into the run's folder: `tensorboard --logdir runs`.
 
-    def __init__(self, settings: FitSettings) -> None:
+    A resumed run hides the steps that it repeats.
+    """
+
+    def __init__(self, settings: FitSettings, first_step: int) -> None:
         optional_import("tensorboard", "track", UsageError)
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer: Any = SummaryWriter(str(settings.folder))
+        purged = first_step + 1 if settings.resume else None
+        self._writer: Any = SummaryWriter(str(settings.folder), purge_step=purged)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
@@ -329,12 +335,18 @@ class TensorBoard(Tracker):
 
 
 class WeightsAndBiases(Tracker):
-    """Logs to a run of Weights & Biases, named like the run's folder."""
+    """Logs to a run of Weights & Biases, named like the run's folder; a resumed run continues it."""
 
-    def __init__(self, settings: FitSettings) -> None:
+    def __init__(self, settings: FitSettings, _first_step: int) -> None:
         library, folder = optional_import("wandb", "track", UsageError), settings.folder
-        config = msgspec.to_builtins(settings)
-        self._run: Any = library.init(project="penstock", name=folder.name, dir=str(folder), config=config)
+        config, kept = msgspec.to_builtins(settings), folder / "wandb-id"
+        begun = kept.read_text(encoding="utf-8", errors="replace").strip() if settings.resume and kept.exists() else ""
+        again = {"id": begun, "resume": "allow"} if _RUN_ID.fullmatch(begun) else {}
+        self._run: Any = library.init(
+            project="penstock", name=folder.name, dir=str(folder), config=config, allow_val_change=bool(again), **again
+        )
+        with written_whole(kept) as file:
+            file.write(self._run.id.encode())
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)

@@ -25,7 +25,8 @@ from penstock.errors import DeviceLost, OutOfMemory, PenstockError, UsageError
 from penstock.graph.call import CallInputs, as_call, bind_inputs, build_output
 from penstock.graph.cuts import Cut, Cuts
 from penstock.graph.graph import Graph
-from penstock.graph.rows import check_rows, has_batch
+from penstock.graph.ops import Ref
+from penstock.graph.rows import batch_dim, check_rows, input_dims, take_rows
 from penstock.graph.work import count_work
 from penstock.group.entry import join_torchrun, under_torchrun
 from penstock.group.world import World, end_when_dropped, failed
@@ -241,14 +242,20 @@ class StreamingPipeline:
                 "call stream() with inputs whose rows belong together; each input is then one microbatch",
             )  # fmt: skip
         outputs = list(self.stream(self._microbatches(args, kwargs, rows, microbatch_size)))
-        return outputs[0] if len(outputs) == 1 else pytree.tree_map(lambda *parts: torch.cat(parts), *outputs)
+        if len(outputs) == 1:
+            return outputs[0]
+        names = [output.name for output in self.graph.outputs if isinstance(output, Ref)]
+        dims = [batch_dim(self.graph.values[name]) or 0 for name in names]
+        leaves = zip(*map(pytree.tree_leaves, outputs), strict=True)
+        joined = [torch.cat(parts, dim) for parts, dim in zip(leaves, dims, strict=True)]
+        return pytree.tree_unflatten(joined, pytree.tree_structure(outputs[0]))
 
     def _microbatches(self, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int, size: int) -> Iterator[Any]:
-        batched = {value.name for value in self.graph.tensor_inputs() if has_batch(value)}
+        dims = input_dims(self.graph) if rows > size else {}
         leaves, spec = pytree.tree_flatten((args, kwargs))
         for start in range(0, rows, size):
             part = [
-                leaf[start : start + size] if value is not None and value.name in batched else leaf
+                leaf if value is None else take_rows(leaf, dims.get(value.name), range(start, min(start + size, rows)))
                 for leaf, value in zip(leaves, self.graph.inputs, strict=True)
             ]
             yield CallInputs(*pytree.tree_unflatten(part, spec))

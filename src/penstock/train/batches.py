@@ -7,11 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock import trees
 from penstock.engine.placement import shares
 from penstock.engine.training_stage import Sizes
 from penstock.errors import RunError, UsageError
 from penstock.graph.call import as_call, bind_inputs, build_output
 from penstock.graph.graph import Graph
+from penstock.graph.rows import input_dims, take_rows
 from penstock.graph.stages import output_values
 from penstock.train.row_cut import RowCut
 from penstock.values import Size
@@ -39,24 +41,23 @@ def cut_rows(
     graph: Graph, tensors: Mapping[str, Tensor], sizes: Mapping[str, int], labels: Any, num_parts: int, cut: RowCut
 ) -> list[Microbatch]:
     """Split rows into `num_parts` microbatches that differ by at most one row."""
-    batched = {value.name: _is_batched(value.shape) for value in graph.tensor_inputs()}
+    dims = input_dims(graph) if num_parts > 1 else {}
+    for dim in filter(None, dims.values()):
+        for label in trees.tensors(labels):
+            if label.dim() > dim and label.shape[0] == label.shape[dim] == sizes["batch"]:
+                raise UsageError(
+                    f"labels of {list(label.shape)} may have their rows in dimension 0, or {dim} as an input; pad the "
+                    "other dimension, or use microbatches=1"
+                )
     parts = shares(sizes["batch"], num_parts)
     return [
         Microbatch(
             {**sizes, "batch": len(rows)},
-            {name: x[rows.start : rows.stop] if batched[name] else x for name, x in tensors.items()},
+            {name: take_rows(x, dims.get(name), rows) for name, x in tensors.items()},
             labels_here,
         )
         for rows, labels_here in zip(parts, cut.parts(labels, sizes["batch"], parts), strict=True)
     ]
-
-
-def _is_batched(shape: Sequence[int | Size]) -> bool:
-    if not shape or isinstance(shape[0], int):
-        return False
-    if shape[0].expression != "batch":
-        raise UsageError("an input whose first dimension is a multiple of the batch cannot be cut into microbatches")
-    return True
 
 
 def largest(microbatches: Sequence[Microbatch]) -> dict[str, int]:

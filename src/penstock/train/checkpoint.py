@@ -32,11 +32,12 @@ from penstock.train.checkpoint_folder import (
     write_index,
     write_stages,
 )
+from penstock.train.group_settings import load_schedulers, merged
 from penstock.train.held_tensors import holding
 from penstock.train.loader import Loader
 from penstock.train.named_optimizer import NamedOptimizer
 from penstock.train.outcome import everywhere
-from penstock.train.plain_values import decode, encode
+from penstock.train.plain_values import encode
 from penstock.train.trainer import Trainer
 from penstock.wire import FEEDER
 
@@ -123,7 +124,7 @@ def _write(
         )  # fmt: skip
         states[:] = [state]
         # encoded before anything is written
-        scalars, groups = encode(state.scalars(), "the optimizer's state"), named.groups()
+        scalars, groups = encode(state.scalars(), "the optimizer's state"), named.groups(_each(schedulers))
         schedules = [scheduler_state(each, "save it yourself next to the checkpoint") for each in _each(schedulers)]
         own = _written_here(trainer, state, place.suffix)
         failed, files = _attempt(lambda: write_stages(place.folder, own, place.save))
@@ -160,8 +161,10 @@ def load_checkpoint(
     state = TrainState(tensors=tensors, step=index.step, random=index.random_state())
     _check_shapes(folder, index, tensors)
     _check_schedulers(folder, index, schedulers)
-    if given := _each(optimizers):
-        state.slots = NamedOptimizer(trainer.tensors, *given).restore(index)
+    named = NamedOptimizer(trainer.tensors, *_each(optimizers))
+    groups = _find_groups(trainer, named, index)
+    if _each(optimizers):
+        state.slots = named.restore(index, groups)
     wanted, files = state.named(), StageFiles(folder, places)
     here = dict.fromkeys(wanted, (trainer.world.rank,))  # the tensors are in files, which every process can read
     with torch.no_grad():
@@ -170,8 +173,7 @@ def load_checkpoint(
         ):
             wanted[name].copy_(tensor)
     trainer.step = state.step
-    for scheduler, kept in zip(_each(schedulers), index.all_schedulers(), strict=False):  # schedulers may be empty
-        scheduler.load_state_dict(decode(kept))
+    load_schedulers(_each(schedulers), index.all_schedulers(), groups)
     # an earlier format has the position of a single loader
     found = index.loaders if index.loaders is not None else [index.loader] if index.loader is not None else []
     for loader, place in zip(loaders if index.loaders is not None else loaders[-1:], found, strict=False):
@@ -179,6 +181,22 @@ def load_checkpoint(
     torch.set_rng_state(state.random)
     if trainer.survivors is not None:
         trainer.survivors.saw_checkpoint(folder)
+
+
+def _find_groups(
+    trainer: Trainer, named: NamedOptimizer, index: CheckpointIndex
+) -> Mapping[int, OptimizerGroup | None]:
+    """Find the saved settings of each group; raises `UsageError` on all ranks if groups of one of them do not match."""
+    groups: Mapping[int, OptimizerGroup | None] = {}
+    failed = ""
+    try:
+        groups = named.saved_groups(index.groups)
+    except UsageError as error:
+        failed = str(error)
+    told = [document["failed"] for document in trainer.together(lambda: {"failed": failed}) if document["failed"]]
+    if told:
+        raise everywhere(UsageError(told[0]))
+    return groups
 
 
 def _check_schedulers(folder: Path, index: CheckpointIndex, schedulers: Any) -> None:
@@ -216,18 +234,12 @@ def _index(
     trainer: Trainer, state: TrainState, gathered: Sequence[Mapping[str, Any]], elastic: dict[str, Any] | None,
     save: str,
 ) -> CheckpointIndex:  # fmt: skip
-    groups: list[dict[str, Any]] = []
     schedules, loaders = gathered[FEEDER]["schedules"], gathered[FEEDER]["loaders"]
-    for document in gathered:
-        for place, group in enumerate(document["groups"]):
-            if place == len(groups):
-                groups.append({"settings": group["settings"], "names": []})
-            groups[place]["names"] = sorted({*groups[place]["names"], *group["names"]})
     return CheckpointIndex(
         model=trainer.captured.graph.model, step=state.step, num_stages=trainer.placed.num_stages,
         num_replicas=len(trainer.grid.replicas), places=_merged(gathered, "places"),
         shapes={name: (dtype, shape) for name, (dtype, shape) in _merged(gathered, "shapes").items()},
-        scalars=_merged(gathered, "scalars"), groups=[OptimizerGroup(**group) for group in groups],
+        scalars=_merged(gathered, "scalars"), groups=merged(document["groups"] for document in gathered),
         scheduler=schedules[0] if schedules else None,
         loader=DataPosition(**state.position) if state.position is not None else None,
         random=base64.b64encode(state.random.numpy().tobytes()).decode(), files=_merged(gathered, "files"),

@@ -44,10 +44,15 @@ TensorName = Annotated[str, Meta(pattern=r"\A(model/.+|optimizer/[^/]+/.+)\Z")]
 
 
 class OptimizerGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of an optimizer's parameter group, and the names of its parameters."""
+    """Settings of an optimizer's parameter group, the names of its parameters, and its index among a rank's groups.
+
+    `schedules` has the group's entries in lists of schedulers.
+    """
 
     settings: dict[str, Any]
     names: list[str]
+    place: Place = 0
+    schedules: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
 class DataPosition(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -120,7 +125,7 @@ def read_index(folder: Path) -> CheckpointIndex:
         # not msgspec's decoder: settings may hold infinities, which only Python's decoder accepts
         index = msgspec.convert(json.loads(path.read_bytes()), CheckpointIndex)
         index.random_state()
-        decode([index.all_schedulers(), index.scalars, [group.settings for group in index.groups]])
+        decode([index.all_schedulers(), index.scalars, [[each.settings, each.schedules] for each in index.groups]])
         _check_names(index)
     except FileNotFoundError:
         raise ModelError(f"{folder} holds no complete checkpoint: {INDEX} not found; check the path") from None

@@ -15,7 +15,7 @@ from penstock.engine.wiring import GrowingChannels, training_links
 from penstock.graph.call import build_output
 from penstock.graph.cuts import Cut
 from penstock.graph.graph import Graph
-from penstock.graph.rows import check_rows
+from penstock.graph.rows import batch_dim, check_rows
 from penstock.graph.training_parts import TrainingPart
 from penstock.group.world import World
 from penstock.plan.schedule.actions import forward_only
@@ -85,7 +85,8 @@ class Evaluation:
         values = self.parts[-1].program.outputs
         if not results:
             return [torch.empty(value.evaluate(sizes), dtype=value.dtype) for value in values]
-        return [torch.cat(parts) for parts in zip(*results, strict=True)]
+        dims = [batch_dim(value) or 0 for value in values]
+        return [torch.cat(parts, dim) for *parts, dim in zip(*results, dims, strict=True)]
 
     def abort(self) -> None:
         """Abort every wait within this process."""
@@ -148,7 +149,7 @@ class Evaluation:
     def _forward(self, given: StepInputs, head: Use, cut: RowCut, *, joins: bool = False) -> list[Microbatch]:
         """Run the forward passes; on the last stage `head` receives each microbatch's output.
 
-        With `joins` the caller concatenates the outputs, so each must have the batch as its first dimension.
+        With `joins` the caller concatenates the outputs, so each must have the batch as a dimension.
         """
         sizes = given.sizes
         tensors, labels = self._tensors.moved_here(given.tensors, given.labels)

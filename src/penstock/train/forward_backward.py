@@ -12,6 +12,7 @@ from penstock.graph.rows import check_rows
 from penstock.graph.training_parts import TrainingPart
 from penstock.group.world import World
 from penstock.train.batches import WHOLE, Microbatch, cut_rows
+from penstock.train.input_gradients import give_back, with_leaves
 from penstock.train.loss_convention import Measured
 from penstock.train.losses import Losses, is_undivided, total_count
 from penstock.train.outcome import step_document
@@ -36,6 +37,7 @@ class ForwardBackward:
         # gradient sums, if they must be complete before the processes exchange their documents (losses, counts, errors)
         self._sums: dict[str, Tensor] = {}
         self.computed_s = 0.0
+        self._wanted: list[str] = []  # inputs that require a gradient
         self._losses: dict[int, Measured] = {}
         self._microbatches: list[Microbatch] = []
         self._problem = ""  # reason why this step's rows cannot be trained on
@@ -93,6 +95,12 @@ class ForwardBackward:
         self._now.tensors.share_buffers(self._transport)
         return sums
 
+    def give_back(self, divisor: float) -> None:
+        """Run the caller's graph backward from inputs that require a gradient."""
+        if self._wanted:
+            inputs, _ = self._step.rows.bound(self._now.captured.graph)
+            give_back(self._now, inputs, self._wanted, self._microbatches, divisor, self._transport)
+
     def _finish_sums(self, divisor: float = 1.0) -> dict[str, Tensor]:
         """Wait for the gradient sums over all replicas, and return them divided."""
         with self._transport.waiting():
@@ -107,8 +115,12 @@ class ForwardBackward:
         if count > 1 or len(now.placed.grid.replicas) > 1:
             check_rows(now.captured.graph, sizes, WHOLE, trains=True)
         skipped = 0 if self._computes_all() else now.placed.skipped
-        tensors, labels = now.tensors.moved_here(given.tensors, given.labels, skipped=skipped)
+        self._wanted = [name for name, tensor in given.tensors.items() if tensor.requires_grad]
+        tensors = {name: x.detach() if name in self._wanted else x for name, x in given.tensors.items()}
+        tensors, labels = now.tensors.moved_here(tensors, given.labels, skipped=skipped)
         self._microbatches = cut_rows(now.captured.graph, tensors, sizes, labels, count, self._row_cut) if count else []
+        if self._wanted:
+            self._microbatches = with_leaves(self._microbatches, self._wanted)
         self._losses.clear()
         now.synchronizer.begin()
         features = self._features()
@@ -165,4 +177,7 @@ class ForwardBackward:
         unused = now.synchronizer.unused if names else []
         used = [name for name in now.tensors.parameters if name not in unused] if names else []
         nonfinite = {stage.index: stage.first_nonfinite for stage in now.stages.values()}
-        return step_document(self._losses, first_nonfinite=nonfinite, used=used, unused=unused, problem=self._problem)
+        document = step_document(
+            self._losses, first_nonfinite=nonfinite, used=used, unused=unused, problem=self._problem
+        )
+        return {**document, "wanted": self._wanted}

@@ -19,6 +19,7 @@ from penstock.graph.training_parts import TrainingPart
 from penstock.group.world import World
 from penstock.tensors import HOST, moved
 from penstock.train.captured import Captured
+from penstock.train.empty_optimizer import drop_elsewhere, empty_allowed, nothing
 from penstock.train.separable import check_separable
 from penstock.transport.base import Transport
 from penstock.transport.tags import BUFFERS
@@ -137,26 +138,37 @@ class HeldTensors:
         }
 
     def make_optimizer(self, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> torch.optim.Optimizer:
-        """Create the optimizer of the parameters held here.
+        """Create the optimizer of the parameters held here; of parameters of other processes alone, an empty one.
 
         Raises `UsageError` if the optimizer has other parameters, or if its update of one parameter depends on others
         and several processes hold them.
         """
         own = [parameter for parameter in self.parameters.values() if parameter.requires_grad]
-        if not own:  # a stage may have no trainable parameters, but torch's optimizers need at least one
-            own = [nn.Parameter(torch.zeros(0))]
-        optimizer = make(own)
+        with empty_allowed(self._is_divided):
+            optimizer = make(own or [nothing()])
+        drop_elsewhere(optimizer)
         known = {id(parameter) for parameter in own}
         given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        strange = sum(id(parameter) not in known for parameter in given)
+        strange = sum(id(parameter) not in known and bool(parameter.numel()) for parameter in given)
         if strange:
             raise UsageError(
                 f"{strange} parameters of the optimizer are not this pipeline's; build it from the parameters that "
                 "pipe.optimizer passes, as in pipe.optimizer(lambda parameters: AdamW(parameters))"
             )
-        if any(len(set(replica.stages)) > 1 for replica in self._grid.replicas):
+        if self._is_divided:
             check_separable(optimizer)
         return optimizer
+
+    @property
+    def _is_divided(self) -> bool:
+        """True if a replica's stages are in several processes."""
+        return any(len(set(replica.stages)) > 1 for replica in self._grid.replicas)
+
+    def divides(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether parameters of this optimizer's model are in several processes."""
+        own = {id(parameter) for parameter in self.parameters.values()}
+        given = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        return self._is_divided and any(id(parameter) in own for parameter in given)
 
     def check_trained(self, trainable: Collection[str]) -> None:
         """Raise `UsageError` for a parameter that was unfrozen after the capture."""

@@ -14,7 +14,7 @@ A loss that fits none of these conventions depends on several rows jointly, and 
 import contextlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -54,7 +54,8 @@ class Measured:
 
     `kind` is None if every convention fits, as for a loss of 0. `ratios` are the divisors per row or per count; if they
     differ between microbatches, rows have unequal weights and the loss is refused. `refused` is the reason why the loss
-    of the batch cannot be computed from microbatches.
+    of the batch cannot be computed from microbatches. `divisors` are numbers that a sum was divided by,
+    `counts` those of rows and labels.
     """
 
     total: Tensor
@@ -63,6 +64,8 @@ class Measured:
     kind: str | None
     ratios: tuple[float, ...] = ()
     refused: str = ""
+    divisors: tuple[float, ...] = ()
+    counts: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +164,8 @@ class LossConvention:
             except _DependsError as error:
                 return _refused(f"{error}; {_WAY_OUT}")
             self._kind = "weighted" if kind == "nothing" else kind
-        return combined(result.total, kind, rows.count, result.weights, by_rows=result.watch.by_rows)
+        measured = combined(result.total, kind, rows.count, result.weights, by_rows=result.watch.by_rows)
+        return replace(measured, divisors=(watch.divisor, watch.divisor_inside)) if kind == "sum" else measured
 
     def _measure_pair(self, result: _Result, probe: "_Probe") -> Measured:
         count = result.count or 0.0

@@ -42,6 +42,8 @@ class LossWatch(TorchDispatchMode):
         self._extremes: set[int] = set()
         self._weights: list[Tensor | float] = []
         self._counts = self.by_rows = self.uneven = self.draws = False
+        # products of numbers from outside: by which scalars were divided, by which scalars or whole tensors were
+        self.divisor = self.divisor_inside = 1.0
 
     def weights(self) -> list[float]:
         """Return the divisors that depend on the data, in order."""
@@ -101,8 +103,21 @@ class LossWatch(TorchDispatchMode):
         else:
             self.by_rows = True
 
+    def _scaled(self, tensor: Any, factor: Any, *, is_product: bool) -> None:
+        """Record a division by a number that does not come from the outputs and labels of these rows."""
+        if isinstance(factor, Tensor) and (factor.dim() or factor.requires_grad or _storage(factor) in self._selected):
+            return
+        number = float(factor.detach() if isinstance(factor, Tensor) else factor)
+        if not isinstance(tensor, Tensor) or not math.isfinite(number) or not number:
+            return
+        number = 1.0 / number if is_product else number
+        self.divisor_inside *= number
+        self.divisor *= 1.0 if tensor.dim() else number
+
     def _divided(self, args: Sequence[Any], *, is_product: bool) -> None:
         divisor = args[1]
+        if not isinstance(divisor, complex):
+            self._scaled(args[0], divisor, is_product=is_product)
         if isinstance(divisor, Tensor):
             if not is_product:
                 self._divided_by(divisor)

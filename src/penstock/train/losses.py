@@ -2,10 +2,13 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from penstock import trees
 from penstock.engine.training_stage import Sizes
 from penstock.errors import UsageError
 from penstock.graph.call import build_output
@@ -48,7 +51,8 @@ class Losses:
             return sample_rows(graph, outputs, sizes, rows, noise), self._cut.parts(labels, count, [rows])[0]
 
         rows = Rows(count=count, sample=sample, alone=alone)
-        return self._conventions.of(loss_fn).measure(loss_fn, output, labels, rows)
+        measured = self._conventions.of(loss_fn).measure(loss_fn, output, labels, rows)
+        return replace(measured, counts=_counts(labels, count)) if measured.divisors else measured
 
 
 def described(found: Sequence[Measured]) -> dict[str, Any]:
@@ -58,7 +62,20 @@ def described(found: Sequence[Measured]) -> dict[str, Any]:
         "kinds": sorted({each.kind for each in found if each.kind}),
         "ratios": [each.ratios for each in found if each.ratios or each.kind == "mean"],
         "refused": next((each.refused for each in found if each.refused), ""),
+        "divisors": next((each.divisors for each in found if each.divisors), ()),
+        "counts": [math.fsum(counts) for counts in zip(*(each.counts for each in found if each.counts), strict=False)],
     }
+
+
+def _counts(labels: Any, rows: int) -> tuple[float, ...]:
+    """Return numbers of rows and of labels by which a mean over these rows may divide."""
+    found = [float(rows)]
+    for label in trees.tensors(labels):
+        if label.is_complex() or label.is_nested or label.layout != torch.strided:
+            continue
+        for each in (label, label[:, 1:] if label.dim() > 1 else label):  # of a language model, shifted
+            found += [float(each.numel()), float((each >= 0).sum()), float((each != 0).sum())]
+    return tuple(found)
 
 
 def check_agreed(gathered: Sequence[Mapping[str, Any]], mark: Callable[[UsageError], Exception]) -> None:
@@ -72,11 +89,30 @@ def check_agreed(gathered: Sequence[Mapping[str, Any]], mark: Callable[[UsageErr
             f"loss_fn is a {' and a '.join(_NAMES[kind] for kind in kinds)} in microbatches of one batch; "
             "return (sum, count), or use microbatches=1 and replicas=1"
         ))  # fmt: skip
+    _check_divisors([document for document in gathered if document["divisors"]], mark)
     ratios = [ratio for document in gathered for ratio in document["ratios"]]
     if ratios and any(not _same(ratios[0], other) for other in ratios):
         raise mark(UsageError(
             "loss_fn gives rows unequal weights, so a batch's loss is not the mean of its microbatches' losses; return "
             "(sum, count), or use microbatches=1 and replicas=1"
+        ))  # fmt: skip
+
+
+def _check_divisors(gathered: Sequence[Mapping[str, Any]], mark: Callable[[UsageError], Exception]) -> None:
+    """Raise `UsageError` if sums of several replicas are divided by numbers that count the rows of each."""
+    if len(gathered) < 2:
+        return
+    divisors = [document["divisors"] for document in gathered]
+    differ = any(not _same(divisors[0], other) for other in divisors)
+    own = all(
+        any(_same([number], [count]) for number in each["divisors"] if number != 1.0 for count in each["counts"])
+        for each in gathered
+    )
+    if differ or own:
+        found = " and ".join(f"{each[-1]:g}" for each in divisors)
+        raise mark(UsageError(
+            f"loss_fn divides a sum by {found} in the replicas, counts of their own rows, but sums of replicas are "
+            "added; count inside loss_fn and return (sum, count)"
         ))  # fmt: skip
 
 

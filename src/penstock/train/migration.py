@@ -14,6 +14,7 @@ from penstock.errors import UsageError
 from penstock.graph.encoding import DTYPES
 from penstock.train.arrangement import Arrangement
 from penstock.train.captured import Captured
+from penstock.train.empty_optimizer import nothing
 from penstock.train.features import Features
 from penstock.train.held_tensors import IN_FLIGHT, HeldTensors, interleaved
 from penstock.train.named_optimizer import NamedOptimizer
@@ -117,6 +118,8 @@ def _gather(trainer: Trainer, optimizer: torch.optim.Optimizer, tensors: HeldTen
     mine = {
         "groups": named.places(),
         "count": len(optimizer.param_groups),
+        # a process that joins takes over the settings only afterwards
+        "settings": named.plain_settings() if trainer.survivors is None else [],
         "slots": {
             name: {
                 slot: [str(value.dtype).removeprefix("torch."), list(value.shape)]
@@ -136,6 +139,12 @@ def _gather(trainer: Trainer, optimizer: torch.optim.Optimizer, tensors: HeldTen
                 f"the optimizer has {mine['count']} groups of parameters on {trainer.world.names[trainer.world.rank]} "
                 f"and {document['count']} on {trainer.world.names[rank]}, so parameters cannot move between these "
                 "processes; use the same groups everywhere, empty if a process has no parameters for one"
+            ))  # fmt: skip
+        if document["settings"] != mine["settings"]:
+            raise everywhere(UsageError(
+                f"a group of the optimizer has other settings on {trainer.world.names[trainer.world.rank]} than on "
+                f"{trainer.world.names[rank]}, so parameters cannot move between these processes: {mine['settings']} "
+                f"and {document['settings']}; use the same groups everywhere, empty if a process has none for one"
             ))  # fmt: skip
         groups |= document["groups"]
         slots |= document["slots"]
@@ -205,7 +214,7 @@ def _rebuild(optimizer: torch.optim.Optimizer, arrived: _Arrived) -> None:
     for group, members in zip(optimizer.param_groups, named, strict=True):
         group["params"][:] = members
     if not parameters:  # torch's optimizers need at least one parameter
-        optimizer.param_groups[0]["params"].append(nn.Parameter(torch.zeros(0)))
+        optimizer.param_groups[0]["params"].append(nothing())
     optimizer.state.clear()
     for name, parameter in parameters.items():
         held = dict(arrived.slots.get(name, {}))

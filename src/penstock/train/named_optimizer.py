@@ -10,6 +10,7 @@ from penstock.errors import UsageError
 from penstock.graph.encoding import DTYPES
 from penstock.tensors import HOST
 from penstock.train.checkpoint_folder import CheckpointIndex, OptimizerGroup
+from penstock.train.group_settings import find_saved, per_group
 from penstock.train.held_tensors import HeldTensors
 from penstock.train.plain_values import decode, encode
 
@@ -34,12 +35,11 @@ class NamedOptimizer:
         """Return the current state of each parameter."""
         return {name: dict(self._owners[name].state.get(parameter, {})) for name, parameter in self._named.items()}
 
-    def groups(self) -> list[dict[str, Any]]:
-        """Return the groups: their settings, and the names of their parameters.
+    def groups(self, schedulers: Sequence[Any] = ()) -> list[dict[str, Any]]:
+        """Return the groups: their settings, the names of their parameters, their entries in the schedulers' lists.
 
         Raises `UsageError` for a setting that JSON cannot hold.
         """
-        names = {id(parameter): name for name, parameter in self._named.items()}
         return [
             {
                 "settings": {
@@ -47,22 +47,40 @@ class NamedOptimizer:
                     for k, v in group.items()
                     if k not in {"params", "param_names"}
                 },
-                "names": [names[id(p)] for p in group["params"] if id(p) in names],
+                "names": names, "place": place, "schedules": per_group(schedulers, group),
             }
+            for place, (group, names) in enumerate(zip(self._groups, self._names(), strict=True))
+        ]  # fmt: skip
+
+    def plain_settings(self) -> list[dict[str, Any]]:
+        """Return the numbers and texts among the groups' settings."""
+        return [
+            {key: value for key, value in group.items() if isinstance(value, (bool, int, float, str))}
             for group in self._groups
         ]
+
+    def _names(self) -> list[list[str]]:
+        """Return the names of each group's parameters."""
+        names = {id(parameter): name for name, parameter in self._named.items()}
+        return [[names[id(p)] for p in group["params"] if id(p) in names] for group in self._groups]
+
+    def saved_groups(self, saved: Sequence[OptimizerGroup]) -> dict[int, OptimizerGroup | None]:
+        """Return the checkpoint's group for each group, by the group's id; raises `UsageError` if they do not match."""
+        return {id(group): was for group, was in zip(self._groups, find_saved(self._names(), saved), strict=True)}
 
     def places(self) -> dict[str, int]:
         """Return the index of each parameter's group."""
         numbers = {id(p): number for number, group in enumerate(self._groups) for p in group["params"]}
         return {name: numbers[id(parameter)] for name, parameter in self._named.items()}
 
-    def restore(self, index: CheckpointIndex) -> dict[str, dict[str, Any]]:
+    def restore(self, index: CheckpointIndex, groups: Mapping[int, OptimizerGroup | None]) -> dict[str, dict[str, Any]]:
         """Restore settings from a checkpoint, and allocate and return the state tensors of each parameter.
 
-        State that is not in the checkpoint is discarded. Raises `UsageError` if the optimizer has other groups.
+        `groups` are those of `saved_groups`. State that is not in the checkpoint is discarded.
         """
-        self._restore_settings(index.groups)
+        for group in self._groups:
+            if (saved := groups[id(group)]) is not None:
+                restore_settings(group, saved.settings)
         found: dict[str, dict[str, Any]] = {}
         for place, (dtype, shape) in index.shapes.items():
             kind, *rest = place.split("/", 2)
@@ -76,22 +94,6 @@ class NamedOptimizer:
             if kept:
                 self._owners[name].state[parameter] = kept
         return found
-
-    def _restore_settings(self, saved: Sequence[OptimizerGroup]) -> None:
-        groups = self._groups
-        if len(saved) != len(groups):
-            raise UsageError(
-                f"the checkpoint's optimizer has {len(saved)} groups of parameters, this one {len(groups)}; build it "
-                "with the same groups as for the checkpoint"
-            )
-        for group, was in zip(groups, saved, strict=True):
-            own = {name for name, p in self._named.items() if _is_in(p, group)}
-            strange = sorted(own - set(was.names))
-            if strange:
-                raise UsageError(
-                    f"{strange[0]} is in another group of the checkpoint's optimizer; build it with the same groups"
-                )
-            restore_settings(group, was.settings)
 
     @staticmethod
     def place_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> Callable[[str], torch.device]:

@@ -206,7 +206,7 @@ class RowExchange:
                 layout.dtype,
             ):
                 raise TransportError(f"rank {source} has sent an input {value.name!r} of another shape; start again")
-            given[value.name] = next(tensors)
+            given[value.name] = next(tensors).requires_grad_(own.tensors[value.name].requires_grad)
         if len(parts) - 1 not in stages:
             return StepInputs(given, sizes, None)
         labels = self._labels(header, own.labels, tensors)

@@ -1,10 +1,14 @@
 """Check that an optimizer updates each parameter independently, which stages in several processes require."""
 
 import inspect
+import weakref
 from collections import OrderedDict, defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from penstock.errors import UsageError
 
@@ -14,35 +18,74 @@ _STEPS = 3  # some optimizers combine parameters only from the second step on
 def check_separable(optimizer: torch.optim.Optimizer) -> None:
     """Check that an optimizer can be split over processes that hold different parameters.
 
-    Raises `UsageError` if the optimizer needs a closure, such as LBFGS, or if its update of a parameter depends on the
-    gradients of other parameters, which is tested on a copy with two small parameters.
+    Raises `UsageError` if the optimizer needs a closure, such as LBFGS, if its update of a parameter depends on the
+    gradients of other parameters, which is tested on a copy with two small parameters, or if it cannot be tested.
     """
     name = type(optimizer).__name__
     advice = "use stages=1, with replicas, or an optimizer that works parameter by parameter, such as AdamW"
     closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is closure.empty:
+    # by this name, SAM and its relatives climb along the gradients of all parameters
+    if hasattr(optimizer, "first_step") or (closure is not None and closure.default is closure.empty):
         raise UsageError(f"{name} needs the loss and all parameters together, which are in several processes; {advice}")
     try:
         alone, beside = _changed(optimizer, 1.0), _changed(optimizer, 100.0)
-    # an error on the copy does not show that the optimizer combines parameters
-    except Exception:
-        return
+    # whatever the optimizer raises, nothing has shown that it works parameter by parameter
+    except Exception as error:
+        reason = (str(error).splitlines() or [""])[0] or type(error).__name__
+        raise UsageError(
+            f"{name} must work parameter by parameter, since these are in several processes, but its step fails on two "
+            f"small parameters and without a closure ({reason}); {advice}"
+        ) from error
     if not torch.equal(alone, beside):
         raise UsageError(f"{name} combines parameters, which are in several processes; {advice}")
 
 
+def check_at_steps(is_divided: Callable[[torch.optim.Optimizer], bool]) -> RemovableHandle:
+    """Check each optimizer for which `is_divided` returns True before its first step, as those of `model.parameters()`.
+
+    Returns the handle that ends this.
+    """
+    checked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+    def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if optimizer not in checked and is_divided(optimizer):
+            check_separable(optimizer)
+            checked.add(optimizer)
+
+    return register_optimizer_step_pre_hook(check)
+
+
 def _changed(optimizer: torch.optim.Optimizer, other_gradient: float) -> torch.Tensor:
     """Return a small parameter after some steps, optimized together with a parameter of this gradient."""
-    first, second = (torch.nn.Parameter(torch.tensor([[1.0, -2.0], [0.5, 3.0]])) for _ in range(2))
+    device = next((p.device for group in optimizer.param_groups for p in group["params"]), None)
+    device = None if device is None or device.type == "meta" else device
+    begin = torch.tensor([[1.0, -2.0], [0.5, 3.0]], device=device)
+    first, second = (torch.nn.Parameter(begin.clone()) for _ in range(2))
+    twin = _twin(optimizer, [first, second], {})
+    for step in range(_STEPS):
+        first.grad = torch.tensor([[0.3, -0.1], [0.2, 0.05]], device=device) / (step + 1)
+        second.grad = torch.full_like(begin, other_gradient) * (step + 1)
+        twin.step()
+    if torch.equal(first.detach(), begin):
+        raise ValueError("it changes none of them")
+    return first.detach()
+
+
+def _twin(optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter], groups: dict[int, Any]) -> Any:
+    """Return a copy of an optimizer, and of those that it wraps, for other parameters, without state and hooks.
+
+    `groups` are the groups of copies by the id of their originals: an optimizer may share them with one that it wraps.
+    """
     twin: Any = object.__new__(type(optimizer))
-    vars(twin).update(vars(optimizer))
+    settings = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+    if "lr" in settings and not settings["lr"]:  # before a warm-up
+        settings["lr"] = 0.1
+    made = groups.setdefault(id(optimizer.param_groups), [{**settings, "params": parameters}])
+    for key, value in vars(optimizer).items():
+        vars(twin)[key] = _twin(value, parameters, groups) if isinstance(value, torch.optim.Optimizer) else value
+    vars(twin).pop("step", None)  # a scheduler puts one there that steps the original
     twin.state = defaultdict(dict)
     for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         setattr(twin, hooks, OrderedDict())
-    settings = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
-    twin.param_groups = [{**settings, "params": [first, second]}]
-    for step in range(_STEPS):
-        first.grad = torch.tensor([[0.3, -0.1], [0.2, 0.05]]) / (step + 1)
-        second.grad = torch.full((2, 2), other_gradient) * (step + 1)
-        twin.step()
-    return first.detach()
+    twin.param_groups = made
+    return twin

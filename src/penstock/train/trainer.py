@@ -25,13 +25,15 @@ from penstock.tracing.trace import write_run
 from penstock.train.alike import check_alike, identity_of
 from penstock.train.arrangement import Arrangement, TrainOptions, arrange
 from penstock.train.captured import Captured
+from penstock.train.empty_optimizer import is_empty
 from penstock.train.evaluation import Evaluation
 from penstock.train.features import Follower, Together
 from penstock.train.forward_backward import ForwardBackward
 from penstock.train.held_tensors import HeldTensors
+from penstock.train.input_gradients import check_same, check_wanted
 from penstock.train.loss_convention import LossFunction
 from penstock.train.losses import Losses
-from penstock.train.outcome import StepReport, TrainingChange, mean_loss
+from penstock.train.outcome import StepReport, TrainingChange, everywhere, mean_loss
 from penstock.train.placed_stages import Computing, PlacedStages
 from penstock.train.recent_batches import RecentBatches
 from penstock.train.row_cut import RowCut
@@ -88,6 +90,7 @@ class Trainer:
         self.changes: list[TrainingChange] = []  # changes of the process group so far
         self.schedulers: list[Any] = []  # learning-rate schedulers that the caller registered
         self.optimizers: list[torch.optim.Optimizer] = []
+        self._num_checked = 0  # number of optimizers that are known to have parameters somewhere
         self.known_groups: list[dict[str, int]] = []  # by optimizer: each parameter's group, also if frozen
         # True if the caller chose the placement
         self.is_arranged = any(each is not None for each in (cut.stages, cut.cuts, cut.plan, options.replicas))
@@ -200,8 +203,9 @@ class Trainer:
                 "this run may move parameters between processes, so it needs an optimizer of the pipeline; create one "
                 "with pipe.optimizer(lambda parameters: ...)"
             )
-        _, sizes = rows.bound(self.captured.graph)
+        tensors, sizes = rows.bound(self.captured.graph)
         self.row_cut.check(labels, sizes["batch"])
+        check_wanted(self.now, tensors, labels, may_repeat=self.survivors is not None)
         step = StepContext(
             rows=rows, number=self.step, seed=self.seed, loss_fn=loss_fn, cached=self.data.as_loaded(inputs),
             may_repeat=self.survivors is not None, tracer=self.tracer,
@@ -220,7 +224,7 @@ class Trainer:
         def run() -> dict[str, Any]:
             # a process that has just joined learns the step's number only now
             context.number = self.step
-            return self._work.run(context, self.now)
+            return {**self._work.run(context, self.now), "empty": self._find_empty()}
 
         # while losses are exchanged, gradient sums are in flight, or complete if the step may have to be repeated
         gathered = self.together(run, self._work.undo, admits=True)
@@ -233,13 +237,24 @@ class Trainer:
         step, self.step = self.step, self.step + 1  # counts even if the loss is not finite
         self.exchange.mark(self.placed)
         loss = mean_loss(gathered, step, self.now.last_stage)
+        if set.intersection(*(set(document["empty"]) for document in gathered)):
+            raise everywhere(
+                UsageError("an optimizer has no parameters on any rank; check how its parameters are chosen")
+            )
+        check_same(gathered, self.world.names)
+        self._num_checked = len(self.optimizers)
         if self.follower is not None:
             self.follower.saw_gradients(gradients)
         self.tensors.add_gradients(gradients)
         self.now.direct.add(divisor)
+        self._work.give_back(divisor)
         self._report(self._work.ran, synchronize_s, self.transport.sent_bytes - sent_bytes)
         self.data.short = None
         return torch.tensor(loss, dtype=torch.float64)
+
+    def _find_empty(self) -> list[int]:
+        """Return the indices of new optimizers without parameters on this process."""
+        return [n for n, each in enumerate(self.optimizers) if n >= self._num_checked and is_empty(each)]
 
     def _count_rows(self, rows: StepRows) -> int:
         """Return the number of rows of the whole batch, over all replicas."""

@@ -1,6 +1,8 @@
 """A pipeline of a model in training mode: the methods of the user's training loop, which all processes run."""
 
 import atexit
+import contextlib
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -10,11 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from penstock.deploy.run_options import CutOptions, ModelCall, RunOptions
-from penstock.errors import UsageError
+from penstock.errors import PenstockError, UsageError
 from penstock.graph.call import CallInputs
+from penstock.group.calls import named_after
 from penstock.group.entry import join_torchrun, thread_worlds, under_torchrun
 from penstock.group.regroup import place_to_join
-from penstock.group.world import World
+from penstock.group.world import World, failed
 from penstock.runtime.registry import EAGER
 from penstock.tensors import find_device
 from penstock.terminal.notes import note
@@ -23,11 +26,13 @@ from penstock.train.arrangement import ScheduleChoice, TrainOptions, find_cuts
 from penstock.train.captured import Captured
 from penstock.train.checkpoint import Optimizers, load_checkpoint, save_checkpoint
 from penstock.train.evaluate import evaluate, predict
+from penstock.train.grad_scaling import follow_scalers, forget_scalers
 from penstock.train.loader import Loader
 from penstock.train.loading import Collate
 from penstock.train.loss_convention import LossFunction
 from penstock.train.outcome import StepReport, TrainingChange
 from penstock.train.save import save_model
+from penstock.train.separable import check_at_steps
 from penstock.train.survival.beginning import check_survivable, join_training, survive
 from penstock.train.trainer import Trainer
 from penstock.wire import FEEDER, NUM_BUFFERS
@@ -116,8 +121,10 @@ class TrainingPipeline:
                 )
             else:
                 self._trainer = self._begin()
+            follow_scalers(self._trainer)
+            self._check_optimizers = check_at_steps(lambda optimizer: self.trainer.tensors.divides(optimizer))
             self._captured.hidden.hide()
-            atexit.register(self.abandon)  # announces this exit to the other ranks
+            atexit.register(self._exit)  # announces this exit to the other ranks
         return self._trainer
 
     def _begin(self) -> Trainer:
@@ -152,12 +159,22 @@ class TrainingPipeline:
             raise
 
     def close(self) -> None:
-        """Write the trace and release all processes, after waiting for every rank (a barrier)."""
-        self._end(wait=True)
+        """Write the trace and release all processes, after waiting for every rank (a barrier).
+
+        If this follows from an exception, as in a `finally`, ranks that still train end with it.
+        """
+        self._end(wait=True, error=sys.exc_info()[1] or failed())
 
     def abandon(self) -> None:
         """Release all resources immediately."""
         self._end(wait=False)
+
+    def _exit(self) -> None:
+        """Announce the end of the program to the other ranks, and the exception that led to it."""
+        if (error := failed()) is not None:
+            self.end(error)
+        else:
+            self.abandon()
 
     def end(self, error: BaseException | None) -> None:
         """Close cleanly, or abandon the run because of the caller's error."""
@@ -176,21 +193,25 @@ class TrainingPipeline:
     ) -> None:
         self.end(error)
 
-    def _end(self, *, wait: bool) -> None:
+    def _end(self, *, wait: bool, error: BaseException | None = None) -> None:
         if self._closed:
             return
         self._closed = True
         self._captured.hidden.show()
-        atexit.unregister(self.abandon)
-        try:
-            if self._trainer is not None and wait and self._trainer.world.health.watching:
-                self._trainer.write_trace(self.model_name)
-        finally:
-            if self._trainer is not None:
-                with self._trainer.call("close"):
-                    self._trainer.close(wait=wait)
+        atexit.unregister(self._exit)
+        with contextlib.ExitStack() as ends:  # called in reverse order of these lines
             if self._owns_world and self._joined is not None:
-                self._joined.close()
+                ends.callback(self._joined.close)
+            if self._trainer is None:
+                return
+            forget_scalers(self._trainer)
+            self._check_optimizers.remove()
+            ends.enter_context(self._trainer.call(named_after("close", error)))
+            ends.callback(self._trainer.close, wait=wait)
+            if wait and self._trainer.world.health.watching:
+                # after an error a trace is worth less than the error, which its own would replace
+                with contextlib.suppress(PenstockError) if error is not None else contextlib.nullcontext():
+                    self._trainer.write_trace(self.model_name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the outputs of the current weights in evaluation mode, for this replica's rows."""
@@ -260,7 +281,9 @@ class TrainingPipeline:
         `inputs` is a tensor, a tuple of positional inputs or a dict of keyword inputs: the rows of this replica, as
         `loader` returns them. `loss_fn(output, labels)` runs on the last stage and returns a scalar or `(sum, count)`;
         without it the model's own loss is used. A scalar may be a mean over rows or over counted labels, or a sum; the
-        result is the loss of the whole batch. To detect which, `loss_fn` is also called on halves of the first
+        result is the loss of the whole batch. `loss_fn` sees the rows of one microbatch, and sums are added over all
+        microbatches and replicas: a divisor must be counted inside `loss_fn`, from its arguments, or be that of the
+        whole batch. To detect which, `loss_fn` is also called on halves of the first
         microbatch, and of later ones if the first does not decide it or rows have weights. Gradients accumulate over
         steps until `optimizer.zero_grad()`.
 

@@ -150,8 +150,10 @@ class Trainer:
 
     @contextlib.contextmanager
     def call(self, name: str) -> Iterator[None]:
-        """Run a collective call; its name is sent to other processes."""
+        """Run a collective call with the model's current tensors; its name is sent to other processes."""
         health = self.world.health
+        if name != "close":
+            self.tensors.follow()
         with self.calls.entered(name):
             # a process that joins later counts calls from 0, so their numbers are compared only in runs without joins
             health.call = self.calls.current if self.survivors is None else ""
@@ -288,6 +290,7 @@ class Trainer:
 
     def optimizer(self, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> torch.optim.Optimizer:
         """Create the optimizer of this process's parameters; `make` receives them and returns an optimizer."""
+        self.tensors.follow()
         optimizer = self.tensors.make_optimizer(make)
         self.optimizers.append(optimizer)
         if self.tracer:
@@ -296,6 +299,7 @@ class Trainer:
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Return the parameters of this process's stages by their names in the model."""
+        self.tensors.follow()
         yield from self.tensors.parameters.items()
 
     @property

@@ -147,21 +147,24 @@ def test_another_format_is_refused(change: Callable[[Net], Any], said: str) -> N
 
 
 def test_stages_follow_their_tensors() -> None:
+    made = net()  # threads would disturb each other's generator
+    halved = {name: tensor / 2 for name, tensor in made.state_dict().items()}
+
     def script(world: World) -> list[float]:
-        model = net()
+        model = copy.deepcopy(made)
         with Pipeline(model, ROWS, stages=2, microbatches=2, world=world) as pipe:
             pipe.train_step(ROWS, LABELS, F.cross_entropy)
             for parameter in model.parameters():
                 parameter.data = parameter.data / 2
             model.load_state_dict({"shift": torch.ones(4)}, strict=False, assign=True)
             losses = [float(pipe.train_step(ROWS, LABELS, F.cross_entropy))]
-            model.load_state_dict({k: v / 2 for k, v in net().state_dict().items()}, assign=True)
+            model.load_state_dict({name: tensor.clone() for name, tensor in halved.items()}, assign=True)
             return [*losses, pipe.evaluate(ROWS, LABELS, F.cross_entropy)]
 
     twin = net()
     twin.load_state_dict({name: tensor / 2 for name, tensor in twin.state_dict().items()})
-    halved = value(twin)
+    of_halves = value(twin)
     twin.slope.mul_(2)
     twin.shift.fill_(1)
     for found in in_threads(2, script):
-        assert found == pytest.approx([value(twin), halved], rel=1e-5)
+        assert found == pytest.approx([value(twin), of_halves], rel=1e-5)

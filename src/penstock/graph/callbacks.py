@@ -34,6 +34,7 @@ from torch.utils.hooks import BackwardHook, RemovableHandle
 
 from penstock.errors import CaptureError
 from penstock.graph.attributes import left_attributes
+from penstock.graph.live_module import Reads, recorded_reads
 
 Run = Callable[[list[Tensor], list[int]], list[Tensor]]
 
@@ -83,6 +84,7 @@ class Recorder:
     callbacks: list[Callback] = field(default_factory=list)
     notes: dict[str, None] = field(default_factory=dict)
     left: dict[str, Any] = field(default_factory=dict)  # assigned attributes of modules, from `left_attributes`
+    reads: Reads = field(default_factory=dict)  # attributes of modules that the forward read
     is_inside: bool = False  # True within a callback, whose inner calls are not recorded
 
     @contextlib.contextmanager
@@ -121,9 +123,10 @@ def recorded_callbacks(model: nn.Module) -> Iterator[Recorder]:
     call: Callable[..., Any] = model._call_impl  # the forward pass with the model's own hooks
 
     def watched(*args: Any, **kwargs: Any) -> Any:
-        with _replaced(recorder), _Intercept(recorder), left_attributes(model) as left:
+        with _replaced(recorder), _Intercept(recorder), left_attributes(model) as left, recorded_reads() as reads:
             made = call(*args, **kwargs)
         recorder.left.update(left)
+        recorder.reads = reads
         return made
 
     token = _RECORDER.set(recorder)

@@ -107,7 +107,7 @@ def _export(
         note(text)
     return translate(
         exported, model, _in_order(exported, labels), fixed_batch=fixed_batch, callbacks=recorder.callbacks,
-        left=recorder.left,
+        left=recorder.left, reads=recorder.reads,
     )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from penstock.graph.callbacks import Callback
 from penstock.graph.decoders import share_heads
 from penstock.graph.encoding import STAGE_DEVICE
 from penstock.graph.graph import Call, Graph, Output, Plain, Visit
+from penstock.graph.live_module import Reads
 from penstock.graph.nodes import from_sympy, is_idle, module_calls
 from penstock.graph.ops import CALLBACK, GETITEM, Op, Ref, State, returned_argument
 from penstock.graph.prepare import prepare
@@ -36,6 +37,7 @@ _REGIONS: dict[str, int] = {"wrap_with_set_grad_enabled": 1, "wrap_with_autocast
 def translate(
     exported: ExportedProgram, model: nn.Module, labels: Sequence[Sequence[str | None]], *, fixed_batch: int | None,
     callbacks: Sequence[Callback] = (), left: Mapping[str, Any] | None = None,
+    reads: Reads | None = None,
 ) -> Graph:  # fmt: skip
     """Translate an exported program to a graph; raises `CaptureError` for operations that a stage cannot run.
 
@@ -51,7 +53,7 @@ def translate(
         states=tuple(translator.states), prelude=(), ops=tuple(translator.ops), visits=tuple(translator.visits),
         values=translator.tensors, outputs=outputs, output_spec=exported.call_spec.out_spec,
         fixed_batch=fixed_batch, constants=translator.constants, forbidden={},
-        callbacks=callbacks, left=left or {},
+        callbacks=callbacks, left=left or {}, reads=reads or {},
     )  # fmt: skip
     return prepare(share_heads(translated) if translated.keeps_caches else translated)
 

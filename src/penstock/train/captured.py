@@ -20,6 +20,7 @@ from penstock.graph.cuts import Cut, Cuts
 from penstock.graph.exports import EXPORTING
 from penstock.graph.freeze import check_apart, find_layers, freeze_prefix, sources_before
 from penstock.graph.graph import Graph
+from penstock.graph.live_module import LiveModule
 from penstock.graph.ops import BATCH_NORM
 from penstock.graph.training_parts import TrainingPart, divide_for_training
 from penstock.runtime.registry import EAGER
@@ -67,7 +68,9 @@ class Captured:
                 f"the forward pass assigns {', '.join(f'self.{name}' for name in counts)}; this ran once, during "
                 "capture, and does not run in each step; use a buffer"
             )
-        self._was = _captured_state(module)
+        self._whole = self.graph  # before any layer is frozen
+        self._live = LiveModule(module, self.graph.reads, self.graph.left)
+        self._live_evaluation: LiveModule | None = None
         self.least_rows = _least_rows(self.graph)  # minimum rows of a microbatch
         self.frozen_layers = 0  # number of leading layers that do not train
         self.frozen_end = 0  # position in the graph where these layers end
@@ -86,17 +89,37 @@ class Captured:
             )
 
     def check_unchanged(self) -> None:
-        """Raise `UsageError` if the caller's module changed its mode or hooks since the capture."""
+        """Raise `UsageError` if the caller's module is not what it was at the capture, apart from its tensors."""
         if self.shared is None:
             return
-        for path, now in _captured_state(self._model).items():
-            was = self._was.get(path)
-            # a removed backward hook is just not called any more; a removed forward hook is still in the captured graph
-            if was is None or now[:2] != was[:2] or not now[2] <= was[2]:
-                raise UsageError(
-                    f"{path or self.graph.model} has another mode (train, eval) or other hooks than when the pipeline "
-                    "captured it; change it before, or create a new pipeline"
-                )
+        what = self._live.rebuilt() or self._live.written()  # a capture shares such tensors, so it has their new values
+        if not what and (what := self._live.changed()) and self._capture().computes_as(self._whole):
+            self._live, what = LiveModule(self._model, self._whole.reads, self._whole.left), ""
+        if what:
+            raise UsageError(
+                f"{what}, but the pipeline trains what it captured; change the model before, keep a number that "
+                "changes in a buffer, or close the pipeline and create a new one"
+            )
+
+    def follow_evaluation(self) -> bool:
+        """Capture the evaluation again if the module changed since; return whether it computes something else.
+
+        Raises `UsageError` if the module has other submodules or hooks than at the first capture.
+        """
+        if self.shared is None:
+            return False
+        if what := self._live.rebuilt(modes=False):
+            raise UsageError(
+                f"{what}, but the pipeline evaluates what it captured; change the model before, or close the pipeline "
+                "and create a new one"
+            )
+        if self._live_evaluation is None or not self._live_evaluation.changed():
+            return False
+        written, was = self._live_evaluation.written(), vars(self).pop("evaluation")
+        if written or not self.evaluation.computes_as(was):
+            return True
+        self.evaluation = was  # with its cached results
+        return False
 
     def untrained(self) -> str:
         """Return a note naming trainable parameters that the forward pass does not use; empty if none."""
@@ -113,14 +136,24 @@ class Captured:
     def evaluation(self) -> Graph:
         """Graph of the model in evaluation mode; the module's modes are restored."""
         modes = {module: module.training for module in self._model.modules()}
+        try:
+            self._model.eval()
+            graph = self._capture()
+        finally:
+            for module, training in modes.items():
+                module.training = training
+        if self.shared is not None:
+            self._live_evaluation = LiveModule(self._model, graph.reads, [*graph.left, *self._whole.left])
+        return graph
+
+    def _capture(self) -> Graph:
+        """Capture the model as it is now, with the attributes that its forward pass assigns."""
         with EXPORTING:
             try:
                 self.hidden.show()
-                return capture(self._model.eval(), *self._call, dynamic=self._dynamic)
+                return capture(self._model, *self._call, dynamic=self._dynamic)
             finally:
                 self.hidden.hide()
-                for module, training in modes.items():
-                    module.training = training
 
     @cached_property
     def layers(self) -> list[Cut]:
@@ -213,18 +246,6 @@ def cast_crossings(
             crossing = cast["inputs"][: len(part.crossing)]
             changed.append(dataclasses.replace(part, program=dataclasses.replace(program, **cast), crossing=crossing))
     return changed
-
-
-def _captured_state(module: nn.Module) -> dict[str, tuple[bool, frozenset[int], frozenset[int]]]:
-    """Return each module's mode and hooks, which a capture depends on and a script may change later."""
-    return {
-        path: (
-            part.training,
-            frozenset([*part._forward_hooks, *part._forward_pre_hooks]),
-            frozenset([*part._backward_hooks, *part._backward_pre_hooks]),
-        )
-        for path, part in module.named_modules()
-    }
 
 
 def _least_rows(graph: Graph) -> int:

@@ -26,6 +26,7 @@ def evaluate_all(
     trainer: Trainer, inputs: Any, labels: Any, functions: Sequence[LossFunction | None]
 ) -> list[tuple[float, float]]:
     """Return the sum and the count of each function over all rows of all replicas, from a single forward pass."""
+    trainer.follow()
     rows = StepRows(trainer.data, trainer.placed, inputs, labels)
 
     def work() -> dict[str, Any]:
@@ -50,6 +51,7 @@ def predict(trainer: Trainer, inputs: Any) -> Any:
 
     Raises `DeviceLost` if a process is lost during the call, because the rows are then redistributed.
     """
+    trainer.follow()
     placed = trainer.placed
     found: list[Any] = []
 

@@ -297,11 +297,15 @@ class HeldTensors:
                 found.append(Weight(name, stages, leaves, ranks, tuple(holders)))
         return found
 
-    def add_states(self, graph_states: Iterable[State], load: Captured) -> None:
-        """Add tensors that only evaluation needs, such as constants; training buffers are shared."""
+    def add_states(self, graph_states: Iterable[State], load: Captured) -> dict[str, Tensor]:
+        """Add buffers that only evaluation needs; training's are shared. Return the evaluation's constants."""
+        constants = {}
         for state in graph_states:
-            if state.kind != "parameter" and state.source not in self.others:
+            if state.kind == "constant":  # one of training may have the same name
+                constants[state.source] = moved(load_state(load.evaluation, state, load.weights), self.device)
+            elif state.kind != "parameter" and state.source not in self.others:
                 self.others[state.source] = self._of_evaluation(state, load)
+        return constants
 
     def _of_evaluation(self, state: State, load: Captured) -> Tensor:
         if state.kind != "buffer" or self._shared is None:

@@ -148,6 +148,12 @@ class Trainer:
         """Evaluation with the current weights."""
         return self.now.evaluation
 
+    def follow(self) -> None:
+        """Switch to the caller's module as it is now, before an evaluation."""
+        self.tensors.follow()
+        if self.captured.follow_evaluation():
+            self.now.evaluate_again()
+
     @contextlib.contextmanager
     def call(self, name: str) -> Iterator[None]:
         """Run a collective call with the model's current tensors; its name is sent to other processes."""

@@ -35,6 +35,7 @@ from torch.utils.hooks import BackwardHook, RemovableHandle
 from penstock.errors import CaptureError
 from penstock.graph.attributes import left_attributes
 from penstock.graph.live_module import Reads, recorded_reads
+from penstock.graph.random_states import call_without_draws
 
 Run = Callable[[list[Tensor], list[int]], list[Tensor]]
 
@@ -124,7 +125,7 @@ def recorded_callbacks(model: nn.Module) -> Iterator[Recorder]:
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         with _replaced(recorder), _Intercept(recorder), left_attributes(model) as left, recorded_reads() as reads:
-            made = call(*args, **kwargs)
+            made = call_without_draws(model, call, *args, **kwargs)
         recorder.left.update(left)
         recorder.reads = reads
         return made
@@ -283,6 +284,11 @@ class _Intercept(TorchFunctionMode):
                 return self._register_hook(*args, **(kwargs or {}))
             if func == _property("data").__get__:
                 return self._data(args[0])
+            if kwargs and isinstance(kwargs.get("generator"), torch.Generator):
+                raise CaptureError(
+                    "the forward pass draws from a torch.Generator of its own; leave generator out, since a pipeline "
+                    "seeds each operation, or make the random numbers an input"
+                )
             if self._recorder.trains and (advice := _REFUSED.get(func)):
                 raise CaptureError(f"the forward pass uses {advice}")
         return func(*args, **(kwargs or {}))

@@ -21,6 +21,7 @@ from penstock.graph.exports import EXPORTING
 from penstock.graph.fast_paths import fast_layers
 from penstock.graph.graph import Graph
 from penstock.graph.older_torch import ordered_multiples
+from penstock.graph.random_states import kept_random_states
 from penstock.graph.translate import translate
 from penstock.tensors import moved
 from penstock.terminal.notes import note
@@ -65,7 +66,7 @@ def capture(
     arguments, keywords = _beside(model, (tuple(args), dict(kwargs or {})))
     rows = batch_rows(arguments, keywords)
     with (
-        EXPORTING, ordered_multiples(), fake_parameters(model), _as_one_pass(model),
+        EXPORTING, ordered_multiples(), kept_random_states(), fake_parameters(model), _as_one_pass(model),
         torch.set_grad_enabled(model.training),
     ):  # fmt: skip
         if rows is None:

@@ -5,6 +5,7 @@ import traceback
 from pathlib import Path
 
 import torch
+from torch import fx
 
 _LONGEST = 240
 _TORCH = str(Path(torch.__file__).parent)
@@ -56,5 +57,15 @@ def _place(error: BaseException) -> str:
     if not inside:
         return ""
     frame = inside[-1]
-    code = f": {frame.line}" if frame.line else ""
-    return f" ({Path(frame.filename).name}:{frame.lineno}{code})"
+    return _show(frame.filename, frame.lineno, frame.line)
+
+
+def place_of(node: fx.Node) -> str:
+    """Return the line of the model's code that an operation of an export comes from, in parentheses, or ""."""
+    found = re.findall(r'File "([^"]+)", line (\d+), in .*\n\s*(.*)', node.meta.get("stack_trace") or "")
+    own = [line for line in found if not line[0].startswith((_TORCH, "<"))]
+    return _show(*own[-1]) if own else ""
+
+
+def _show(file: str, number: object, code: str | None) -> str:
+    return f" ({Path(file).name}:{number}{f': {code}' if code else ''})"

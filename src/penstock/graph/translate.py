@@ -16,6 +16,7 @@ from penstock.graph.caches import is_cache
 from penstock.graph.callbacks import Callback
 from penstock.graph.decoders import share_heads
 from penstock.graph.encoding import STAGE_DEVICE
+from penstock.graph.export_reason import place_of
 from penstock.graph.graph import Call, Graph, Output, Plain, Visit
 from penstock.graph.live_module import Reads
 from penstock.graph.nodes import from_sympy, is_idle, module_calls
@@ -225,8 +226,8 @@ class _Translator:
             if expression is not None:
                 return Size(expression) if not isinstance(expression, (int, float)) else expression
             raise CaptureError(
-                f"{type(self.model).__name__} computes the size {value} from data at {node.name}; sizes in a stage "
-                "must follow from its inputs' sizes"
+                f"{type(self.model).__name__} takes a number from the values of a tensor{place_of(node)}; compute with "
+                "the tensor instead of item(); sizes in a stage must follow from its inputs' sizes"
             )
         return value if isinstance(value, (bool, int, float)) else None
 

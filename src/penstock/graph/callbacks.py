@@ -33,7 +33,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.hooks import BackwardHook, RemovableHandle
 
 from penstock.errors import CaptureError
-from penstock.graph.attributes import left_attributes
+from penstock.graph.attributes import left_attributes, unresized_buffers
 from penstock.graph.live_module import Reads, recorded_reads
 from penstock.graph.random_states import call_without_draws
 
@@ -124,7 +124,10 @@ def recorded_callbacks(model: nn.Module) -> Iterator[Recorder]:
     call: Callable[..., Any] = model._call_impl  # the forward pass with the model's own hooks
 
     def watched(*args: Any, **kwargs: Any) -> Any:
-        with _replaced(recorder), _Intercept(recorder), left_attributes(model) as left, recorded_reads() as reads:
+        with (
+            _replaced(recorder), _Intercept(recorder), unresized_buffers(model), left_attributes(model) as left,
+            recorded_reads() as reads,
+        ):  # fmt: skip
             made = call_without_draws(model, call, *args, **kwargs)
         recorder.left.update(left)
         recorder.reads = reads
@@ -289,6 +292,8 @@ class _Intercept(TorchFunctionMode):
                     "the forward pass draws from a torch.Generator of its own; leave generator out, since a pipeline "
                     "seeds each operation, or make the random numbers an input"
                 )
+            if func == _property("data").__set__:
+                raise CaptureError("the forward pass uses an assignment to .data; use copy_ under torch.no_grad")
             if self._recorder.trains and (advice := _REFUSED.get(func)):
                 raise CaptureError(f"the forward pass uses {advice}")
         return func(*args, **(kwargs or {}))
@@ -341,6 +346,5 @@ _REFUSED: dict[Any, str] = {
     Tensor.backward: "Tensor.backward; return the loss instead, and train_step runs the backward",
     Tensor.retain_grad: "retain_grad, whose gradient could not be read; use register_hook, which receives it",
     _property("grad_fn").__get__: "grad_fn; use register_hook of the tensor",
-    _property("data").__set__: "an assignment to .data; use copy_ under torch.no_grad",
     Tensor.register_post_accumulate_grad_hook: "register_post_accumulate_grad_hook; call it once, outside",
 }

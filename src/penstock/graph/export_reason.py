@@ -1,5 +1,6 @@
 """Why a model does not export, in one line."""
 
+import contextlib
 import re
 import traceback
 from pathlib import Path
@@ -8,7 +9,7 @@ import torch
 from torch import fx
 
 _LONGEST = 240
-_TORCH = str(Path(torch.__file__).parent)
+_NOT_THE_MODELS = (str(Path(torch.__file__).parent), contextlib.__file__, "<")
 _WITHOUT = "; use torch.where in place of an if, or give Pipeline a list of modules, one a stage, which streams only"
 # torch's long messages, and short replacements
 _KNOWN = (
@@ -52,7 +53,7 @@ def _shorten(text: str) -> str:
 
 def _place(error: BaseException) -> str:
     """Return the deepest line of the traceback outside of torch: the model's line, not the capture's."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((_TORCH, "<"))]
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_NOT_THE_MODELS)]
     inside = [frame for frame in frames if Path(frame.filename).parent != Path(__file__).parent]
     if not inside:
         return ""
@@ -63,7 +64,7 @@ def _place(error: BaseException) -> str:
 def place_of(node: fx.Node) -> str:
     """Return the line of the model's code that an operation of an export comes from, in parentheses, or ""."""
     found = re.findall(r'File "([^"]+)", line (\d+), in .*\n\s*(.*)', node.meta.get("stack_trace") or "")
-    own = [line for line in found if not line[0].startswith((_TORCH, "<"))]
+    own = [line for line in found if not line[0].startswith(_NOT_THE_MODELS)]
     return _show(*own[-1]) if own else ""
 
 

@@ -311,11 +311,8 @@ def test_a_model_that_fixes_its_batch() -> None:
     assert graph.fixed_batch == 2
     assert graph.symbols == ()
     split = split_at(Fixed().eval(), graph, [])
-    with pytest.raises(UsageError) as caught:
+    with pytest.raises(UsageError, match=r"\[2, 4\]; got float32 \[3, 4\].* at 2: .*test_capture\.py:\d+: "):
         split(torch.randn(3, 4))
-    assert str(caught.value) == (
-        "the input 'x' must be float32 [2, 4]; got float32 [3, 4]; Fixed fixes its batch size at 2"
-    )
 
 
 class OneTensor(nn.Module):

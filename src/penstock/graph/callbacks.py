@@ -34,6 +34,7 @@ from torch.utils.hooks import BackwardHook, RemovableHandle
 
 from penstock.errors import CaptureError
 from penstock.graph.attributes import left_attributes, unresized_buffers
+from penstock.graph.fixed_sizes import watched_sizes
 from penstock.graph.live_module import Reads, recorded_reads
 from penstock.graph.random_states import call_without_draws
 
@@ -86,6 +87,7 @@ class Recorder:
     notes: dict[str, None] = field(default_factory=dict)
     left: dict[str, Any] = field(default_factory=dict)  # assigned attributes of modules, from `left_attributes`
     reads: Reads = field(default_factory=dict)  # attributes of modules that the forward read
+    fixing: list[str] = field(default_factory=list)  # lines that allow only some batch sizes
     is_inside: bool = False  # True within a callback, whose inner calls are not recorded
 
     @contextlib.contextmanager
@@ -126,7 +128,7 @@ def recorded_callbacks(model: nn.Module) -> Iterator[Recorder]:
     def watched(*args: Any, **kwargs: Any) -> Any:
         with (
             _replaced(recorder), _Intercept(recorder), unresized_buffers(model), left_attributes(model) as left,
-            recorded_reads() as reads,
+            recorded_reads() as reads, watched_sizes((args, kwargs)) as recorder.fixing,
         ):  # fmt: skip
             made = call_without_draws(model, call, *args, **kwargs)
         recorder.left.update(left)

@@ -1,6 +1,7 @@
 """Capture of a model's forward pass as a graph of operators, with a symbolic batch size."""
 
 import contextlib
+import dataclasses
 import io
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from torch.utils import _pytree as pytree
 from penstock.errors import CaptureError
 from penstock.graph.callbacks import recorded_callbacks
 from penstock.graph.dynamic_shapes import batch_rows, dynamic_shapes, label_inputs, limits_in, widen_rows
-from penstock.graph.export_reason import export_reason
+from penstock.graph.export_reason import export_reason, is_of_sizes
 from penstock.graph.exports import EXPORTING
 from penstock.graph.fast_paths import fast_layers
 from penstock.graph.graph import Graph
@@ -77,7 +78,7 @@ def capture(
         try:
             return _export(model, wide_arguments, wide_keywords, shapes, labels, fixed_batch=None)
         except CaptureError as error:
-            limits = limits_in(error) if dynamic else {}
+            limits, reason = limits_in(error) if dynamic else {}, str(error).partition(": ")[2]
             if dynamic and not limits:
                 raise
         if limits:
@@ -85,7 +86,8 @@ def capture(
             return _export(model, wide_arguments, wide_keywords, shapes, labels, fixed_batch=None)
         # retry at the example's own batch size, which is right only if the model requires it; its error is more useful
         # than an error about rows that the caller did not pass
-        return _export(model, arguments, keywords, None, fixed_batch=rows)
+        graph = _export(model, arguments, keywords, None, fixed_batch=rows)
+        return dataclasses.replace(graph, why_fixed=reason)
 
 
 def _export(
@@ -103,7 +105,10 @@ def _export(
             )
     # exceptions of the model's own code propagate through torch.export, so any exception can mean "does not export"
     except Exception as error:
-        raise CaptureError(f"{type(model).__name__} cannot be captured: {export_reason(error)}") from error
+        reason = export_reason(error)
+        if recorder.fixing and is_of_sizes(error):
+            reason = f"it works with some batch sizes only ({recorder.fixing[0]})"
+        raise CaptureError(f"{type(model).__name__} cannot be captured: {reason}") from error
     for text in recorder.notes:
         note(text)
     return translate(

@@ -29,6 +29,11 @@ def export_reason(error: BaseException) -> str:
     return _shorten(words) + _place(error) + way_out
 
 
+def is_of_sizes(error: BaseException) -> bool:
+    """Return whether an export failed because the model does not accept all batch sizes."""
+    return bool(re.search(r"Constraints violated|specialized it to be a constant|generated guard", str(error)))
+
+
 def _first_words(error: BaseException) -> str:
     text = str(error)
     for pattern, words in _KNOWN:

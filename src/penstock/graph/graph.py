@@ -76,6 +76,7 @@ class Graph:
     callbacks: Sequence[Callback] = field(default=(), repr=False)
     left: Mapping[str, Any] = field(default_factory=dict, repr=False)  # attributes assigned by the forward
     reads: Reads = field(default_factory=dict, repr=False, compare=False)  # attributes of modules that the forward read
+    why_fixed: str = field(default="", compare=False)  # reason for `fixed_batch`
     # cached results of `graph/rows.py`
     verdicts: dict[Any, Any] = field(init=False, repr=False, compare=False, default_factory=dict)
 

@@ -13,6 +13,7 @@ from penstock.deploy.run_options import CutOptions
 from penstock.engine.placement import Grid, Replica, shares
 from penstock.errors import PlanError, UsageError
 from penstock.graph.cuts import Cut, Cuts
+from penstock.graph.fixed_batch import check_whole
 from penstock.graph.graph import Graph
 from penstock.group.world import World
 from penstock.plan.check import check_purpose
@@ -253,6 +254,9 @@ def arrange(world: World, graph: Graph, cut: CutOptions, options: TrainOptions) 
         choice = ScheduleChoice(options.schedule, NUM_BUFFERS)
         stages = cut.stages if names is None else len(names) + 1
         grid = make_grid(world.devices, stages, options.replicas, choice)
+    if graph.fixed_batch is not None:
+        microbatches = microbatches or 1
+        check_whole(graph, microbatches, len(grid.replicas))
     first = grid.replicas[0]
     cuts = choose_cuts(
         graph, Cuts(graph), names=names, stages=len(first.stages), policy=cut.policy,

@@ -18,6 +18,7 @@ from penstock.graph.call import bind_inputs
 from penstock.graph.capture import capture
 from penstock.graph.cuts import Cut, Cuts
 from penstock.graph.exports import EXPORTING
+from penstock.graph.fixed_batch import with_rows
 from penstock.graph.freeze import check_apart, find_layers, freeze_prefix, sources_before
 from penstock.graph.graph import Graph
 from penstock.graph.live_module import LiveModule
@@ -58,7 +59,7 @@ class Captured:
         self.names = {name: _first(module)[id(tensor)] for name, tensor in module.state_dict(keep_vars=True).items()}
         self.trainable = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
         with EXPORTING, advising(module):
-            self.graph = capture(module, *self._call, dynamic=dynamic)
+            self.graph = with_rows(capture(module, *self._call, dynamic=dynamic))
         used = {state.source for state in self.graph.states}
         self.unused = [name for name, _ in module.named_parameters() if name not in used]
         self.example_sizes = bind_inputs(self.graph, *self._call)[1]
@@ -84,8 +85,8 @@ class Captured:
             )
         if "batch" not in self.graph.symbols:
             raise UsageError(
-                f"{self.graph.model} fixes its batch size at {self.graph.fixed_batch}, so no batch can be cut into "
-                "microbatches; make its forward pass take any number of rows"
+                f"{self.graph.model} has no input whose dimension 0 is the batch, so no batch can be cut into "
+                "microbatches; give it an input with a row for each sample"
             )
 
     def check_unchanged(self) -> None:
@@ -151,7 +152,7 @@ class Captured:
         with EXPORTING:
             try:
                 self.hidden.show()
-                return capture(self._model, *self._call, dynamic=self._dynamic)
+                return with_rows(capture(self._model, *self._call, dynamic=self._dynamic))
             finally:
                 self.hidden.hide()
 

@@ -24,6 +24,7 @@ from penstock.graph.graph import Graph
 from penstock.graph.older_torch import ordered_multiples
 from penstock.graph.random_states import kept_random_states
 from penstock.graph.translate import translate
+from penstock.graph.wrappers import check_unwrapped
 from penstock.tensors import moved
 from penstock.terminal.notes import note
 
@@ -58,7 +59,9 @@ def capture(
 
     Raises:
         CaptureError: the model does not export; the message has torch's reason in one line.
+        UsageError: the model is wrapped, as by DistributedDataParallel.
     """
+    check_unwrapped(model)
     if fast := fast_layers(model):
         note(
             f"{type(model).__name__} is captured without PyTorch's fast path of {', '.join(fast)}, which computes "

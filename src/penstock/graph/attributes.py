@@ -125,6 +125,17 @@ class HiddenAttributes:
                 self._values.append((module, name, value))
                 vars(module)[name] = _Hidden(name)
 
+    @contextlib.contextmanager
+    def shown(self) -> Iterator[None]:
+        """Restore hidden values within the context."""
+        was_hidden = bool(self._values)
+        self.show()
+        try:
+            yield
+        finally:
+            if was_hidden:
+                self.hide()
+
     def show(self) -> None:
         """Restore the values."""
         while self._values:

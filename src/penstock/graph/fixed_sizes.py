@@ -33,7 +33,8 @@ def watched_sizes(inputs: Any) -> Iterator[list[str]]:
     if size is None:
         yield lines
         return
-    env, symbol = size.node.shape_env, size.node.expr
+    env: Any = size.node.shape_env
+    symbol = size.node.expr
     # torch before 2.11 has only the first
     names = [name for name in ("evaluate_expr", "evaluate_sym_node") if hasattr(env, name)]
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from penstock.deploy.modules import advising
-from penstock.errors import CutError, UsageError
+from penstock.errors import CaptureError, CutError, UsageError
 from penstock.graph.attributes import HiddenAttributes
 from penstock.graph.call import bind_inputs
 from penstock.graph.capture import capture
@@ -24,6 +24,7 @@ from penstock.graph.graph import Graph
 from penstock.graph.live_module import LiveModule
 from penstock.graph.ops import BATCH_NORM
 from penstock.graph.training_parts import TrainingPart, divide_for_training
+from penstock.graph.wrappers import check_unwrapped
 from penstock.runtime.registry import EAGER
 from penstock.tensors import HOST
 from penstock.terminal.notes import note
@@ -52,6 +53,7 @@ class Captured:
         module = model if isinstance(model, nn.Module) else build_on_meta(model, seed).train()
         self._model = module
         check_whole(module)
+        check_unwrapped(module)
         self.shared = SharedModule(module) if shares else None
         self._call = (tuple(args), dict(kwargs or {}))
         self._dynamic = dynamic
@@ -137,24 +139,33 @@ class Captured:
     def evaluation(self) -> Graph:
         """Graph of the model in evaluation mode; the module's modes are restored."""
         modes = {module: module.training for module in self._model.modules()}
-        try:
-            self._model.eval()
-            graph = self._capture()
-        finally:
-            for module, training in modes.items():
-                module.training = training
+        with EXPORTING:
+            try:
+                self._model.eval()
+                graph = self._capture()
+            finally:
+                for module, training in modes.items():
+                    module.training = training
         if self.shared is not None:
             self._live_evaluation = LiveModule(self._model, graph.reads, [*graph.left, *self._whole.left])
         return graph
 
     def _capture(self) -> Graph:
         """Capture the model as it is now, with the attributes that its forward pass assigns."""
-        with EXPORTING:
+        with EXPORTING, self.hidden.shown():
+            return with_rows(capture(self._model, *self._call, dynamic=self._dynamic))
+
+    def common_cuts(self) -> Cuts:
+        """Return the cuts that both the training and the evaluation graph allow.
+
+        All cuts of the training graph if the model cannot be evaluated.
+        """
+        with EXPORTING:  # threads may share this object
             try:
-                self.hidden.show()
-                return with_rows(capture(self._model, *self._call, dynamic=self._dynamic))
-            finally:
-                self.hidden.hide()
+                evaluated = Cuts(self.evaluation)
+            except CaptureError:
+                return Cuts(self.graph)
+        return Cuts(self.graph, among={name for cut in evaluated for name in (cut.name, *cut.aliases)})
 
     @cached_property
     def layers(self) -> list[Cut]:
@@ -203,7 +214,10 @@ class Captured:
                 except CutError:
                     continue
             else:
-                raise CutError(f"cut {cut.name} not found in evaluation mode; choose one at the edge of a module")
+                raise CutError(
+                    f"cut {cut.name} not found in evaluation mode; choose one at the edge of a module that both "
+                    "modes use"
+                )
         return found
 
     def parts(

@@ -94,7 +94,7 @@ class Trainer:
         self._work = ForwardBackward(self.world, self.transport, self.losses, self.row_cut)
         self._closed = False
         joins = placed is not None
-        placed = placed or arrange(world, captured.graph, cut, options)
+        placed = placed or arrange(world, captured.graph, cut, options, captured.common_cuts)
         self.alike = [
             *identity_of(captured, options, device), [cut.name for cut in placed.cuts], len(placed.grid.replicas),
             placed.usual_microbatches, None if cut.plan is None else fingerprint(cut.plan),

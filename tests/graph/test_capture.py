@@ -315,6 +315,23 @@ def test_a_model_that_fixes_its_batch() -> None:
         split(torch.randn(3, 4))
 
 
+class Packed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.GRU(4, 4, batch_first=True)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        found: Tensor = self.rnn(packed)[1][-1]
+        return found
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_packed_sequences_are_refused_by_name(training: bool) -> None:
+    with pytest.raises(CaptureError, match=r"pack_padded_sequence.*gather.*test_capture\.py:\d+"):
+        capture(Packed().train(training), (torch.ones(3, 5, 4), torch.tensor([5, 3, 2])))
+
+
 class OneTensor(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x * 2 + 1

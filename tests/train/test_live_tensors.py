@@ -11,6 +11,7 @@ import torch.nn.functional as F  # noqa: N812
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, prune, vector_to_parameters
+from torch.optim.swa_utils import AveragedModel
 
 from penstock.errors import UsageError
 from penstock.group.world import World
@@ -168,3 +169,37 @@ def test_stages_follow_their_tensors() -> None:
     twin.shift.fill_(1)
     for found in in_threads(2, script):
         assert found == pytest.approx([value(twin), of_halves], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("use", "said"),
+    [
+        (lambda model, _: AveragedModel(model), "copy"),
+        (lambda model, _: parameters_to_vector(model.parameters()), "cat"),
+        (lambda model, _: nn.utils.clip_grad_norm_(model.parameters(), 1.0), "another process"),
+        (lambda model, _: [(0.9 * parameter).sum().item() for parameter in model.parameters()], "item"),
+        (lambda model, _: [parameter.detach().numpy() for parameter in model.parameters()], "numpy"),
+        (lambda model, _: model(ROWS), "linear"),
+        (lambda _, loss: (2 * loss).backward(), "train_step"),
+    ],
+)
+def test_values_of_other_processes_are_named(use: Callable[[Net, Tensor], object], said: str) -> None:
+    made = net()
+
+    def script(world: World) -> None:
+        model = copy.deepcopy(made)
+        with Pipeline(model, ROWS, stages=2, microbatches=2, world=world) as pipe:
+            use(model, pipe.train_step(ROWS, LABELS, F.cross_entropy))
+
+    with pytest.raises(UsageError, match=said):
+        in_threads(2, script)
+
+
+def test_a_loss_is_a_tensor(tmp_path: Path) -> None:
+    with Pipeline(net(), ROWS, stages=1, microbatches=2) as pipe:
+        loss = pipe.train_step(ROWS, LABELS, F.cross_entropy)
+        with pytest.raises(UsageError, match=r"loss\.backward\(\)"):
+            loss.backward()
+    torch.save({"losses": [loss]}, tmp_path / "log")
+    assert torch.load(tmp_path / "log", weights_only=True) == {"losses": [loss]}
+    assert float(torch.stack([loss, loss]).mean()) == float(loss)

@@ -289,6 +289,11 @@ class _Intercept(TorchFunctionMode):
                 return self._register_hook(*args, **(kwargs or {}))
             if func == _property("data").__get__:
                 return self._data(args[0])
+            if getattr(func, "__name__", "") == "_pack_padded_sequence":
+                raise CaptureError(
+                    "the forward pass uses pack_padded_sequence, whose sizes are values of a tensor; give the layer "
+                    "the padded rows, and take each row's last output with gather"
+                )
             if kwargs and isinstance(kwargs.get("generator"), torch.Generator):
                 raise CaptureError(
                     "the forward pass draws from a torch.Generator of its own; leave generator out, since a pipeline "

@@ -8,6 +8,23 @@ from torch import Tensor, nn
 
 from penstock.errors import UsageError
 
+
+class TensorElsewhere(Tensor):
+    """A parameter of another process, or what was computed from it, without values: its use raises `UsageError`."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Compute shapes, and replace torch's errors about the meta device."""
+        try:
+            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        except (RuntimeError, NotImplementedError, TypeError) as error:
+            raise UsageError(
+                f"{getattr(func, '__name__', func)} needs the values of a parameter that another process holds; use "
+                "pipe.named_parameters(), whose values are here, pipe.clip_grad_norm_ or pipe.save, or train with "
+                "stages=1 and replicas"
+            ) from error
+
+
 _ELSEWHERE = "_penstock_parameters_elsewhere"
 
 
@@ -65,7 +82,8 @@ class SharedModule:
         for name in self._elsewhere:
             own = self.now(name)
             if own.device.type != "meta":
-                self._put(name, nn.Parameter(own.to("meta"), own.requires_grad))
+                without = own.detach().to("meta").as_subclass(TensorElsewhere)
+                self._put(name, nn.Parameter(without, own.requires_grad))
 
     def mark_gradients(self) -> None:
         """Set meta gradients on parameters of other processes, so that a sum over all gradients fails."""

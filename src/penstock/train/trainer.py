@@ -31,7 +31,7 @@ from penstock.train.forward_backward import ForwardBackward
 from penstock.train.held_tensors import HeldTensors
 from penstock.train.loss_convention import LossFunction
 from penstock.train.losses import Losses
-from penstock.train.outcome import StepReport, TrainingChange, mean_loss
+from penstock.train.outcome import StepLoss, StepReport, TrainingChange, mean_loss
 from penstock.train.placed_stages import Computing, PlacedStages
 from penstock.train.recent_batches import RecentBatches
 from penstock.train.row_cut import RowCut
@@ -243,7 +243,7 @@ class Trainer:
         self.now.direct.add(divisor)
         self._report(self._work.ran, synchronize_s, self.transport.sent_bytes - sent_bytes)
         self.data.short = None
-        return torch.tensor(loss, dtype=torch.float64)
+        return torch.tensor(loss, dtype=torch.float64).as_subclass(StepLoss)
 
     def _count_rows(self, rows: StepRows) -> int:
         """Return the number of rows of the whole batch, over all replicas."""

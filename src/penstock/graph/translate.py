@@ -20,6 +20,7 @@ from penstock.graph.export_reason import place_of
 from penstock.graph.graph import Call, Graph, Output, Plain, Visit
 from penstock.graph.live_module import Reads
 from penstock.graph.nodes import from_sympy, is_idle, module_calls
+from penstock.graph.operators import ALLOW, how_imported, is_allowed_here
 from penstock.graph.ops import CALLBACK, GETITEM, Op, Ref, State, returned_argument
 from penstock.graph.prepare import prepare
 from penstock.values import Size, Value
@@ -236,11 +237,12 @@ class _Translator:
             return GETITEM
         if isinstance(node.target, torch._ops.OpOverload):
             target = str(node.target)
-            if node.target.namespace == "aten" or target == CALLBACK:
+            if node.target.namespace == "aten" or target == CALLBACK or is_allowed_here(target):
                 return target
         raise CaptureError(
-            f"{type(self.model).__name__} uses the operator {node.target} at {node.name}; "
-            "a stage runs only PyTorch's own (aten) operators"
+            f"{type(self.model).__name__} uses the operator {node.target}{place_of(node)}; a stage runs PyTorch's own "
+            f"(aten) operators, and those that each process allows, by {ALLOW}={node.target}"
+            f"{how_imported(str(node.target))}"
         )
 
     def _argument(self, item: Any, values: Mapping[str, Any]) -> Any:

@@ -70,6 +70,8 @@ class HeldTensors:
                     self._share(source, tensor)
                 continue
             kept = before.parameters.get(source) if before is not None else None  # same object, for its optimizer
+            if kept is not None and self._shared is not None:
+                self._shared.put_back(source, kept)
             trains = source in captured.trainable
             self.parameters[source] = kept if kept is not None else self._parameter(source, tensor)
             self.parameters[source].requires_grad_(trains)

@@ -46,7 +46,11 @@ def follow_parameters(parameters: dict[str, nn.Parameter], shared: SharedModule)
 
     Raises `UsageError` if a parameter was removed, has another shape, or is shared by other modules than before.
     """
-    changed = {name: now for name, own in parameters.items() if (now := shared.now(name)) is not own}
+    changed = {
+        name: now
+        for name, own in parameters.items()
+        if (now := shared.now(name)) is not own and not shared.is_elsewhere(name)
+    }
     for name, now in changed.items():
         check_alike(name, now, parameters[name])
         if not isinstance(now, nn.Parameter):

@@ -60,6 +60,11 @@ class SharedModule:
         own.data = tensor
         return own
 
+    def put_back(self, name: str, kept: nn.Parameter) -> None:
+        """Let the module have a parameter that this process holds, if a placement that failed has moved it away."""
+        if isinstance(self.now(name), TensorElsewhere):
+            self._put(name, kept)
+
     def buffer(self, name: str, tensor: Tensor) -> bool:
         """Back the module's buffer of this name with the memory of `tensor`; return False if it cannot be."""
         own = self.now(name)
@@ -84,6 +89,10 @@ class SharedModule:
             if own.device.type != "meta":
                 without = own.detach().to("meta").as_subclass(TensorElsewhere)
                 self._put(name, nn.Parameter(without, own.requires_grad))
+
+    def is_elsewhere(self, name: str) -> bool:
+        """Return True if a parameter was moved to the meta device, perhaps for a placement that failed meanwhile."""
+        return name in self._elsewhere
 
     def mark_gradients(self) -> None:
         """Set meta gradients on parameters of other processes, so that a sum over all gradients fails."""

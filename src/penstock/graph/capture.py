@@ -15,7 +15,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from penstock.errors import CaptureError
-from penstock.graph.callbacks import recorded_callbacks
+from penstock.graph.callbacks import Recorder, recorded_callbacks
 from penstock.graph.dynamic_shapes import batch_rows, dynamic_shapes, label_inputs, limits_in, widen_rows
 from penstock.graph.export_reason import export_reason, is_of_sizes
 from penstock.graph.exports import EXPORTING
@@ -97,6 +97,7 @@ def _export(
     model: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], shapes: object,
     labels: tuple[tuple[Any, ...], dict[str, Any]] | None = None, *, fixed_batch: int | None,
 ) -> Graph:  # fmt: skip
+    recorder: Recorder | None = None  # a hook may be refused before there is one
     try:
         # suppress torch's output of the graph if an export fails; the error is one line
         with (
@@ -109,7 +110,7 @@ def _export(
     # exceptions of the model's own code propagate through torch.export, so any exception can mean "does not export"
     except Exception as error:
         reason = export_reason(error)
-        if recorder.fixing and is_of_sizes(error):
+        if recorder is not None and recorder.fixing and is_of_sizes(error):
             reason = f"it works with some batch sizes only ({recorder.fixing[0]})"
         raise CaptureError(f"{type(model).__name__} cannot be captured: {reason}") from error
     for text in recorder.notes:

@@ -119,6 +119,67 @@ def test_several_tensors_pass() -> None:
     assert torch.equal(second, (x + y) * (x * y))
 
 
+class Centered(nn.Module):
+    """Subtracts the batch's mean."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0)
+
+
+class Turned(nn.Module):
+    """Returns rows in dimension 1."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.unsqueeze(0).expand(4, -1, -1)
+
+
+class TrainedMean(nn.Module):
+    """Relates rows in training only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + x.sum(0) if self.training else x
+
+
+class Loss(nn.Module):
+    """Returns a scalar."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sum()
+
+
+@pytest.mark.parametrize("split_size", [2, 4, 5])
+@pytest.mark.parametrize(
+    ("child", "said"),
+    [
+        (Centered(), r"mixes rows.*mean"), (Turned(), r"dimension 0"), (TrainedMean(), r"mixes rows.*sum"),
+        (Loss(), "dimension 0"), (nn.Softmax(0), "mixes rows"), (nn.Flatten(0, 1), "dimension 0"),
+    ],
+)  # fmt: skip
+def test_rows_that_depend_on_each_other_are_refused(child: nn.Module, said: str, split_size: int) -> None:
+    module = nn.Sequential(nn.Linear(3, 3), child)
+    x = torch.randn(10, 3)
+    pipe = penstock.Pipe(module, split_size=split_size)
+    for _ in range(2):
+        with pytest.raises(UsageError, match=said):
+            pipe(x)
+    assert torch.equal(penstock.Pipe(module, split_size=10)(x), module(x))  # the way out
+
+
+def test_a_mode_is_checked_when_it_is_used() -> None:
+    pipe = penstock.Pipe(nn.Sequential(nn.Linear(3, 3), TrainedMean()).eval(), split_size=2)
+    assert pipe(torch.ones(4, 3)).shape == (4, 3)
+    with pytest.raises(UsageError, match="mixes rows"):
+        pipe.train()(torch.ones(4, 3))
+
+
+def test_what_cannot_be_captured_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    pipe = penstock.Pipe(nn.Sequential(Fragile()), split_size=2)
+    assert torch.equal(pipe(torch.ones(4, 3)), torch.ones(4, 3))
+    assert "independent" in capsys.readouterr().err
+    pipe(torch.ones(4, 3))
+    assert "independent" not in capsys.readouterr().err
+
+
 def test_children_move_and_names_stay() -> None:
     pipe = penstock.Pipe(perceptron())
     assert [device.type for device, _ in pipe.stages] == ["cpu"]

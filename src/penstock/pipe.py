@@ -1,5 +1,7 @@
 """Pipelined execution of a sequential module over several devices of one process."""
 
+import copy
+import dataclasses
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -9,7 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import UsageError
+from penstock.errors import PenstockError, UsageError
+from penstock.graph.capture import capture
+from penstock.graph.rows import check_rows
+from penstock.terminal.notes import note
+
+_WHOLE = "call the nn.Sequential itself, or set split_size to the number of rows"
 
 
 class Pipe(nn.Module):
@@ -32,6 +39,10 @@ class Pipe(nn.Module):
     trains CPUs in parallel. Dropout in several stages on one CPU draws from one generator in an order that changes from
     run to run.
 
+    Children that relate rows, and outputs whose dimension 0 is not the rows, are refused at the first call with several
+    microbatches, which captures the module to find them; BatchNorm uses the statistics of each microbatch. A module
+    that cannot be captured runs with a note.
+
     An exception of a child is raised in the caller unchanged, and no thread is left running. Raises `UsageError` for
     anything but an `nn.Sequential` with children, a child on several devices, or a balance that does not add up.
 
@@ -49,6 +60,7 @@ class Pipe(nn.Module):
             raise UsageError(f"split_size, the rows of a microbatch, must be at least 1; got {split_size}")
         self.module = sequential
         self.split_size = split_size
+        self._checked: set[tuple[object, ...]] = set()  # modes, children and inputs whose rows were found independent
         self._balance = None if balance is None else _checked(balance, len(sequential))
 
     @property
@@ -73,10 +85,76 @@ class Pipe(nn.Module):
         if len(rows) != 1 or 0 in rows:
             raise UsageError(f"the inputs must have the same number of rows, at least one; got {sorted(rows)}")
         microbatches = list(zip(*(_rows_of(tensor, self.split_size) for tensor in inputs), strict=True))
+        if len(microbatches) > 1:
+            self._check_rows(microbatches[0])
         outputs = _run(self.stages, microbatches)
+        if len(microbatches) > 1:
+            _check_lengths(outputs, microbatches)
+        if len(outputs) == 1:
+            return outputs[0]
         if isinstance(outputs[0], tuple):
             return tuple(torch.cat(parts) for parts in zip(*outputs, strict=True))
         return torch.cat(outputs)
+
+    def _check_rows(self, inputs: Sequence[Tensor]) -> None:
+        """Raise `UsageError` if rows of a batch depend on each other, or if an output does not have them."""
+        key = (
+            *((id(module), module.training) for module in self.module.modules()),
+            *((tuple(tensor.shape[1:]), tensor.dtype) for tensor in inputs),
+        )
+        if key in self._checked:
+            return
+        try:
+            with torch.inference_mode(False), torch.autocast("cpu", enabled=False):
+                chain = _Chain(_on_host(self.module)).train(self.module.training)
+                graph = capture(chain, [torch.zeros_like(x, device="cpu") for x in inputs])
+        # without a capture there is no check; deepcopy raises TypeError for children that cannot be copied
+        except (PenstockError, TypeError) as error:
+            note(f"Pipe cannot check that rows are independent: {error}")
+        else:
+            if graph.fixed_batch is None:
+                graph = dataclasses.replace(graph, model="the nn.Sequential")
+                check_rows(graph, graph.sizes(len(inputs[0])), _WHOLE, statistics_apart=True)
+            else:
+                note(f"Pipe cannot check that rows are independent: {graph.why_fixed}")
+        self._checked.add(key)
+
+
+class _Chain(nn.Module):
+    """Children that are called as a stage calls them: the tensors of a tuple are the next child's arguments."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *inputs: Tensor) -> Any:
+        """Call the children in sequence."""
+        return _call_children(self.module, inputs)
+
+
+def _call_children(module: nn.Module, inputs: Sequence[Tensor]) -> Any:
+    output: Any = tuple(inputs)
+    for child in module.children():
+        output = child(*output) if isinstance(output, tuple) else child(output)
+    return output
+
+
+def _on_host(module: nn.Sequential) -> nn.Module:
+    """Return a copy with its parameters on the meta device and its buffers on the CPU."""
+    memo: dict[int, Any] = {id(p): nn.Parameter(p.to("meta"), p.requires_grad) for p in module.parameters()}
+    memo |= {id(buffer): buffer.detach().to("cpu", copy=True) for buffer in module.buffers()}
+    return copy.deepcopy(module, memo)
+
+
+def _check_lengths(outputs: Sequence[Any], microbatches: Sequence[tuple[Tensor, ...]]) -> None:
+    """Raise `UsageError` unless each microbatch's outputs have its rows."""
+    for output, (given, *_) in zip(outputs, microbatches, strict=True):
+        for tensor in output if isinstance(output, tuple) else (output,):
+            if not tensor.dim() or len(tensor) != len(given):
+                raise UsageError(
+                    f"a microbatch of {len(given)} rows has an output of {list(tensor.shape)}, whose dimension 0 must "
+                    f"be the rows; {_WHOLE}"
+                )
 
 
 def _rows_of(tensor: Tensor, size: int) -> list[Tensor]:
@@ -150,10 +228,7 @@ class _Context:
             for kind, dtype in self._autocast.items():
                 stack.enter_context(torch.autocast(kind, dtype=dtype))
             moved = [tensor.to(device, non_blocking=True) for tensor in inputs]
-            for child in stage.children():
-                output = child(*moved)
-                moved = list(output) if isinstance(output, tuple) else [output]
-            return output
+            return _call_children(stage, moved)
 
 
 def _devices(children: Sequence[nn.Module]) -> list[torch.device]:

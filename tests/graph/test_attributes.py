@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import UsageError
+from penstock.errors import CaptureError, UsageError
 from penstock.graph.attributes import HiddenAttributes, left_attributes
 from penstock.graph.capture import capture
 
@@ -63,3 +63,51 @@ def test_what_a_forward_has_left_cannot_be_read_until_it_is_shown() -> None:
     assert model.cache is None
     hidden.show()
     assert (model.kl, model.losses, model.maps, model.calls) == (0.0, [], {"none": 1}, 0)
+
+
+class Queue(nn.Module):
+    """Keeps what it has seen in a buffer, in one of several ways."""
+
+    seen: Tensor
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.register_buffer("seen", torch.zeros(2, 3))
+        self.register_buffer("later", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        more = torch.cat([self.seen, x.detach()[:1]])
+        if self.way == "assigned":
+            self.seen = more
+        elif self.way == "resized":
+            self.seen.resize_(4, 3)
+        elif self.way == "set":
+            self.seen.set_(more)  # type: ignore[call-overload]
+        elif self.way == "data":
+            self.seen.data = more
+        elif self.way == "dtype":
+            self.seen = self.seen.double()
+        elif self.way == "registered":
+            self.register_buffer("new", x.detach().mean(0))
+        elif self.way == "later":
+            self.later = x.detach().mean(0)
+        else:
+            self.seen = torch.roll(self.seen, 1, 0)
+        return x + self.seen.sum().float()
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(
+    ("way", "said"),
+    [
+        ("assigned", r"seen float32 \[3, 3\]"), ("resized", r"seen .*\[4, 3\]"), ("set", r"seen .*\[3, 3\]"),
+        ("data", r"\.data"), ("dtype", "seen float64"), ("registered", r"new float32 \[3\]"), ("later", "later"),
+    ],
+)  # fmt: skip
+def test_a_buffer_keeps_its_shape(way: str, said: str, training: bool) -> None:
+    model = Queue(way).train(training)
+    with pytest.raises(CaptureError, match=said):
+        capture(model, (torch.ones(4, 3),))
+    assert {name: tuple(buffer.shape) for name, buffer in model.named_buffers()} == {"seen": (2, 3)}
+    capture(Queue("rolled").train(training), (torch.ones(4, 3),))

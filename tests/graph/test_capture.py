@@ -311,11 +311,25 @@ def test_a_model_that_fixes_its_batch() -> None:
     assert graph.fixed_batch == 2
     assert graph.symbols == ()
     split = split_at(Fixed().eval(), graph, [])
-    with pytest.raises(UsageError) as caught:
+    with pytest.raises(UsageError, match=r"\[2, 4\]; got float32 \[3, 4\].* at 2: .*test_capture\.py:\d+: "):
         split(torch.randn(3, 4))
-    assert str(caught.value) == (
-        "the input 'x' must be float32 [2, 4]; got float32 [3, 4]; Fixed fixes its batch size at 2"
-    )
+
+
+class Packed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.GRU(4, 4, batch_first=True)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        found: Tensor = self.rnn(packed)[1][-1]
+        return found
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_packed_sequences_are_refused_by_name(training: bool) -> None:
+    with pytest.raises(CaptureError, match=r"pack_padded_sequence.*gather.*test_capture\.py:\d+"):
+        capture(Packed().train(training), (torch.ones(3, 5, 4), torch.tensor([5, 3, 2])))
 
 
 class OneTensor(nn.Module):

@@ -153,3 +153,18 @@ def test_writing_leaves_the_umask_of_the_process_alone(tmp_path: Path, monkeypat
     save_weights(TensorWeights({"w": torch.ones(2)}), tmp_path / "w.safetensors")
     (tmp_path / "plain").touch()
     assert (tmp_path / "w.safetensors").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+class Lying(TensorWeights):
+    """Announces other shapes than it loads."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return (3, *super().shape(name)[1:])
+
+
+def test_an_earlier_file_stays_if_the_new_one_could_not_be_read(tmp_path: Path) -> None:
+    save_weights(TensorWeights({"w": torch.ones(2, 2)}), tmp_path / "w.safetensors")
+    with pytest.raises(ModelError, match=r"w is torch\.float32 \(2, 2\).*\(3, 2\)"):
+        save_weights(Lying({"w": torch.zeros(2, 2)}), tmp_path / "w.safetensors")
+    assert torch.equal(FileWeights(tmp_path / "w.safetensors").load("w"), torch.ones(2, 2))
+    assert [path.name for path in tmp_path.iterdir()] == ["w.safetensors"]

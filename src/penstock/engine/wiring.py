@@ -193,7 +193,7 @@ class GrowingChannels:
         self._transport, self._links, self._replica = transport, links, replica
         self._evaluates, self._direct = evaluates, direct
         self._sizes: dict[str, int] = {}
-        self._generation = first_generation
+        self.generation = first_generation
         self.channels = Channels()
 
     def fit(self, sizes: Mapping[str, int]) -> bool:
@@ -201,12 +201,12 @@ class GrowingChannels:
         if all(size <= self._sizes.get(symbol, 0) for symbol, size in sizes.items()):
             return False
         self._sizes = {symbol: max(size, self._sizes.get(symbol, 0)) for symbol, size in sizes.items()}
-        self._generation += 1
+        self.generation += 1
         stages = self._replica.stages
         opening = Opening(
             ranks={stage: RoundRobin([rank]) for stage, rank in enumerate(stages)},
             own=[stage for stage, rank in enumerate(stages) if rank == self._transport.rank], sizes=self._sizes,
-            number=training_set(self._generation, evaluates=self._evaluates), device=self._direct or HOST,
+            number=training_set(self.generation, evaluates=self._evaluates), device=self._direct or HOST,
             direct=self._direct is not None,
         )  # fmt: skip
         self.channels = open_channels(self._transport, self._links, opening)

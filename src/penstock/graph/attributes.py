@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from penstock.errors import UsageError
+from penstock.errors import CaptureError, UsageError
 
 _OF_MODULES = frozenset({*vars(nn.Module()), "_call_impl"})
 
@@ -74,6 +74,39 @@ def _alike(items: Any, others: Any) -> bool:
     return items is None or all(a is b for a, b in zip(items, others, strict=True))
 
 
+@contextlib.contextmanager
+def unresized_buffers(model: nn.Module) -> Iterator[None]:
+    """Refuse a forward pass that changes the shape or dtype of a buffer, or registers one.
+
+    Raises `CaptureError` at the end of the context.
+    """
+    before = {path: dict(module._buffers) for path, module in model.named_modules()}
+    formats = {path: {name: _format(buffer) for name, buffer in own.items()} for path, own in before.items()}
+    yield
+    for path, module in model.named_modules():
+        was = formats.get(path, {})
+        for name, buffer in list(module._buffers.items()):
+            if (now := _format(buffer)) != was.get(name):
+                module._buffers[name] = before.get(path, {}).get(name)
+                if name not in was:
+                    del module._buffers[name]
+                at = f"{path}.{name}" if path else name
+                way = (
+                    "register it in __init__, or call the model once before the pipeline is made"
+                    if was.get(name) is None
+                    else "keep its shape and dtype: make it as large as it becomes, and write into a part of it"
+                )
+                raise CaptureError(f"the forward pass makes the buffer {at} {now}, which was {was.get(name)}; {way}")
+
+
+def _format(buffer: Tensor | None) -> str | None:
+    return (
+        None
+        if buffer is None
+        else f"{str(buffer.dtype).removeprefix('torch.')} [{', '.join(str(size) for size in buffer.shape)}]"
+    )
+
+
 class HiddenAttributes:
     """Attributes that a forward pass assigns: while a pipeline trains, reading them from outside raises `UsageError`.
 
@@ -91,6 +124,17 @@ class HiddenAttributes:
             if value is not None and not isinstance(value, _Hidden):
                 self._values.append((module, name, value))
                 vars(module)[name] = _Hidden(name)
+
+    @contextlib.contextmanager
+    def shown(self) -> Iterator[None]:
+        """Restore hidden values within the context."""
+        was_hidden = bool(self._values)
+        self.show()
+        try:
+            yield
+        finally:
+            if was_hidden:
+                self.hide()
 
     def show(self) -> None:
         """Restore the values."""

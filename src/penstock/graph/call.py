@@ -44,7 +44,9 @@ def bind_inputs(graph: Graph, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     except UsageError as error:
         if graph.fixed_batch is None:
             raise
-        raise UsageError(f"{error}; {graph.model} fixes its batch size at {graph.fixed_batch}") from None
+        raise UsageError(
+            f"{error}; {graph.model} fixes its batch size at {graph.fixed_batch}: {graph.why_fixed}"
+        ) from None
 
 
 def read_sizes(symbols: Sequence[str], values: Sequence[Value], tensors: Sequence[Tensor]) -> dict[str, int]:

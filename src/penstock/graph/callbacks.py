@@ -33,7 +33,10 @@ from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.hooks import BackwardHook, RemovableHandle
 
 from penstock.errors import CaptureError
-from penstock.graph.attributes import left_attributes
+from penstock.graph.attributes import left_attributes, unresized_buffers
+from penstock.graph.fixed_sizes import watched_sizes
+from penstock.graph.live_module import Reads, recorded_reads
+from penstock.graph.random_states import call_without_draws
 
 Run = Callable[[list[Tensor], list[int]], list[Tensor]]
 
@@ -83,6 +86,8 @@ class Recorder:
     callbacks: list[Callback] = field(default_factory=list)
     notes: dict[str, None] = field(default_factory=dict)
     left: dict[str, Any] = field(default_factory=dict)  # assigned attributes of modules, from `left_attributes`
+    reads: Reads = field(default_factory=dict)  # attributes of modules that the forward read
+    fixing: list[str] = field(default_factory=list)  # lines that allow only some batch sizes
     is_inside: bool = False  # True within a callback, whose inner calls are not recorded
 
     @contextlib.contextmanager
@@ -121,9 +126,13 @@ def recorded_callbacks(model: nn.Module) -> Iterator[Recorder]:
     call: Callable[..., Any] = model._call_impl  # the forward pass with the model's own hooks
 
     def watched(*args: Any, **kwargs: Any) -> Any:
-        with _replaced(recorder), _Intercept(recorder), left_attributes(model) as left:
-            made = call(*args, **kwargs)
+        with (
+            _replaced(recorder), _Intercept(recorder), unresized_buffers(model), left_attributes(model) as left,
+            recorded_reads() as reads, watched_sizes((args, kwargs)) as recorder.fixing,
+        ):  # fmt: skip
+            made = call_without_draws(model, call, *args, **kwargs)
         recorder.left.update(left)
+        recorder.reads = reads
         return made
 
     token = _RECORDER.set(recorder)
@@ -280,6 +289,18 @@ class _Intercept(TorchFunctionMode):
                 return self._register_hook(*args, **(kwargs or {}))
             if func == _property("data").__get__:
                 return self._data(args[0])
+            if getattr(func, "__name__", "") == "_pack_padded_sequence":
+                raise CaptureError(
+                    "the forward pass uses pack_padded_sequence, whose sizes are values of a tensor; give the layer "
+                    "the padded rows, and take each row's last output with gather"
+                )
+            if kwargs and isinstance(kwargs.get("generator"), torch.Generator):
+                raise CaptureError(
+                    "the forward pass draws from a torch.Generator of its own; leave generator out, since a pipeline "
+                    "seeds each operation, or make the random numbers an input"
+                )
+            if func == _property("data").__set__:
+                raise CaptureError("the forward pass uses an assignment to .data; use copy_ under torch.no_grad")
             if self._recorder.trains and (advice := _REFUSED.get(func)):
                 raise CaptureError(f"the forward pass uses {advice}")
         return func(*args, **(kwargs or {}))
@@ -332,6 +353,5 @@ _REFUSED: dict[Any, str] = {
     Tensor.backward: "Tensor.backward; return the loss instead, and train_step runs the backward",
     Tensor.retain_grad: "retain_grad, whose gradient could not be read; use register_hook, which receives it",
     _property("grad_fn").__get__: "grad_fn; use register_hook of the tensor",
-    _property("data").__set__: "an assignment to .data; use copy_ under torch.no_grad",
     Tensor.register_post_accumulate_grad_hook: "register_post_accumulate_grad_hook; call it once, outside",
 }

@@ -1,6 +1,7 @@
 """Capture of a model's forward pass as a graph of operators, with a symbolic batch size."""
 
 import contextlib
+import dataclasses
 import io
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,14 +15,16 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from penstock.errors import CaptureError
-from penstock.graph.callbacks import recorded_callbacks
+from penstock.graph.callbacks import Recorder, recorded_callbacks
 from penstock.graph.dynamic_shapes import batch_rows, dynamic_shapes, label_inputs, limits_in, widen_rows
-from penstock.graph.export_reason import export_reason
+from penstock.graph.export_reason import export_reason, is_of_sizes
 from penstock.graph.exports import EXPORTING
 from penstock.graph.fast_paths import fast_layers
 from penstock.graph.graph import Graph
 from penstock.graph.older_torch import ordered_multiples
+from penstock.graph.random_states import kept_random_states
 from penstock.graph.translate import translate
+from penstock.graph.wrappers import check_unwrapped
 from penstock.tensors import moved
 from penstock.terminal.notes import note
 
@@ -56,7 +59,9 @@ def capture(
 
     Raises:
         CaptureError: the model does not export; the message has torch's reason in one line.
+        UsageError: the model is wrapped, as by DistributedDataParallel.
     """
+    check_unwrapped(model)
     if fast := fast_layers(model):
         note(
             f"{type(model).__name__} is captured without PyTorch's fast path of {', '.join(fast)}, which computes "
@@ -66,7 +71,7 @@ def capture(
     labels = label_inputs(model, arguments, keywords, dynamic or {})
     rows = batch_rows(labels, arguments, keywords)
     with (
-        EXPORTING, ordered_multiples(), fake_parameters(model), _as_one_pass(model),
+        EXPORTING, ordered_multiples(), kept_random_states(), fake_parameters(model), _as_one_pass(model),
         torch.set_grad_enabled(model.training),
     ):  # fmt: skip
         if rows is None:
@@ -76,7 +81,7 @@ def capture(
         try:
             return _export(model, wide_arguments, wide_keywords, shapes, labels, fixed_batch=None)
         except CaptureError as error:
-            limits = limits_in(error) if dynamic else {}
+            limits, reason = limits_in(error) if dynamic else {}, str(error).partition(": ")[2]
             if dynamic and not limits:
                 raise
         if limits:
@@ -84,13 +89,15 @@ def capture(
             return _export(model, wide_arguments, wide_keywords, shapes, labels, fixed_batch=None)
         # retry at the example's own batch size, which is right only if the model requires it; its error is more useful
         # than an error about rows that the caller did not pass
-        return _export(model, arguments, keywords, None, fixed_batch=rows)
+        graph = _export(model, arguments, keywords, None, fixed_batch=rows)
+        return dataclasses.replace(graph, why_fixed=reason)
 
 
 def _export(
     model: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], shapes: object,
     labels: tuple[tuple[Any, ...], dict[str, Any]] | None = None, *, fixed_batch: int | None,
 ) -> Graph:  # fmt: skip
+    recorder: Recorder | None = None  # a hook may be refused before there is one
     try:
         # suppress torch's output of the graph if an export fails; the error is one line
         with (
@@ -102,12 +109,15 @@ def _export(
             )
     # exceptions of the model's own code propagate through torch.export, so any exception can mean "does not export"
     except Exception as error:
-        raise CaptureError(f"{type(model).__name__} cannot be captured: {export_reason(error)}") from error
+        reason = export_reason(error)
+        if recorder is not None and recorder.fixing and is_of_sizes(error):
+            reason = f"it works with some batch sizes only ({recorder.fixing[0]})"
+        raise CaptureError(f"{type(model).__name__} cannot be captured: {reason}") from error
     for text in recorder.notes:
         note(text)
     return translate(
         exported, model, _in_order(exported, labels), fixed_batch=fixed_batch, callbacks=recorder.callbacks,
-        left=recorder.left,
+        left=recorder.left, reads=recorder.reads,
     )  # fmt: skip
 
 

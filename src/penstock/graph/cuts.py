@@ -3,7 +3,7 @@
 import difflib
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -37,13 +37,13 @@ class Cut:
 
 
 class Cuts(Sequence[Cut]):
-    """All cuts that a graph allows, in order, by index or by name.
+    """All cuts that a graph allows, in order, by index or by name; with `among`, those with one of these names.
 
     Example:
         Cuts(graph).find("blocks.2.norm2:after")
     """
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, among: Collection[str] | None = None) -> None:
         self.graph = graph
         self._spans = module_spans(graph)
         self._names = _names(graph, self._spans)
@@ -51,7 +51,7 @@ class Cuts(Sequence[Cut]):
         self._cuts = [
             Cut(position=p, name=names[0], aliases=tuple(names[1:]), crossing=crossing[p])
             for p in graph.allowed
-            if (names := self._names[p])
+            if (names := self._names[p]) and (among is None or not set(names).isdisjoint(among))
         ]
         self._by_position = {cut.position: cut for cut in self._cuts}
         self._positions = {name: p for p, names in self._names.items() for name in names}

@@ -1,13 +1,15 @@
 """Why a model does not export, in one line."""
 
+import contextlib
 import re
 import traceback
 from pathlib import Path
 
 import torch
+from torch import fx
 
 _LONGEST = 240
-_TORCH = str(Path(torch.__file__).parent)
+_NOT_THE_MODELS = (str(Path(torch.__file__).parent), contextlib.__file__, "<")
 _WITHOUT = "; use torch.where in place of an if, or give Pipeline a list of modules, one a stage, which streams only"
 # torch's long messages, and short replacements
 _KNOWN = (
@@ -25,6 +27,11 @@ def export_reason(error: BaseException) -> str:
     words = _first_words(error)
     way_out = _WITHOUT if words in {known for _, known in _KNOWN} else ""
     return _shorten(words) + _place(error) + way_out
+
+
+def is_of_sizes(error: BaseException) -> bool:
+    """Return whether an export failed because the model does not accept all batch sizes."""
+    return bool(re.search(r"Constraints violated|specialized it to be a constant|generated guard", str(error)))
 
 
 def _first_words(error: BaseException) -> str:
@@ -51,10 +58,20 @@ def _shorten(text: str) -> str:
 
 def _place(error: BaseException) -> str:
     """Return the deepest line of the traceback outside of torch: the model's line, not the capture's."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((_TORCH, "<"))]
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_NOT_THE_MODELS)]
     inside = [frame for frame in frames if Path(frame.filename).parent != Path(__file__).parent]
     if not inside:
         return ""
     frame = inside[-1]
-    code = f": {frame.line}" if frame.line else ""
-    return f" ({Path(frame.filename).name}:{frame.lineno}{code})"
+    return _show(frame.filename, frame.lineno, frame.line)
+
+
+def place_of(node: fx.Node) -> str:
+    """Return the line of the model's code that an operation of an export comes from, in parentheses, or ""."""
+    found = re.findall(r'File "([^"]+)", line (\d+), in .*\n\s*(.*)', node.meta.get("stack_trace") or "")
+    own = [line for line in found if not line[0].startswith(_NOT_THE_MODELS)]
+    return _show(*own[-1]) if own else ""
+
+
+def _show(file: str, number: object, code: str | None) -> str:
+    return f" ({Path(file).name}:{number}{f': {code}' if code else ''})"

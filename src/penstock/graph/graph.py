@@ -4,9 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
 
 from penstock.graph.callbacks import Callback
+from penstock.graph.live_module import Reads
 from penstock.graph.ops import Op, State
 from penstock.values import Value
 
@@ -73,6 +75,8 @@ class Graph:
     forbidden: Mapping[int, str] = field(repr=False)
     callbacks: Sequence[Callback] = field(default=(), repr=False)
     left: Mapping[str, Any] = field(default_factory=dict, repr=False)  # attributes assigned by the forward
+    reads: Reads = field(default_factory=dict, repr=False, compare=False)  # attributes of modules that the forward read
+    why_fixed: str = field(default="", compare=False)  # reason for `fixed_batch`
     # cached results of `graph/rows.py`
     verdicts: dict[Any, Any] = field(init=False, repr=False, compare=False, default_factory=dict)
 
@@ -85,6 +89,25 @@ class Graph:
     def keeps_caches(self) -> bool:
         """True if stages keep caches between microbatches; all microbatches must then take the same route."""
         return any(state.kind == "cache" for state in self.states)
+
+    def computes_as(self, other: "Graph") -> bool:
+        """Return whether another capture of the model computes the same; Python code in `callbacks` may differ."""
+        if self.callbacks or other.callbacks:
+            return False
+        mine, others = (
+            (
+                g.ops,
+                g.prelude,
+                g.inputs,
+                g.outputs,
+                g.values,
+                g.symbols,
+                [(s.value, s.source, s.kind) for s in g.states],
+            )
+            for g in (self, other)
+        )
+        constants = [s.source for s in self.states if s.kind == "constant"]
+        return mine == others and all(torch.equal(self.constants[name], other.constants[name]) for name in constants)
 
     def tensor_inputs(self) -> tuple[Value, ...]:
         """The tensor inputs, in the order of the call."""

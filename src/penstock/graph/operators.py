@@ -6,9 +6,16 @@ another operator that you trust, set the environment of a process:
 
     PENSTOCK_ALLOW_OPERATORS=aten.nonzero.default,aten.bincount.default penstock infer ...
 
-A file or message cannot allow operators. The results of such an operator are not bounded (see `runtime/results.py`).
+Operators of other libraries, such as those of `torch.library.custom_op`, also need the module that defines them; each
+process imports what its own environment names:
+
+    PENSTOCK_OPERATORS_FROM=mylib.ops PENSTOCK_ALLOW_OPERATORS=mylib.scale.default python train.py
+
+A file or message cannot allow operators or name modules. The results of such an operator are not bounded (see
+`runtime/results.py`).
 """
 
+import importlib
 import os
 import re
 from functools import cache
@@ -17,8 +24,9 @@ from pathlib import Path
 from penstock.errors import ProgramError, UsageError
 
 ALLOW = "PENSTOCK_ALLOW_OPERATORS"
+FROM = "PENSTOCK_OPERATORS_FROM"
 _LIST = Path(__file__).with_name("operators.txt")
-_TARGET = re.compile(r"aten\.[A-Za-z0-9_]+\.[A-Za-z0-9_]+", re.ASCII)
+_TARGET = re.compile(r"[A-Za-z0-9_]+\.[A-Za-z0-9_]+\.[A-Za-z0-9_]+", re.ASCII)
 
 
 @cache
@@ -42,12 +50,17 @@ def check_operator(target: object) -> None:
     if isinstance(target, str) and _TARGET.fullmatch(target):
         raise ProgramError(
             f"the operator {target[:80]!r} is not allowed in a stage program; if you trust it and the program's "
-            f"origin, start the process that runs it with {ALLOW}={target[:80]}"
+            f"origin, start the process that runs it with {ALLOW}={target[:80]}{how_imported(target)}"
         )
     raise ProgramError(
         f"the operator {repr(target)[:80]} is not allowed in a stage program; "
         "the program file is damaged or forged; split the model again"
     )
+
+
+def how_imported(target: str) -> str:
+    """Return how a process imports an operator that is not PyTorch's own."""
+    return "" if target.startswith("aten.") else f" and {FROM}=the module that defines it"
 
 
 def is_allowed_here(target: str) -> bool:
@@ -58,4 +71,21 @@ def is_allowed_here(target: str) -> bool:
             raise UsageError(
                 f"{ALLOW} must have names of operators such as aten.nonzero.default; got {name[:80]!r}; correct it"
             )
-    return target in filter(None, names)
+    if target not in filter(None, names):
+        return False
+    if not target.startswith("aten."):
+        _import_modules(os.environ.get(FROM, ""))
+    return True
+
+
+@cache
+def _import_modules(names: str) -> None:
+    """Import the modules that this process's environment names, which define operators."""
+    for name in filter(None, (name.strip() for name in names.split(","))):
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            raise UsageError(
+                f"{FROM} must name modules that this process can import; got {name[:80]!r} ({error}); install it here, "
+                "or correct the name"
+            ) from error

@@ -109,19 +109,21 @@ def find_mixing(graph: Graph, sizes: Mapping[str, int], *, statistics_apart: boo
     return found
 
 
-def check_rows(graph: Graph, sizes: Mapping[str, int], advice: str, *, trains: bool = False) -> None:
+def check_rows(
+    graph: Graph, sizes: Mapping[str, int], advice: str, *, trains: bool = False, statistics_apart: bool = False
+) -> None:
     """Raise `UsageError` unless a batch may be cut into microbatches.
 
     In training, outputs are passed to a loss function and need not have the batch as a dimension, and BatchNorm
-    statistics are computed per microbatch. The error names the operation through which rows interact, or the output
-    that does not have a row for each row of the batch.
+    statistics are computed per microbatch, as with `statistics_apart`. The error names the operation through which rows
+    interact, or the output that does not have a row for each row of the batch.
     """
     for output in () if trains else graph.outputs:
         value = graph.values.get(output.name) if isinstance(output, Ref) else None
         if value is None or batch_dim(value) is None:
             shape = "" if value is None else f" of [{', '.join(map(_dimension, value.shape))}]"
             raise UsageError(f"{graph.model} returns an output{shape} of which no dimension is the batch; {advice}")
-    mixing = find_mixing(graph, sizes, statistics_apart=trains)
+    mixing = find_mixing(graph, sizes, statistics_apart=trains or statistics_apart)
     if mixing is not None:
         raise UsageError(f"{graph.model} mixes rows of a batch at {mixing}, so a batch cannot be cut; {advice}")
 

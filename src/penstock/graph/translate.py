@@ -16,8 +16,11 @@ from penstock.graph.caches import is_cache
 from penstock.graph.callbacks import Callback
 from penstock.graph.decoders import share_heads
 from penstock.graph.encoding import STAGE_DEVICE
+from penstock.graph.export_reason import place_of
 from penstock.graph.graph import Call, Graph, Output, Plain, Visit
+from penstock.graph.live_module import Reads
 from penstock.graph.nodes import from_sympy, is_idle, module_calls
+from penstock.graph.operators import ALLOW, how_imported, is_allowed_here
 from penstock.graph.ops import CALLBACK, GETITEM, Op, Ref, State, returned_argument
 from penstock.graph.prepare import prepare
 from penstock.graph.steps import check_steps
@@ -37,6 +40,7 @@ _REGIONS: dict[str, int] = {"wrap_with_set_grad_enabled": 1, "wrap_with_autocast
 def translate(
     exported: ExportedProgram, model: nn.Module, labels: Sequence[Sequence[str | None]], *, fixed_batch: int | None,
     callbacks: Sequence[Callback] = (), left: Mapping[str, Any] | None = None,
+    reads: Reads | None = None,
 ) -> Graph:  # fmt: skip
     """Translate an exported program to a graph; raises `CaptureError` for operations that a stage cannot run.
 
@@ -52,7 +56,7 @@ def translate(
         states=tuple(translator.states), prelude=(), ops=tuple(translator.ops), visits=tuple(translator.visits),
         values=translator.tensors, outputs=outputs, output_spec=exported.call_spec.out_spec,
         fixed_batch=fixed_batch, constants=translator.constants, forbidden={},
-        callbacks=callbacks, left=left or {},
+        callbacks=callbacks, left=left or {}, reads=reads or {},
     )  # fmt: skip
     if not translated.keeps_caches:
         return prepare(translated)
@@ -228,8 +232,8 @@ class _Translator:
             if expression is not None:
                 return Size(expression) if not isinstance(expression, (int, float)) else expression
             raise CaptureError(
-                f"{type(self.model).__name__} computes the size {value} from data at {node.name}; sizes in a stage "
-                "must follow from its inputs' sizes"
+                f"{type(self.model).__name__} takes a number from the values of a tensor{place_of(node)}; compute with "
+                "the tensor instead of item(); sizes in a stage must follow from its inputs' sizes"
             )
         return value if isinstance(value, (bool, int, float)) else None
 
@@ -238,11 +242,12 @@ class _Translator:
             return GETITEM
         if isinstance(node.target, torch._ops.OpOverload):
             target = str(node.target)
-            if node.target.namespace == "aten" or target == CALLBACK:
+            if node.target.namespace == "aten" or target == CALLBACK or is_allowed_here(target):
                 return target
         raise CaptureError(
-            f"{type(self.model).__name__} uses the operator {node.target} at {node.name}; "
-            "a stage runs only PyTorch's own (aten) operators"
+            f"{type(self.model).__name__} uses the operator {node.target}{place_of(node)}; a stage runs PyTorch's own "
+            f"(aten) operators, and those that each process allows, by {ALLOW}={node.target}"
+            f"{how_imported(str(node.target))}"
         )
 
     def _argument(self, item: Any, values: Mapping[str, Any]) -> Any:

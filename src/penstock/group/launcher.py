@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from penstock.errors import UsageError
+from penstock.graph.operators import FROM as OPERATORS_FROM
 from penstock.group.addresses import BIND, remove_left
 
 # suppresses torch's log lines with C++ frames about broken connections: the group's verdict reports the lost process
@@ -102,6 +103,8 @@ class LocalWorkers:
 
     def __init__(self, module: str, arguments: Sequence[Sequence[str]], env: Mapping[str, str] | None = None) -> None:
         environment = {**QUIET, **os.environ, **(env or {}), "PYTHONPATH": module_path(module)}
+        if os.environ.get(OPERATORS_FROM):  # the caller's own path may have the modules that it names
+            environment["PYTHONPATH"] += os.pathsep + os.environ.get("PYTHONPATH", "")
         self._processes: list[subprocess.Popen[bytes]] = []
         try:
             for extra in arguments:

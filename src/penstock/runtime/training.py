@@ -47,6 +47,10 @@ class TrainingRuntime(Runtime):
         self._parted = branches_used_again(part)
         self._written = [value.name in written_inputs(part) for value in part.program.inputs]
         super().__init__(part.program, tensors, device)
+        read = {name for op in self.program.prelude for name in op.uses()}
+        pairs = zip(self.program.states, self._state, strict=True)
+        # buffers that the prelude reads, with their values then: a script may change them between steps
+        self._read = [(tensor, tensor.clone()) for s, tensor in pairs if s.kind == "buffer" and s.value.name in read]
 
     def __call__(self, sizes: Mapping[str, int], inputs: Sequence[Tensor]) -> list[Tensor]:
         """Run on one microbatch; an input that the stage writes to is copied first."""
@@ -54,7 +58,10 @@ class TrainingRuntime(Runtime):
         return super().__call__(sizes, copied)
 
     def bind(self, sizes: Mapping[str, int]) -> Bound:
-        """Compute what depends only on sizes, without gradients."""
+        """Compute what depends only on sizes and on buffers that the forward does not write, without gradients."""
+        if not all(torch.equal(now, was) for now, was in self._read):
+            self._bound.clear()
+            self._read = [(now, now.clone()) for now, _ in self._read]
         with torch.no_grad():
             return super().bind(sizes)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from penstock.cores import available_cores
@@ -34,6 +35,7 @@ from penstock.plan.check import check_purpose
 from penstock.runtime.torch_settings import check_no_autocast, check_unchanged, read_settings
 from penstock.spec.plan import Plan
 from penstock.stream.division import ServedStages, divide_model
+from penstock.stream.streamed_module import StreamedModule
 from penstock.stream.survival import StreamChange, SurvivingDeployment
 from penstock.tensors import find_device
 from penstock.terminal.notes import note
@@ -63,6 +65,7 @@ class StreamingPipeline:
         self._dropped: weakref.finalize[..., object] | None = None
         self._stages: ServedStages | None = None  # on the other ranks
         self._closed = False
+        self._source: StreamedModule | None = None
         self._changes = False  # the running stream should stop so that the placement can change
         if cut.plan is not None:
             check_purpose(cut.plan, trains=False)
@@ -91,6 +94,8 @@ class StreamingPipeline:
             with working("capturing the model" if self._bundle is None else "reading the bundle"):
                 division = divide_model(call, cut, self._run, world)
             self.graph, self.cuts = division.graph, division.cuts
+            if isinstance(call.model, nn.Module):
+                self._source = StreamedModule(call.model, self.graph, reads_weights=call.weights is None)
             world = self.world = world or division.start_world()
             if self._run.survival.survives and world.membership is None:
                 raise UsageError(
@@ -261,7 +266,9 @@ class StreamingPipeline:
             yield CallInputs(*pytree.tree_unflatten(part, spec))
 
     def check_settings(self) -> None:
-        """Raise `UsageError` if torch's settings differ from those of the stages."""
+        """Raise `UsageError` if torch's settings, or the model, differ from those of the stages."""
+        if self._source is not None:
+            self._source.check_unchanged()
         check_no_autocast(NO_AUTOCAST)
         check_unchanged(self._torch_settings)
 

@@ -1,6 +1,6 @@
 """Placement of a training run: ranks of all stages, microbatches and schedule."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -13,6 +13,7 @@ from penstock.deploy.run_options import CutOptions
 from penstock.engine.placement import Grid, Replica, shares
 from penstock.errors import PlanError, UsageError
 from penstock.graph.cuts import Cut, Cuts
+from penstock.graph.fixed_batch import check_whole
 from penstock.graph.graph import Graph
 from penstock.group.world import World
 from penstock.plan.check import check_purpose
@@ -237,8 +238,10 @@ class Arrangement:
         return Grid(tuple(replace(r, num_microbatches=n) for r, n in zip(made.replicas, parts, strict=True)))
 
 
-def arrange(world: World, graph: Graph, cut: CutOptions, options: TrainOptions) -> Arrangement:
-    """Choose grid and cuts for a new training run.
+def arrange(
+    world: World, graph: Graph, cut: CutOptions, options: TrainOptions, common: Callable[[], Cuts]
+) -> Arrangement:
+    """Choose grid and cuts for a new training run; without names, among the cuts that `common` returns.
 
     Raises `UsageError`, `CutError` and `PlanError` for invalid options, on every process.
     """
@@ -253,9 +256,13 @@ def arrange(world: World, graph: Graph, cut: CutOptions, options: TrainOptions) 
         choice = ScheduleChoice(options.schedule, NUM_BUFFERS)
         stages = cut.stages if names is None else len(names) + 1
         grid = make_grid(world.devices, stages, options.replicas, choice)
+    if graph.fixed_batch is not None:
+        microbatches = microbatches or 1
+        check_whole(graph, microbatches, len(grid.replicas))
     first = grid.replicas[0]
+    chosen = names is None and len(first.stages) > 1
     cuts = choose_cuts(
-        graph, Cuts(graph), names=names, stages=len(first.stages), policy=cut.policy,
+        graph, common() if chosen else Cuts(graph), names=names, stages=len(first.stages), policy=cut.policy,
         places=[first.devices.index(rank) for rank in first.stages],
     )  # fmt: skip
     return Arrangement(
@@ -279,11 +286,14 @@ def place_training(world: World, graph: Graph, plan: Plan) -> tuple[Grid, list[s
     return plan_grid(plan, ranks, {cut.name: cut.position for cut in cuts})
 
 
-def find_cuts(graph: Graph, cut: CutOptions, options: TrainOptions, num_processes: int) -> list[Cut]:
-    """Find a model's cuts before its stages are placed; empty for a plan for inference."""
+def find_cuts(
+    graph: Graph, cut: CutOptions, options: TrainOptions, num_processes: int, common: Callable[[], Cuts]
+) -> list[Cut]:
+    """Find a model's cuts before its stages are placed, as `arrange`; empty for a plan for inference."""
     if cut.plan is None:
         stages = cut.stages or num_processes
-        return choose_cuts(graph, Cuts(graph), names=cut.cuts, stages=stages, policy=cut.policy)
+        chosen = cut.cuts is None and stages > 1
+        return choose_cuts(graph, common() if chosen else Cuts(graph), names=cut.cuts, stages=stages, policy=cut.policy)
     check_given_once(
         cut.plan, stages=cut.stages, cuts=cut.cuts, replicas=options.replicas, microbatches=options.microbatches
     )

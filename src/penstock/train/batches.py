@@ -12,11 +12,12 @@ from penstock.engine.placement import shares
 from penstock.engine.training_stage import Sizes
 from penstock.errors import RunError, UsageError
 from penstock.graph.call import as_call, bind_inputs, build_output
+from penstock.graph.fixed_batch import check_fixed
 from penstock.graph.graph import Graph
 from penstock.graph.rows import input_dims, take_rows
 from penstock.graph.stages import output_values
 from penstock.train.row_cut import RowCut
-from penstock.values import Size
+from penstock.values import BATCH, Size
 
 # advice for a model whose rows interact
 WHOLE = "create the pipeline with microbatches=1 and one replica"
@@ -34,6 +35,7 @@ class Microbatch:
 def bind(graph: Graph, inputs: Any) -> tuple[dict[str, Tensor], dict[str, int]]:
     """Check inputs against the capture and return them by name, with their sizes; raises `UsageError`."""
     tensors, sizes = bind_inputs(graph, *as_call(inputs))
+    check_fixed(graph, sizes[BATCH])
     return {v.name: t for v, t in zip(graph.tensor_inputs(), tensors, strict=True)}, sizes
 
 

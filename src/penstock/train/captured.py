@@ -12,16 +12,19 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from penstock.deploy.modules import advising
-from penstock.errors import CutError, UsageError
+from penstock.errors import CaptureError, CutError, UsageError
 from penstock.graph.attributes import HiddenAttributes
 from penstock.graph.call import bind_inputs
 from penstock.graph.capture import capture
 from penstock.graph.cuts import Cut, Cuts
 from penstock.graph.exports import EXPORTING
+from penstock.graph.fixed_batch import with_rows
 from penstock.graph.freeze import check_apart, find_layers, freeze_prefix, sources_before
 from penstock.graph.graph import Graph
+from penstock.graph.live_module import LiveModule
 from penstock.graph.ops import BATCH_NORM
 from penstock.graph.training_parts import TrainingPart, divide_for_training
+from penstock.graph.wrappers import check_unwrapped
 from penstock.runtime.registry import EAGER
 from penstock.tensors import HOST
 from penstock.terminal.notes import note
@@ -50,6 +53,7 @@ class Captured:
         module = model if isinstance(model, nn.Module) else build_on_meta(model, seed).train()
         self._model = module
         check_whole(module)
+        check_unwrapped(module)
         self.shared = SharedModule(module) if shares else None
         self._call = (tuple(args), dict(kwargs or {}))
         self._dynamic = dynamic
@@ -57,7 +61,7 @@ class Captured:
         self.names = {name: _first(module)[id(tensor)] for name, tensor in module.state_dict(keep_vars=True).items()}
         self.trainable = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
         with EXPORTING, advising(module):
-            self.graph = capture(module, *self._call, dynamic=dynamic)
+            self.graph = with_rows(capture(module, *self._call, dynamic=dynamic))
         used = {state.source for state in self.graph.states}
         self.unused = [name for name, _ in module.named_parameters() if name not in used]
         self.example_sizes = bind_inputs(self.graph, *self._call)[1]
@@ -67,7 +71,9 @@ class Captured:
                 f"the forward pass assigns {', '.join(f'self.{name}' for name in counts)}; this ran once, during "
                 "capture, and does not run in each step; use a buffer"
             )
-        self._was = _captured_state(module)
+        self._whole = self.graph  # before any layer is frozen
+        self._live = LiveModule(module, self.graph.reads, self.graph.left)
+        self._live_evaluation: LiveModule | None = None
         self.least_rows = _least_rows(self.graph)  # minimum rows of a microbatch
         self.frozen_layers = 0  # number of leading layers that do not train
         self.frozen_end = 0  # position in the graph where these layers end
@@ -81,22 +87,42 @@ class Captured:
             )
         if "batch" not in self.graph.symbols:
             raise UsageError(
-                f"{self.graph.model} fixes its batch size at {self.graph.fixed_batch}, so no batch can be cut into "
-                "microbatches; make its forward pass take any number of rows"
+                f"{self.graph.model} has no input whose dimension 0 is the batch, so no batch can be cut into "
+                "microbatches; give it an input with a row for each sample"
             )
 
     def check_unchanged(self) -> None:
-        """Raise `UsageError` if the caller's module changed its mode or hooks since the capture."""
+        """Raise `UsageError` if the caller's module is not what it was at the capture, apart from its tensors."""
         if self.shared is None:
             return
-        for path, now in _captured_state(self._model).items():
-            was = self._was.get(path)
-            # a removed backward hook is just not called any more; a removed forward hook is still in the captured graph
-            if was is None or now[:2] != was[:2] or not now[2] <= was[2]:
-                raise UsageError(
-                    f"{path or self.graph.model} has another mode (train, eval) or other hooks than when the pipeline "
-                    "captured it; change it before, or create a new pipeline"
-                )
+        what = self._live.rebuilt() or self._live.written()  # a capture shares such tensors, so it has their new values
+        if not what and (what := self._live.changed()) and self._capture().computes_as(self._whole):
+            self._live, what = LiveModule(self._model, self._whole.reads, self._whole.left), ""
+        if what:
+            raise UsageError(
+                f"{what}, but the pipeline trains what it captured; change the model before, keep a number that "
+                "changes in a buffer, or close the pipeline and create a new one"
+            )
+
+    def follow_evaluation(self) -> bool:
+        """Capture the evaluation again if the module changed since; return whether it computes something else.
+
+        Raises `UsageError` if the module has other submodules or hooks than at the first capture.
+        """
+        if self.shared is None:
+            return False
+        if what := self._live.rebuilt(modes=False):
+            raise UsageError(
+                f"{what}, but the pipeline evaluates what it captured; change the model before, or close the pipeline "
+                "and create a new one"
+            )
+        if self._live_evaluation is None or not self._live_evaluation.changed():
+            return False
+        written, was = self._live_evaluation.written(), vars(self).pop("evaluation")
+        if written or not self.evaluation.computes_as(was):
+            return True
+        self.evaluation = was  # with its cached results
+        return False
 
     def untrained(self) -> str:
         """Return a note naming trainable parameters that the forward pass does not use; empty if none."""
@@ -115,12 +141,31 @@ class Captured:
         modes = {module: module.training for module in self._model.modules()}
         with EXPORTING:
             try:
-                self.hidden.show()
-                return capture(self._model.eval(), *self._call, dynamic=self._dynamic)
+                self._model.eval()
+                graph = self._capture()
             finally:
-                self.hidden.hide()
                 for module, training in modes.items():
                     module.training = training
+        if self.shared is not None:
+            self._live_evaluation = LiveModule(self._model, graph.reads, [*graph.left, *self._whole.left])
+        return graph
+
+    def _capture(self) -> Graph:
+        """Capture the model as it is now, with the attributes that its forward pass assigns."""
+        with EXPORTING, self.hidden.shown():
+            return with_rows(capture(self._model, *self._call, dynamic=self._dynamic))
+
+    def common_cuts(self) -> Cuts:
+        """Return the cuts that both the training and the evaluation graph allow.
+
+        All cuts of the training graph if the model cannot be evaluated.
+        """
+        with EXPORTING:  # threads may share this object
+            try:
+                evaluated = Cuts(self.evaluation)
+            except CaptureError:
+                return Cuts(self.graph)
+        return Cuts(self.graph, among={name for cut in evaluated for name in (cut.name, *cut.aliases)})
 
     @cached_property
     def layers(self) -> list[Cut]:
@@ -169,7 +214,10 @@ class Captured:
                 except CutError:
                     continue
             else:
-                raise CutError(f"cut {cut.name} not found in evaluation mode; choose one at the edge of a module")
+                raise CutError(
+                    f"cut {cut.name} not found in evaluation mode; choose one at the edge of a module that both "
+                    "modes use"
+                )
         return found
 
     def parts(
@@ -213,18 +261,6 @@ def cast_crossings(
             crossing = cast["inputs"][: len(part.crossing)]
             changed.append(dataclasses.replace(part, program=dataclasses.replace(program, **cast), crossing=crossing))
     return changed
-
-
-def _captured_state(module: nn.Module) -> dict[str, tuple[bool, frozenset[int], frozenset[int]]]:
-    """Return each module's mode and hooks, which a capture depends on and a script may change later."""
-    return {
-        path: (
-            part.training,
-            frozenset([*part._forward_hooks, *part._forward_pre_hooks]),
-            frozenset([*part._backward_hooks, *part._backward_pre_hooks]),
-        )
-        for path, part in module.named_modules()
-    }
 
 
 def _least_rows(graph: Graph) -> int:

@@ -26,8 +26,9 @@ def evaluate_all(
     trainer: Trainer, inputs: Any, labels: Any, functions: Sequence[LossFunction | None]
 ) -> list[tuple[float, float]]:
     """Return the sum and the count of each function over all rows of all replicas, from a single forward pass."""
+    trainer.follow()
     rows = StepRows(trainer.data, trainer.exchange, trainer.placed, inputs, labels)
-    trainer.row_cut.check(labels, rows.bound(trainer.captured.evaluation)[1]["batch"])
+    trainer.row_cut.check(labels, rows.bound(trainer.evaluation.graph)[1]["batch"])
 
     def work() -> dict[str, Any]:
         evaluation, only_replica = trainer.evaluation, len(trainer.grid.replicas) == 1
@@ -51,6 +52,7 @@ def predict(trainer: Trainer, inputs: Any) -> Any:
 
     Raises `DeviceLost` if a process is lost during the call, because the rows are then redistributed.
     """
+    trainer.follow()
     placed = trainer.placed
     rows = StepRows(trainer.data, trainer.exchange, placed, inputs, None)
     found: list[Any] = []

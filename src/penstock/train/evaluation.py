@@ -94,6 +94,11 @@ class Evaluation:
             self._made[0].channels.abort()
 
     @property
+    def num_openings(self) -> int:
+        """Number of sets of tags that its channels have used."""
+        return self._made[0].generation - self._first_generation if "_made" in vars(self) else 0
+
+    @cached_property
     def graph(self) -> Graph:
         """The graph in evaluation mode."""
         return self._captured.evaluation
@@ -112,8 +117,8 @@ class Evaluation:
         stages = {}
         for index in self._tensors.stages:
             program = self.parts[index].program
-            self._tensors.add_states(program.states, self._captured)
-            tensors = self._tensors.of_program(program, {})
+            constants = self._tensors.add_states(program.states, self._captured)
+            tensors = self._tensors.of_program(program, constants)
             runtime = EAGER.load_training(self.parts[index], tensors, self._tensors.device)
             if index == len(self.parts) - 1:
                 runtime.around = dict.fromkeys(self._own_loss.counting, self._own_loss.around)

@@ -20,6 +20,7 @@ from penstock.group.world import World
 from penstock.tensors import HOST, moved
 from penstock.train.captured import Captured
 from penstock.train.empty_optimizer import drop_elsewhere, empty_allowed, nothing
+from penstock.train.live_tensors import LiveTensors, follow_parameters, follow_unused
 from penstock.train.separable import check_separable
 from penstock.transport.base import Transport
 from penstock.transport.tags import BUFFERS
@@ -55,6 +56,9 @@ class HeldTensors:
         elif world.rank == FEEDER:
             self.unused = {name: captured.weights.load(name).detach().clone() for name in captured.unused}
         self._shared = captured.shared
+        self._live = LiveTensors()
+        self._buffers: list[str] = []  # buffers whose memory the caller's module shares
+        self._never_used = dict.fromkeys(captured.unused)
         self.parameters: dict[str, nn.Parameter] = {}
         self.others: dict[str, Tensor] = {}
         for source, (state, tensor) in self._gather(world, captured, left, before).items():
@@ -63,10 +67,12 @@ class HeldTensors:
                 continue
             if state.kind != "parameter":
                 self.others[source] = tensor
-                if self._shared is not None and state.kind == "buffer":
-                    self._shared.buffer(source, tensor)
+                if state.kind == "buffer":
+                    self._share(source, tensor)
                 continue
             kept = before.parameters.get(source) if before is not None else None  # same object, for its optimizer
+            if kept is not None and self._shared is not None:
+                self._shared.put_back(source, kept)
             trains = source in captured.trainable
             self.parameters[source] = kept if kept is not None else self._parameter(source, tensor)
             self.parameters[source].requires_grad_(trains)
@@ -79,7 +85,7 @@ class HeldTensors:
             self._shared.keep([*self.parameters, *self.unused])
         self.leaves: dict[int, dict[str, Tensor]] = {
             stage: {
-                state.source: self.parameters[state.source].detach().requires_grad_()
+                state.source: self._live.add(state.source, self.parameters[state.source].detach()).requires_grad_()
                 for state in parts[stage].program.parameters
                 if self.parameters[state.source].requires_grad
             }
@@ -190,8 +196,22 @@ class HeldTensors:
                     f"evaluation uses {state.source}, which this stage does not use in training; "
                     "make the forward pass use it in both modes, or cut elsewhere"
                 )
-            return self.parameters[state.source].detach()
+            return self._live.add(state.source, self.parameters[state.source].detach())
         return self.others[state.source]
+
+    def follow(self) -> None:
+        """Switch to the parameters and buffers that the caller's module has now, as the next forward in one process.
+
+        Raises `UsageError` for a change that the stages cannot follow.
+        """
+        if self._shared is not None:
+            self._shared.keep_elsewhere()
+            follow_parameters(self.parameters, self._shared)
+            follow_unused(self.unused, self._shared, self._never_used)
+            for name in self._buffers:
+                self._live.follow(name, self._shared.now(name))
+        for name, parameter in self.parameters.items():
+            self._live.follow(name, parameter)
 
     def moved_here(
         self, inputs: Mapping[str, Tensor], labels: Any, *, skipped: int = 0
@@ -291,11 +311,30 @@ class HeldTensors:
                 found.append(Weight(name, stages, leaves, ranks, tuple(holders)))
         return found
 
-    def add_states(self, graph_states: Iterable[State], load: Captured) -> None:
-        """Add tensors that only evaluation needs, such as constants; training buffers are shared."""
+    def add_states(self, graph_states: Iterable[State], load: Captured) -> dict[str, Tensor]:
+        """Add buffers that only evaluation needs; training's are shared. Return the evaluation's constants."""
+        constants = {}
         for state in graph_states:
-            if state.kind != "parameter" and state.source not in self.others:
-                self.others[state.source] = moved(load_state(load.evaluation, state, load.weights), self.device)
+            if state.kind == "constant":  # one of training may have the same name
+                constants[state.source] = moved(load_state(load.evaluation, state, load.weights), self.device)
+            elif state.kind != "parameter" and state.source not in self.others:
+                self.others[state.source] = self._of_evaluation(state, load)
+        return constants
+
+    def _of_evaluation(self, state: State, load: Captured) -> Tensor:
+        if state.kind != "buffer" or self._shared is None:
+            return moved(load_state(load.evaluation, state, load.weights), self.device)
+        now = self._shared.now(state.source).detach()
+        given = load.own_weights or now.device.type == "meta"
+        tensor = moved(load_state(load.evaluation, state, load.weights) if given else now, self.device)
+        self._share(state.source, tensor)
+        return tensor
+
+    def _share(self, source: str, tensor: Tensor) -> None:
+        """Let the caller's module and the stages use one buffer."""
+        if self._shared is not None and self._shared.buffer(source, tensor):
+            self._live.add(source, tensor)
+            self._buffers.append(source)
 
 
 def interleaved(sources: Mapping[str, int]) -> list[str]:

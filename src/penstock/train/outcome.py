@@ -5,6 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from penstock.errors import PenstockError, RunError, UsageError
 from penstock.train.loss_convention import Measured
 from penstock.train.losses import check_agreed, described, total_count, total_loss
@@ -26,6 +28,18 @@ def step_document(
         "used": list(used),
         "problem": problem,
     }
+
+
+class StepLoss(Tensor):
+    """The loss of a step, whose backward has run: another one raises `UsageError`."""
+
+    def backward(self, *_: Any, **__: Any) -> None:
+        """Raise `UsageError`."""
+        raise UsageError("train_step has run the backward of this loss; remove loss.backward() from the loop")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle as a tensor, so that files need no class of this package."""
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)
 
 
 def mean_loss(gathered: Sequence[Mapping[str, Any]], step: int, last_stage: int) -> float:

@@ -79,6 +79,7 @@ class PlacedStages:
         self._channels = GrowingChannels(
             transport, links, placed.replica, direct=how.direct, first_generation=_CHANNELS * self.number
         )
+        self._evaluated = 0  # sets of tags that earlier evaluations used
         self.watch = TrainingWatch(world, transport, links, placed.grid.replicas, self.observer, how.stall_s)
 
     @property
@@ -160,8 +161,15 @@ class PlacedStages:
         return Evaluation(
             self._world, self.captured, self.placed.replica, self.tensors, cuts=self.placed.cuts,
             autocast=self.how.autocast, num_microbatches=self.placed.num_microbatches, direct=self.how.direct,
-            first_generation=_CHANNELS * self.number,
+            first_generation=_CHANNELS * self.number + self._evaluated,
         )  # fmt: skip
+
+    def evaluate_again(self) -> None:
+        """Make the stages of the evaluation again, from the graph that the model has now."""
+        if "evaluation" in vars(self):
+            self.evaluation.abort()
+            self._evaluated += self.evaluation.num_openings
+            del self.evaluation
 
     def close(self) -> None:
         """Stop the watch, and abort waits within this process."""

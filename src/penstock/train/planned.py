@@ -29,8 +29,7 @@ def check_profile(graph: Graph, profile: Profile) -> None:
 
 def common_cuts(captured: Captured) -> Collection[str]:
     """Return the cuts that both the training and the evaluation graph allow."""
-    evaluated = {name for cut in Cuts(captured.evaluation) for name in names_of(cut)}
-    return {cut.name for cut in Cuts(captured.graph) if evaluated & set(names_of(cut))}
+    return {cut.name for cut in captured.common_cuts()}
 
 
 def names_of(cut: Cut) -> tuple[str, ...]:

@@ -8,6 +8,23 @@ from torch import Tensor, nn
 
 from penstock.errors import UsageError
 
+
+class TensorElsewhere(Tensor):
+    """A parameter of another process, or what was computed from it, without values: its use raises `UsageError`."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Compute shapes, and replace torch's errors about the meta device."""
+        try:
+            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        except (RuntimeError, NotImplementedError, TypeError) as error:
+            raise UsageError(
+                f"{getattr(func, '__name__', func)} needs the values of a parameter that another process holds; use "
+                "pipe.named_parameters(), whose values are here, pipe.clip_grad_norm_ or pipe.save, or train with "
+                "stages=1 and replicas"
+            ) from error
+
+
 _ELSEWHERE = "_penstock_parameters_elsewhere"
 
 
@@ -26,56 +43,86 @@ class SharedModule:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         first: dict[int, str] = {}
-        self._owners: dict[str, list[tuple[nn.Module, str]]] = {}
+        self._owners: dict[str, list[tuple[dict[str, Any], str]]] = {}
         for path, owner in module.named_modules(remove_duplicate=False):
-            for leaf, parameter in owner._parameters.items():
-                if parameter is not None:
-                    name = first.setdefault(id(parameter), f"{path}.{leaf}" if path else leaf)
-                    self._owners.setdefault(name, []).append((owner, leaf))
+            for tensors in (owner._parameters, owner._buffers):
+                for leaf, tensor in tensors.items():
+                    if tensor is not None:
+                        name = first.setdefault(id(tensor), f"{path}.{leaf}" if path else leaf)
+                        self._owners.setdefault(name, []).append((tensors, leaf))
         self._elsewhere: set[str] = set()
 
     def parameter(self, name: str, tensor: Tensor) -> nn.Parameter:
         """Return the module's parameter of this name, backed by the memory of `tensor`."""
-        own = self._now(name)
-        if own.device.type == "meta" or own.dtype != tensor.dtype:
+        own = self.now(name)
+        if own.device.type == "meta" or own.dtype != tensor.dtype or not isinstance(own, nn.Parameter):
             return self._put(name, nn.Parameter(tensor, own.requires_grad))
         own.data = tensor
         return own
 
-    def buffer(self, name: str, tensor: Tensor) -> None:
-        """Back the module's buffer of this name with the memory of `tensor`."""
-        own = self._module.get_buffer(name)
-        if own.dtype == tensor.dtype and own.device.type != "meta":
-            own.data = tensor
+    def put_back(self, name: str, kept: nn.Parameter) -> None:
+        """Let the module have a parameter that this process holds, if a placement that failed has moved it away."""
+        if isinstance(self.now(name), TensorElsewhere):
+            self._put(name, kept)
+
+    def buffer(self, name: str, tensor: Tensor) -> bool:
+        """Back the module's buffer of this name with the memory of `tensor`; return False if it cannot be."""
+        own = self.now(name)
+        if own.dtype != tensor.dtype or own.device.type == "meta":
+            return False
+        own.data = tensor
+        return True
 
     def keep(self, held: Collection[str]) -> None:
         """Move parameters that this process does not hold to the meta device."""
-        self._elsewhere = self._owners.keys() - set(held)
-        for name in self._elsewhere:
-            own = self._now(name)
-            if own.device.type != "meta":
-                self._put(name, nn.Parameter(own.to("meta"), own.requires_grad))
+        parameters = {name for name in self._owners if isinstance(self.now(name), nn.Parameter)}
+        self._elsewhere = parameters - set(held)
+        self.keep_elsewhere()
         if self._elsewhere and not hasattr(self._module, _ELSEWHERE):
             setattr(self._module, _ELSEWHERE, True)
             self._module.register_state_dict_pre_hook(_refuse_state)
 
+    def keep_elsewhere(self) -> None:
+        """Move parameters of other processes to the meta device again if the caller has assigned values to them."""
+        for name in self._elsewhere:
+            own = self.now(name)
+            if own.device.type != "meta":
+                without = own.detach().to("meta").as_subclass(TensorElsewhere)
+                self._put(name, nn.Parameter(without, own.requires_grad))
+
+    def is_elsewhere(self, name: str) -> bool:
+        """Return True if a parameter was moved to the meta device, perhaps for a placement that failed meanwhile."""
+        return name in self._elsewhere
+
     def mark_gradients(self) -> None:
         """Set meta gradients on parameters of other processes, so that a sum over all gradients fails."""
         for name in self._elsewhere:
-            own = self._now(name)
+            own = self.now(name)
             if own.requires_grad:
                 own.grad = torch.empty_like(own)
 
-    def _now(self, name: str) -> nn.Parameter:
-        owner, leaf = self._owners[name][0]
-        found = owner._parameters[leaf]
+    def now(self, name: str) -> Tensor:
+        """Return the module's current parameter or buffer of this name.
+
+        Raises `UsageError` if the module has none, or if it is no longer the same under all its names.
+        """
+        found: Tensor | None = None
+        for tensors, leaf in self._owners[name]:
+            tensor = tensors.get(leaf)
+            if tensor is None or (found is not None and tensor is not found):
+                what = "was removed from the model" if tensor is None else "is no longer shared by the same modules"
+                raise UsageError(
+                    f"the tensor {name} {what} after the pipeline was created; change the model before, or create a "
+                    "new pipeline of the changed model"
+                )
+            found = tensor
         if found is None:
-            raise UsageError(f"the parameter {name} was removed from the model; create a new pipeline of the new model")
+            raise KeyError(name)
         return found
 
     def _put(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
-        for owner, leaf in self._owners[name]:
-            owner._parameters[leaf] = parameter
+        for tensors, leaf in self._owners[name]:
+            tensors[leaf] = parameter
         return parameter
 
 

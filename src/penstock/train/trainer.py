@@ -33,7 +33,7 @@ from penstock.train.held_tensors import HeldTensors
 from penstock.train.input_gradients import check_same, check_wanted
 from penstock.train.loss_convention import LossFunction
 from penstock.train.losses import Losses
-from penstock.train.outcome import StepReport, TrainingChange, everywhere, mean_loss
+from penstock.train.outcome import StepLoss, StepReport, TrainingChange, everywhere, mean_loss
 from penstock.train.placed_stages import Computing, PlacedStages
 from penstock.train.recent_batches import RecentBatches
 from penstock.train.row_cut import RowCut
@@ -99,7 +99,7 @@ class Trainer:
         self._work = ForwardBackward(self.world, self.transport, self.losses, self.row_cut)
         self._closed = False
         joins = placed is not None
-        placed = placed or arrange(world, captured.graph, cut, options)
+        placed = placed or arrange(world, captured.graph, cut, options, captured.common_cuts)
         self.alike = [
             *identity_of(captured, options, device), [cut.name for cut in placed.cuts], len(placed.grid.replicas),
             placed.usual_microbatches, None if cut.plan is None else fingerprint(cut.plan),
@@ -154,10 +154,18 @@ class Trainer:
         """Evaluation with the current weights."""
         return self.now.evaluation
 
+    def follow(self) -> None:
+        """Switch to the caller's module as it is now, before an evaluation."""
+        self.tensors.follow()
+        if self.captured.follow_evaluation():
+            self.now.evaluate_again()
+
     @contextlib.contextmanager
     def call(self, name: str) -> Iterator[None]:
-        """Run a collective call; its name is sent to other processes."""
+        """Run a collective call with the model's current tensors; its name is sent to other processes."""
         health = self.world.health
+        if name != "close":
+            self.tensors.follow()
         with self.calls.entered(name):
             # a process that joins later counts calls from 0, so their numbers are compared only in runs without joins
             health.call = self.calls.current if self.survivors is None else ""
@@ -250,7 +258,7 @@ class Trainer:
         self._work.give_back(divisor)
         self._report(self._work.ran, synchronize_s, self.transport.sent_bytes - sent_bytes)
         self.data.short = None
-        return torch.tensor(loss, dtype=torch.float64)
+        return torch.tensor(loss, dtype=torch.float64).as_subclass(StepLoss)
 
     def _find_empty(self) -> list[int]:
         """Return the indices of new optimizers without parameters on this process."""
@@ -307,6 +315,7 @@ class Trainer:
 
     def optimizer(self, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> torch.optim.Optimizer:
         """Create the optimizer of this process's parameters; `make` receives them and returns an optimizer."""
+        self.tensors.follow()
         optimizer = self.tensors.make_optimizer(make)
         self.optimizers.append(optimizer)
         if self.tracer:
@@ -315,6 +324,7 @@ class Trainer:
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Return the parameters of this process's stages by their names in the model."""
+        self.tensors.follow()
         yield from self.tensors.parameters.items()
 
     @property

@@ -86,7 +86,7 @@ class TrainingPipeline:
                 self.graph = self._captured.graph
                 say("choosing the cuts")
                 num_processes = len(self._joined.devices) if self._joined else 1
-                self.cuts = tuple(find_cuts(self.graph, cut, options, num_processes))
+                self.cuts = tuple(find_cuts(self.graph, cut, options, num_processes, self._captured.common_cuts))
             ScheduleChoice(options.schedule, NUM_BUFFERS)
             if run.survival.survives or self._place is not None:
                 check_survivable(self.graph, options, run, self._device)

@@ -166,6 +166,8 @@ def save_weights(
     try:
         with written_whole(target) as file:
             _write(weights, order, header, file)
+            file.flush()
+            _open_file(Path(file.name))  # checks header and extents before an earlier file is replaced
     except OSError as problem:
         raise ModelError(f"{target} cannot be written ({one_line(problem)}); choose another folder") from problem
     return num_bytes
@@ -197,6 +199,12 @@ def _write(weights: Weights, order: list[str], header: Mapping[str, object], fil
     text += b" " * (-len(text) % 8)
     file.write(len(text).to_bytes(8, "little") + text)
     for name in order:
-        flat = weights.load(name).detach().contiguous().reshape(-1)
+        tensor = weights.load(name).detach()
+        if (tensor.dtype, tuple(tensor.shape)) != (weights.dtype(name), tuple(weights.shape(name))):
+            raise ModelError(
+                f"{name} is {tensor.dtype} {tuple(tensor.shape)}, but was announced as {weights.dtype(name)} "
+                f"{tuple(weights.shape(name))}; nothing was saved; make a new pipeline of the changed model"
+            )
+        flat = tensor.contiguous().reshape(-1)
         if flat.numel():
             file.write(flat.view(torch.uint8).numpy().data)

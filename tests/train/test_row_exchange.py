@@ -18,12 +18,12 @@ from transformers import BatchEncoding
 from penstock import trees
 from penstock.errors import TransportError, UsageError
 from penstock.group.world import World
+from penstock.random_states import RandomStates
 from penstock.train.captured import Captured
 from penstock.train.captured_values import captured_values
 from penstock.train.data_identity import data_identity
 from penstock.train.evaluate import evaluate, predict
 from penstock.train.loader import Loader
-from penstock.train.random_states import RandomStates
 from penstock.train.stand_in import Absent, StandIn
 from penstock.transport.base import send_bytes
 from penstock.transport.tags import LOADED
@@ -231,7 +231,7 @@ def test_an_object_that_was_not_sent_names_where_it_is() -> None:
 def test_a_forged_batch_is_refused_in_one_line(sent: bytes, captured: Captured) -> None:
     def script(world: World) -> None:
         trainer = make_trainer(captured, world, stages=2)
-        trainer.exchange.states = RandomStates()
+        world.random_states = trainer.world.random_states = RandomStates()
         try:
             if world.rank:
                 trainer.exchange.batch(trainer.placed, 1, list, list)

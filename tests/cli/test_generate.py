@@ -82,10 +82,10 @@ def test_prompts_of_a_file_are_answered_in_order_and_continued(penstock: Run, fo
     assert output.read_text() == whole
 
 
-def test_weights_in_8_bits(penstock: Run, folder: Path, tmp_path: Path) -> None:
+def test_weights_in_16_bits(penstock: Run, folder: Path, tmp_path: Path) -> None:
     output = tmp_path / "answers.jsonl"
     words = ("generate", f"hf:{folder}", "-p", PROMPTS[0], "-o", output, "--max-new-tokens", 5)
-    assert penstock(*words, "--runtime", "eager:int8")[0] == 0
+    assert penstock(*words, "--runtime", "eager:bfloat16")[0] == 0
     assert json.loads(output.read_text())["num_tokens"] == 5
     status, _, err = penstock(*words)  # in float32 the rows may be others
     assert (status, "runtime" in err) == (2, True)

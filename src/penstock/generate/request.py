@@ -90,9 +90,13 @@ class Request:
                 break
         self._raise()
 
-    def decoder(self) -> TextDecoder:
-        """Return a decoder of the answer's text, as it continues the prompt, up to a stop string."""
-        return TextDecoder(self._tokenizer, self.stops, before=(self.start or self.prompt)[-_BEFORE:])
+    def decoder(self, *, continues: bool = True) -> TextDecoder:
+        """Return a decoder of the answer's text, up to a stop string, as it continues the prompt or as a new text.
+
+        An encoder's prompt is not continued.
+        """
+        before = self.prompt[-_BEFORE:] if continues and not self.start else ()
+        return TextDecoder(self._tokenizer, self.stops, before=before)
 
     def listen(self, listener: Callable[[], object]) -> None:
         """Call `listener` now, and in the generator's thread after each token and at the end."""

@@ -147,12 +147,24 @@ class Loss(nn.Module):
         return x.sum()
 
 
+def test_rows_in_another_dimension_are_refused_whatever_their_number() -> None:
+    class Transposed(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.transpose(0, 1)
+
+    for length, split_size in ((4, 4), (5, 4), (4, 2)):
+        with pytest.raises(UsageError, match="dimension 0"):
+            penstock.Pipe(nn.Sequential(nn.Linear(3, 3), Transposed()), split_size=split_size)(
+                torch.randn(8, length, 3)
+            )
+
+
 @pytest.mark.parametrize("split_size", [2, 4, 5])
 @pytest.mark.parametrize(
     ("child", "said"),
     [
         (Centered(), r"mixes rows.*mean"), (Turned(), r"dimension 0"), (TrainedMean(), r"mixes rows.*sum"),
-        (Loss(), "dimension 0"), (nn.Softmax(0), "mixes rows"), (nn.Flatten(0, 1), "dimension 0"),
+        (Loss(), "no dimension"), (nn.Softmax(0), "mixes rows"), (nn.Flatten(0, 1), "no dimension"),
     ],
 )  # fmt: skip
 def test_rows_that_depend_on_each_other_are_refused(child: nn.Module, said: str, split_size: int) -> None:

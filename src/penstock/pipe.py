@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from penstock.errors import PenstockError, UsageError
 from penstock.graph.capture import capture
-from penstock.graph.rows import check_rows
+from penstock.graph.ops import Ref
+from penstock.graph.rows import batch_dim, check_rows
 from penstock.terminal.notes import note
 
 _WHOLE = "call the nn.Sequential itself, or set split_size to the number of rows"
@@ -115,6 +116,9 @@ class Pipe(nn.Module):
             if graph.fixed_batch is None:
                 graph = dataclasses.replace(graph, model="the nn.Sequential")
                 check_rows(graph, graph.sizes(len(inputs[0])), _WHOLE, statistics_apart=True)
+                values = [graph.values[output.name] for output in graph.outputs if isinstance(output, Ref)]
+                if any(batch_dim(value) for value in values):
+                    raise UsageError(f"the nn.Sequential returns an output whose dimension 0 is not the rows; {_WHOLE}")
             else:
                 note(f"Pipe cannot check that rows are independent: {graph.why_fixed}")
         self._checked.add(key)

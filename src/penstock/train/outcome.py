@@ -37,6 +37,12 @@ class StepLoss(Tensor):
         """Raise `UsageError`."""
         raise UsageError("train_step has run the backward of this loss; remove loss.backward() from the loop")
 
+    def __format__(self, spec: str) -> str:
+        return format(self.as_subclass(Tensor), spec)
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return repr(self.as_subclass(Tensor))
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as a tensor, so that files need no class of this package."""
         return self.as_subclass(Tensor).__reduce_ex__(protocol)

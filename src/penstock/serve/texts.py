@@ -122,7 +122,7 @@ class TextService:
         return [
             Choice(
                 index=index, prompt=tokens,
-                options=options | self._grammar(body.response_format, len(tokens)),
+                options=options | self._grammar(body.response_format),
                 num_likeliest=(body.top_logprobs or 0) if body.logprobs else None,
             )
             for index in range(number)
@@ -241,7 +241,7 @@ class TextService:
             "logit_bias": bias, "num_likeliest": number, "seed": seed,
         }  # fmt: skip
 
-    def _grammar(self, wanted: ResponseFormat | None, num_prompt: int) -> dict[str, Any]:
+    def _grammar(self, wanted: ResponseFormat | None) -> dict[str, Any]:
         if wanted is None or wanted.type == "text":
             return {}
         schema: dict[str, Any] = {"type": "object"}
@@ -251,7 +251,7 @@ class TextService:
                                param="response_format")  # fmt: skip
             schema = wanted.json_schema.schema_
         try:
-            return {"logits_processor": [JsonGrammar(self.generator.tokenizer, schema, num_prompt)]}
+            return {"logits_processor": [JsonGrammar(self.generator.tokenizer, schema)]}
         except DataError as error:
             raise ApiError(f"response_format: {error}", param="response_format") from None
 

@@ -21,11 +21,11 @@ class Request:
     """A prompt and its answer, in flight or done; created by `Generator.submit`.
 
     Iterating yields the tokens as they are generated, `async for` too; `result` returns all of them. `finish_reason` is
-    "stop" (an end token, a stop string, or the end of a grammar), "length", "cancelled" or "failed"; None while in flight. `logprobs` has the
-    log-probability of each token; `likeliest` lists, for each token, the requested number of likeliest tokens with
-    their log-probabilities. If the prompt was scored, `prompt_logprobs` and `prompt_likeliest` have the same for its
-    tokens, and None or an empty list for the first token. `num_reused` prompt tokens were found in the cache of an
-    earlier request.
+    "stop" (an end token, a stop string, or the end of a grammar), "length", "cancelled" or "failed"; None while in
+    flight. `logprobs` has the log-probability of each token; `likeliest` lists, for each token, the requested number of
+    likeliest tokens with their log-probabilities. If the prompt was scored, `prompt_logprobs` and `prompt_likeliest`
+    have the same for its tokens, and None or an empty list for the first token. `num_reused` prompt tokens were found
+    in the cache of an earlier request.
 
     Example:
         request = generator.submit([5, 7, 2], max_new_tokens=10)
@@ -90,9 +90,10 @@ class Request:
                 break
         self._raise()
 
-    def decoder(self) -> TextDecoder:
-        """Return a decoder of the answer's text, as it continues the prompt, up to a stop string."""
-        return TextDecoder(self._tokenizer, self.stops, before=(self.start or self.prompt)[-_BEFORE:])
+    def decoder(self, *, with_stop: bool = False) -> TextDecoder:
+        """Return a decoder of the answer's text, as it continues the prompt, up to a stop string or its end."""
+        before = (self.start or self.prompt)[-_BEFORE:]
+        return TextDecoder(self._tokenizer, self.stops, before=before, with_stop=with_stop)
 
     def listen(self, listener: Callable[[], object]) -> None:
         """Call `listener` now, and in the generator's thread after each token and at the end."""

@@ -104,7 +104,8 @@ class Sampler:
 
     def ended(self, token: int) -> bool:
         """Report a sampled token to the processors that end a text, as a grammar does; True if one ends it here."""
-        return any([ends(token) for ends in self._ends])
+        found = [ends(token) for ends in self._ends]
+        return any(found)
 
 
 def likeliest(logits: Tensor, number: int) -> list[tuple[int, float]]:

@@ -1,6 +1,7 @@
 """Text from a language model: answers to a file of prompts, in order, or a conversation."""
 
 import contextlib
+import inspect
 import json
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,11 +15,12 @@ import msgspec
 from penstock.errors import DataError, ModelError, UsageError
 from penstock.generate.generator import Generator
 from penstock.generate.request import Request
+from penstock.generate.sampling import ends_of
 from penstock.group.world import World
 from penstock.recipes.predictions import PredictionFile, go_on_with
 from penstock.terminal.notes import note
 from penstock.text import one_line
-from penstock.zoo.models.language import load_generation_config, load_tokenizer
+from penstock.zoo.models.language import load_generation_config, load_tokenizer, turn_ends
 from penstock.zoo.models.models import load_model
 from penstock.zoo.weights.weights import fingerprint_of
 
@@ -76,6 +78,11 @@ def open_generator(settings: TextSettings, world: World | None = None) -> Genera
         device=settings.device, runtime=settings.runtime, on_loss=settings.on_loss, speculate=settings.speculate,
         trace=settings.trace,
     )  # fmt: skip
+
+
+def answer_ends(generator: Generator, model: str) -> list[int]:
+    """Return the tokens that end an answer of a chat or a server: the model's, its tokenizer's and its GGUF file's."""
+    return sorted({*ends_of(generator.model.generation_config), *turn_ends(model, generator.tokenizer)})
 
 
 def read_prompts(path: Path) -> list[str]:
@@ -190,17 +197,29 @@ def check_chats(tokenizer: Any) -> None:
         raise ModelError("this model's tokenizer has no chat template; use penstock generate, or an instruct model")
 
 
-def chat_tokens(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> list[int]:
+def chat_tokens(
+    tokenizer: Any, messages: Sequence[Mapping[str, str]], *, begins: bool = True, continues: bool = False,
+    options: Mapping[str, Any] | None = None,
+) -> list[int]:  # fmt: skip
     """Return the tokens of messages in the model's own template, up to the beginning of its answer.
+
+    With `continues` the answer continues the last message; without `begins` the template's beginning of an answer is
+    left out. `options` are variables of the template.
 
     Example:
         tokens = chat_tokens(tokenizer, [{"role": "user", "content": "What is a penstock?"}])
 
-    Raises `ModelError` if there is no template, and `DataError` for messages that the template rejects.
+    Raises `ModelError` if there is no template, and `DataError` for messages or options that it does not take.
     """
     check_chats(tokenizer)
+    options = options or {}
+    own = inspect.signature(tokenizer.apply_chat_template).parameters
+    if wrong := sorted(own.keys() & options.keys()):
+        raise DataError(f"{wrong[0]} is no variable of a template; leave it out of chat_template_kwargs")
     try:
-        found = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=True)
+        found = tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=begins, continue_final_message=continues, return_dict=True, **options
+        )
     except Exception as problem:  # a template is a program that may raise any exception
         raise DataError(f"the model's template does not take these messages ({one_line(problem)})") from problem
     return list(found["input_ids"])

@@ -19,13 +19,15 @@ from penstock.serve.texts import TextService
 class App:
     """An application that answers requests one after the other."""
 
-    def __init__(self, app: Any, generator: Generator) -> None:
-        self._app, self.generator = app, generator
+    def __init__(self, app: Any, service: TextService) -> None:
+        self.app, self.service, self.generator = app, service, service.generator
+        self.headers: dict[str, str] = {}
 
     def request(self, method: str, path: str, **options: Any) -> httpx.Response:
         async def run() -> httpx.Response:
-            transport = httpx.ASGITransport(self._app, raise_app_exceptions=False)
-            async with httpx.AsyncClient(transport=transport, base_url="http://small", timeout=60) as client:
+            transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
+            headers = self.headers
+            async with httpx.AsyncClient(transport=transport, base_url="http://small", headers=headers) as client:
                 return await client.request(method, path, **options)
 
         return asyncio.run(run())
@@ -55,9 +57,9 @@ def application(folder: Path, tokenizer: Any = None, **options: Any) -> Iterator
     with Generator(model, tokenizer, stages=1, slots=2, max_length=128) as generator:
         generator.submit([0], max_new_tokens=1).result()  # all threads run before the first test counts them
         metrics = Metrics()
-        service = TextService(generator, Admission(slots=2, most_waiting=8), metrics, deadline_s=60.0)
+        service = TextService(generator, Admission(slots=2, most_waiting=8), metrics, deadline_s=60.0, ends=[0])
         served = Served(
             name="small", service=service, metrics=metrics, stages=list, changes=list, joins_at=lambda: None,
             problem=lambda: None, created=1, **options,
         )  # fmt: skip
-        yield App(make_app(served), generator)
+        yield App(make_app(served), service)

@@ -92,7 +92,7 @@ class Request:
 
     def decoder(self, *, with_stop: bool = False) -> TextDecoder:
         """Return a decoder of the answer's text, as it continues the prompt, up to a stop string or its end."""
-        before = (self.start or self.prompt)[-_BEFORE:]
+        before = () if self.start else self.prompt[-_BEFORE:]  # an encoder's prompt is not continued
         return TextDecoder(self._tokenizer, self.stops, before=before, with_stop=with_stop)
 
     def listen(self, listener: Callable[[], object]) -> None:

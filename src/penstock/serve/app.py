@@ -159,7 +159,8 @@ class _Paths:
         return JSONResponse({"version": __version__})
 
     async def later(self, request: Request) -> Response:
-        raise ApiError(f"{_LATER[request.url.path]} are not supported; use /v1/chat/completions", status=404)
+        kind = _LATER[request.url.path]
+        raise ApiError(f"this server does not support {kind} yet; use /v1/chat/completions", status=404)
 
     async def models(self, _request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._model()]})
@@ -217,12 +218,13 @@ class _Paths:
                 "stream_options.continuous_usage_stats needs include_usage to be true", param="stream_options"
             )
         documents = Documents(
-            self._served.name, choices, chat=chat, counts_in_chunks=options.continuous_usage_stats
+            self._served.name, choices, chat=chat, counts_in_chunks=bool(options.continuous_usage_stats)
         )  # fmt: skip
         headers = self._ignored.headers(body)
-        pieces = service.pieces(choices, service.enter(choices, _client(request)))
+        tickets = service.enter(choices, _client(request))
+        pieces = service.pieces(choices, tickets)
         if body.stream:
-            return Events(events(documents, pieces, usage=options.include_usage), headers)
+            return Events(events(documents, pieces, usage=bool(options.include_usage)), headers, tickets)
         async with aclosing(pieces):
             return JSONResponse(documents.whole(await until_gone(request, _all(pieces))), headers=headers)
 

@@ -51,8 +51,8 @@ class _Body(pydantic.BaseModel):
 class StreamOptions(_Body):
     """Options of a stream."""
 
-    include_usage: bool = False
-    continuous_usage_stats: bool = False  # vLLM's: token counts in every chunk
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # vLLM's: token counts in every chunk
     include_obfuscation: bool | None = None  # padding against traffic analysis; never sent
 
 
@@ -68,7 +68,7 @@ def _must_be_false(value: bool) -> bool:
 
 
 def _must_be_empty(value: Any) -> Any:
-    if value:
+    if value or type(value) in {int, float}:
         raise ValueError("not supported; leave it out")
     return value
 
@@ -129,7 +129,7 @@ _Prompt = Annotated[
 class JsonSchema(_Body):
     """The schema that an answer must match."""
 
-    name: str = "answer"
+    name: str | None = None
     description: str | None = None
     schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
     strict: bool | None = None
@@ -209,17 +209,28 @@ class TextPart(_Body):
     type: Annotated[str, AfterValidator(_must_be_text), WithJsonSchema({"const": "text"})]
     text: str
 
-    @pydantic.model_validator(mode="before")
-    @classmethod
-    def _refusal(cls, given: Any) -> Any:
-        """Read the refusal of an earlier answer as its text."""
-        if isinstance(given, dict) and given.get("type") == "refusal":
-            return {"type": "text", "text": given.get("refusal")}
-        return given
+
+class RefusalPart(_Body):
+    """The refusal in an earlier answer."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        """The refusal, as a part of the message."""
+        return self.refusal
 
 
+def _kind_of_part(value: Any) -> str:
+    return "<refusal>" if isinstance(value, dict) and value.get("type") == "refusal" else "<text>"
+
+
+_Part = Annotated[
+    Annotated[TextPart, Tag("<text>")] | Annotated[RefusalPart, Tag("<refusal>")], Discriminator(_kind_of_part)
+]
 _Content = Annotated[
-    Annotated[str, Tag("<text>")] | Annotated[list[TextPart], Tag("<list>")],
+    Annotated[str, Tag("<text>")] | Annotated[list[_Part], Tag("<list>")],
     _one_of("text or a list of parts"),
 ]
 

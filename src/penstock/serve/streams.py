@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Awaitable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
@@ -11,6 +11,7 @@ from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from penstock.errors import PenstockError
+from penstock.serve.admission import Ticket
 from penstock.serve.documents import Documents
 from penstock.serve.protocol import ApiError
 from penstock.serve.texts import Piece
@@ -20,19 +21,23 @@ _Result = TypeVar("_Result")
 
 
 class Events(StreamingResponse):
-    """Server-sent events; their source is closed when the response ends, for any reason."""
+    """Server-sent events; at the end of the response their source is closed and its tickets returned."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[str, None], headers: Mapping[str, str]) -> None:
+    def __init__(
+        self, events: AsyncGenerator[str, None], headers: Mapping[str, str], tickets: Sequence[Ticket]
+    ) -> None:  # fmt: skip
         super().__init__(events, headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no", **headers})
-        self._events = events
+        self._events, self._tickets = events, tickets
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
             await self._events.aclose()
+            for ticket in self._tickets:  # a source that never began holds them still
+                ticket.leave()
 
 
 async def events(

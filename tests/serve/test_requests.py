@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import h11
 import pytest
 from openai.types.chat import ChatCompletionMessage
 
@@ -106,6 +107,10 @@ def test_an_unknown_field_is_named_once_for_each_client(app: App, capsys: pytest
         assert answer.json()["choices"][0]["text"] == app.complete()["text"]
     err = capsys.readouterr().err
     assert err.count("best_guess") == 1
+    for name in ("", " ", " a ", "\t", "\u2028"):
+        told = app.post("/v1/completions", {"prompt": "a", "max_tokens": 1, name: 1}).headers[IGNORED]
+        h11.Response(status_code=200, headers=[(IGNORED, told)])  # as the server sends it
+        assert told
     chat = {"messages": [USER | {"mood": 1}, USER | {"mood": 2}], "stream": True, "max_tokens": 1}
     assert app.post("/v1/chat/completions", chat).headers[IGNORED] == "messages[].mood"
     assert IGNORED not in app.post("/v1/completions", {"prompt": "a"}).headers

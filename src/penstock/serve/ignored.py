@@ -43,5 +43,6 @@ class IgnoredFields:
 def _names(body: pydantic.BaseModel) -> list[str]:
     """Return the first unknown fields, with indices left out, as printable ASCII."""
     names = (re.sub(r"\[\d+\]", "[]", name[:_LONGEST]) for name in unknown_fields(body))
-    found = dict.fromkeys(ascii(name)[1:-1] for name in names)
+    # a header may neither begin nor end with a space
+    found = dict.fromkeys(ascii(name.strip())[1:-1] or "''" for name in names)
     return list(found)[:_MOST_SHOWN]

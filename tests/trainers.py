@@ -16,12 +16,12 @@ from penstock.engine.placement import Grid, Replica, shares
 from penstock.graph.call import as_call
 from penstock.group.liveness import Boards, Health
 from penstock.group.world import World
+from penstock.random_states import RandomStates
 from penstock.tensors import HOST
 from penstock.train.arrangement import TrainOptions
 from penstock.train.captured import Captured
 from penstock.train.loss_convention import call_loss
 from penstock.train.own_loss import own_loss
-from penstock.train.random_states import RandomStates
 from penstock.train.trainer import Trainer
 from penstock.transport.memory_network import MemoryNetwork
 from tests.processes import PATIENCE
@@ -48,7 +48,7 @@ def in_threads(size: int, script: Callable[[World], Any]) -> list[Any]:
         health = Health(Boards.of_threads(store, rank, size), rank, names, transport.abort, beat_s=0.02)
         world = World(
             transport=transport, health=health, names=names, devices=list(range(size)), store=store,
-            bandwidths=[None] * size, reason_s=1.0, between_gpus="auto",
+            bandwidths=[None] * size, reason_s=1.0, between_gpus="auto", random_states=NoStates(),
         )  # fmt: skip
         try:
             results[rank] = script(world)
@@ -123,9 +123,7 @@ def make_trainer(captured: Captured, world: World, *, device: torch.device = HOS
 
     cut, run, options = take(CutOptions), take(RunOptions), take(TrainOptions)
     assert not settings, f"no such options: {settings}"
-    trainer = Trainer(captured, world, cut, run, options, device)
-    trainer.exchange.states = NoStates()
-    return trainer
+    return Trainer(captured, world, cut, run, options, device)
 
 
 def gathered(trainer: Trainer, what: Callable[[nn.Parameter], Tensor | None]) -> dict[str, Tensor]:

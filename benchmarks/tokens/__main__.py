@@ -30,7 +30,7 @@ from penstock.generate.generator import Generator
 from penstock.recipes.texts import TextSettings, open_generator
 from penstock.zoo.models.gguf_models import gguf_file
 
-_RUNTIMES = ("eager", "eager:bfloat16", "eager:int8", "onnxruntime", "onnxruntime:int8", "onnxruntime:int4")
+_RUNTIMES = ("eager", "eager:bfloat16", "onnxruntime", "onnxruntime:int8", "onnxruntime:int4")
 _PROMPT = "Once upon a time there was"
 _NEW = 48
 _TURNS = 3

@@ -106,6 +106,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 _TABLES = ("embed", "wte", "wpe", "head", "embd", "shared")
 
 
+def spread(model: Any) -> None:
+    """Move a model's logits far apart, so that the likeliest token is not a matter of rounding."""
+    with torch.no_grad():
+        for path, parameter in model.named_parameters():
+            if parameter.dim() > 1 and not any(word in path for word in _TABLES):
+                parameter.mul_(6.0)
+
+
 def decoder(name: str) -> Any:
     """Make a family's model in evaluation mode, with the weights of seed 0 and logits far apart."""
     kind, fields = FAMILIES[name]
@@ -118,10 +126,7 @@ def decoder(name: str) -> Any:
         None,
         0,
     )  # only a test that asks ends early
-    with torch.no_grad():
-        for path, parameter in model.named_parameters():
-            if parameter.dim() > 1 and not any(word in path for word in _TABLES):
-                parameter.mul_(6.0)
+    spread(model)
     return model
 
 

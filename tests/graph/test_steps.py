@@ -28,7 +28,8 @@ class Step(nn.Module):
         keys.index_put_((rows[:, None], positions), x)
         read = keys.narrow(1, 0, places.shape[0]).index_select(0, rows)
         scores = x @ read.transpose(1, 2)
-        return scores.masked_fill(places > positions[..., None], 0.0).sum(-1, keepdim=True) + self.more(positions, read)
+        seen: Tensor = scores.masked_fill(places > positions[..., None], 0.0).sum(-1, keepdim=True)
+        return seen + self.more(positions, read)
 
 
 def made(more: Callable[[Tensor, Tensor], Tensor]) -> None:

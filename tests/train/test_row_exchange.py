@@ -18,12 +18,12 @@ from transformers import BatchEncoding
 from penstock import trees
 from penstock.errors import TransportError, UsageError
 from penstock.group.world import World
+from penstock.random_states import RandomStates
 from penstock.train.captured import Captured
 from penstock.train.captured_values import captured_values
 from penstock.train.data_identity import data_identity
 from penstock.train.evaluate import evaluate, predict
 from penstock.train.loader import Loader
-from penstock.train.random_states import RandomStates
 from penstock.train.stand_in import Absent, StandIn
 from penstock.transport.base import send_bytes
 from penstock.transport.tags import LOADED
@@ -162,17 +162,21 @@ def test_random_states_move_to_another_process() -> None:
 
 
 def test_values_of_a_loss() -> None:
-    count, share, order = 0, 0.5, torch.arange(3)
+    count, share, order, seen, mean = 0, 0.5, torch.arange(3), [0.5], torch.zeros(2)
 
     def loss(_output: Tensor, _labels: Tensor, factor: float = 2.0) -> float:
         nonlocal count
         count += 1
+        seen.append(float(count))  # on the rank of the last stage alone
+        mean.mul_(0.9).add_(0.1)
         return share * factor + float(order.sum())
+
+    loss(order, order)
 
     found = captured_values(loss)
     assert found.keys() == {"share", "order", "factor"}
     assert (found["share"], found["factor"]) == ("0.5", "2.0")
-    order[0] = 7
+    order = torch.arange(3).flip(0)
     assert captured_values(loss)["order"] != found["order"]
 
 
@@ -203,6 +207,7 @@ def test_stand_ins_compute_shapes() -> None:
         assert isinstance(made, StandIn)
         assert tuple(made.shape) == shape
     assert torch.zeros_like(x).tolist() == [[0.0] * 3] * 4
+    assert "the desk" in f"{x}"
     torch.manual_seed(0)
     drawn = [F.dropout(torch.ones(4, 3)), torch.randn(4, 3), torch.rand(1)]
     torch.manual_seed(0)
@@ -231,7 +236,7 @@ def test_an_object_that_was_not_sent_names_where_it_is() -> None:
 def test_a_forged_batch_is_refused_in_one_line(sent: bytes, captured: Captured) -> None:
     def script(world: World) -> None:
         trainer = make_trainer(captured, world, stages=2)
-        trainer.exchange.states = RandomStates()
+        world.random_states = trainer.world.random_states = RandomStates()
         try:
             if world.rank:
                 trainer.exchange.batch(trainer.placed, 1, list, list)

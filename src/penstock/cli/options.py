@@ -36,7 +36,7 @@ Runtime = Annotated[
     str,
     typer.Option(
         metavar="NAME",
-        help=f"{', '.join(RUNTIMES)}, with a precision as in eager:int8.",
+        help=f"{', '.join(RUNTIMES)}, with a precision as in onnxruntime:int8.",
     ),
 ]
 OnLoss = Annotated[

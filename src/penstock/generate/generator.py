@@ -266,6 +266,8 @@ class Generator:
     def stream(self, prompt: Sequence[int] | str, **kwargs: Any) -> Iterator[str]:
         """Yield the answer's text as it is generated, up to a stop string; `kwargs` are those of `submit`.
 
+        The text continues a prompt of text, with the space between them; after a prompt of tokens it is a new text.
+
         Example:
             for text in generator.stream("The capital of France is", max_new_tokens=12):
                 print(text, end="", flush=True)
@@ -277,7 +279,7 @@ class Generator:
         if not {"max_new_tokens", "max_length", "generation_config"} & kwargs.keys():
             kwargs["max_length"] = self.max_length
         request = self.submit(prompt, **kwargs)
-        return self._texts(request, request.decoder())
+        return self._texts(request, request.decoder(continues=isinstance(prompt, str)))
 
     def _texts(self, request: Request, decoder: TextDecoder) -> Iterator[str]:
         try:

@@ -90,9 +90,12 @@ class Request:
                 break
         self._raise()
 
-    def decoder(self, *, with_stop: bool = False) -> TextDecoder:
-        """Return a decoder of the answer's text, as it continues the prompt, up to a stop string or its end."""
-        before = () if self.start else self.prompt[-_BEFORE:]  # an encoder's prompt is not continued
+    def decoder(self, *, continues: bool = True, with_stop: bool = False) -> TextDecoder:
+        """Return a decoder of the answer's text, up to a stop string or its end, as it continues the prompt or anew.
+
+        An encoder's prompt is not continued.
+        """
+        before = self.prompt[-_BEFORE:] if continues and not self.start else ()
         return TextDecoder(self._tokenizer, self.stops, before=before, with_stop=with_stop)
 
     def listen(self, listener: Callable[[], object]) -> None:

@@ -36,7 +36,7 @@ from penstock.errors import CaptureError
 from penstock.graph.attributes import left_attributes, unresized_buffers
 from penstock.graph.fixed_sizes import watched_sizes
 from penstock.graph.live_module import Reads, recorded_reads
-from penstock.graph.random_states import call_without_draws
+from penstock.graph.random_draws import call_without_draws
 
 Run = Callable[[list[Tensor], list[int]], list[Tensor]]
 

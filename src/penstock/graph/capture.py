@@ -22,7 +22,7 @@ from penstock.graph.exports import EXPORTING
 from penstock.graph.fast_paths import fast_layers
 from penstock.graph.graph import Graph
 from penstock.graph.older_torch import ordered_multiples
-from penstock.graph.random_states import kept_random_states
+from penstock.graph.random_draws import kept_random_states
 from penstock.graph.translate import translate
 from penstock.graph.wrappers import check_unwrapped
 from penstock.tensors import moved

@@ -8,7 +8,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import sympy
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -57,7 +56,9 @@ def watched_sizes(inputs: Any) -> Iterator[list[str]]:
             delattr(env, name)
 
 
-def _excludes(guard: Any, symbol: sympy.Symbol) -> bool:
+def _excludes(guard: Any, symbol: Any) -> bool:
+    import sympy  # workers, which capture nothing, must not load it
+
     return guard.free_symbols == {symbol} and any(guard.subs(symbol, number) == sympy.false for number in _TRIED)
 
 

@@ -11,8 +11,7 @@ process imports what its own environment names:
 
     PENSTOCK_OPERATORS_FROM=mylib.ops PENSTOCK_ALLOW_OPERATORS=mylib.scale.default python train.py
 
-A file or message cannot allow operators or name modules. The results of such an operator are not bounded (see
-`runtime/results.py`).
+A file or message cannot allow operators or name modules.
 """
 
 import importlib

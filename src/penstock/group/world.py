@@ -21,6 +21,7 @@ from penstock.group.links import close_store
 from penstock.group.liveness import Health
 from penstock.group.roll_call import Membership
 from penstock.group.verdict import Verdict
+from penstock.random_states import RandomStates
 from penstock.tracing.record import Clock
 from penstock.transport.base import WORD_BYTES, Transport, receive_bytes, send_bytes
 from penstock.wire import FEEDER
@@ -86,6 +87,7 @@ class World:
     served: Store | None = None  # store that this process serves for the workers that it started
     folder: PrivateFolder | None = None  # rendezvous of these workers, if it is a folder
     unlike: Mapping[int, frozenset[str]] = field(default_factory=dict)  # operators that differ in a rank's torch
+    random_states: RandomStates = field(default_factory=RandomStates)  # of this rank's global generators
 
     @property
     def rank(self) -> int:

@@ -47,7 +47,6 @@ class Bound:
 
     registers: list[Any]
     steps: list[Step]
-    watched: bool = False  # True once a run has shown every operation's result
     short: list[Step] | None = None  # after the first run: without operations that return their argument
 
 

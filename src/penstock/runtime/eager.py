@@ -7,23 +7,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.errors import OutOfMemory, PenstockError, ProgramError, RunError
+from penstock.errors import OutOfMemory, ProgramError
 from penstock.graph.encoding import settled
 from penstock.graph.ops import CALLBACK, GETITEM, Op, State, is_factory, references, resolve_operator
 from penstock.graph.program import StageProgram
 from penstock.graph.schema import check_amounts
 from penstock.memory import allowed_bytes
 from penstock.runtime.bound_calls import Bound, Register, Step, is_same, may_keep, positional, run_step, shortened
-from penstock.runtime.results import check_result
 from penstock.tensors import HOST, copy_exactly, moved
-from penstock.text import first_line
 
 # Number of microbatch sizes for which bound programs are kept; a stream has two, as the last microbatch may be smaller.
 _KEPT_SIZES = 8
 # A decoder has a step and three chunk sizes for each size of the caches.
 _KEPT_SIZES_OF_DECODER = 64
-# many lengths of texts
-_WATCHED_SIZES = 4096
 
 
 def _zeros(size: Sequence[int], *, memory_format: torch.memory_format | None = None, **keywords: Any) -> Tensor:
@@ -62,7 +58,6 @@ class Runtime:
         self._outputs = [self._indices[value.name] for value in program.outputs]
         self._bound: dict[tuple[int, ...], Bound] = {}
         self._kept_sizes = _KEPT_SIZES_OF_DECODER if program.caches else _KEPT_SIZES
-        self._watched_sizes: set[tuple[int, ...]] = set()
 
     def __call__(self, sizes: Mapping[str, int], inputs: Sequence[Tensor]) -> list[Tensor]:
         """Run on one microbatch; `sizes` has a value for every symbol of the program."""
@@ -71,7 +66,7 @@ class Runtime:
         for index, tensor in zip(self._inputs, inputs, strict=True):
             registers[index] = tensor
         if bound.short is None:
-            for _ in self._run_each(bound, sizes, registers):
+            for _ in self._run_each(bound, registers):
                 pass
             return [registers[index] for index in self._outputs]
         for step in bound.short:
@@ -105,7 +100,7 @@ class Runtime:
             registers[index] = tensor
         seconds = []
         before = clock()
-        for _ in self._run_each(bound, sizes, registers):
+        for _ in self._run_each(bound, registers):
             after = clock()
             seconds.append(after - before)
             before = after
@@ -120,7 +115,7 @@ class Runtime:
         found: dict[str, Tensor | list[Tensor]] = {}
         for index, value, tensor in zip(self._inputs, self.program.inputs, inputs, strict=True):
             registers[index], found[value.name] = tensor, _like(tensor)
-        for op, made in self._run_each(bound, sizes, registers):
+        for op, made in self._run_each(bound, registers):
             found[op.name] = _like(made) if isinstance(made, Tensor) else [_like(each) for each in made]
         return [registers[index] for index in self._outputs], found
 
@@ -138,7 +133,6 @@ class Runtime:
             if len(self._bound) >= self._kept_sizes:
                 self._bound.pop(next(iter(self._bound)))
             bound = self._bound[key] = self._bind(sizes)
-            bound.watched = key in self._watched_sizes
         return bound
 
     def _number(self) -> dict[str, int]:
@@ -176,9 +170,7 @@ class Runtime:
         registers: list[Any] = [None] * len(self._indices)
         registers[: len(self._state)] = self._state
         for op in self.program.prelude:
-            step = self._step(op, sizes, ())
-            self._check_result(op, sizes, registers)
-            run_step(step, registers)
+            run_step(self._step(op, sizes, ()), registers)
         # an unread result, such as that of an in-place operation, is released immediately
         last = {op.name: index for index, op in enumerate(self.program.ops)}
         last |= {name: index for index, op in enumerate(self.program.ops) for name in op.uses()}
@@ -216,56 +208,23 @@ class Runtime:
     def _callback(self, tensors: list[Tensor], sizes: list[int], number: int) -> list[Tensor]:
         return self.program.callbacks[number].run(tensors, sizes)
 
-    def _run_each(
-        self, bound: Bound, sizes: Mapping[str, int], registers: list[Any]
-    ) -> Iterator[tuple[Op, Any]]:  # fmt: skip
-        """Run, and yield each operation with its result.
-
-        The first run with these sizes compares the size of each result with the available memory beforehand.
-        """
+    def _run_each(self, bound: Bound, registers: list[Any]) -> Iterator[tuple[Op, Any]]:
+        """Run, and yield each operation with its result."""
         looks = bound.short is None and self._shortens
         kept: dict[int, int] = {}
         for op, step in zip(self.program.ops, bound.steps, strict=True):
-            if not bound.watched:
-                self._check_result(op, sizes, registers)
             source = step.slots[0][1] if looks and may_keep(op, step) else None
             given = registers[source] if source is not None else None  # the step may release it
             made = run_step(step, registers)
             if source is not None and is_same(made, given) and step.result not in self._outputs:
                 kept[step.result] = kept.get(source, source)
             yield op, made
-        self._seen(bound, sizes)
         if bound.short is None:
             bound.short = (
                 shortened(bound.steps, kept, len(self._state) + len(self.program.prelude), self._outputs)
                 if looks
                 else bound.steps
             )
-
-    def _seen(self, bound: Bound, sizes: Mapping[str, int]) -> None:
-        """Record that every operation was checked at these sizes; this also holds if the program is bound again."""
-        bound.watched = True
-        if len(self._watched_sizes) < _WATCHED_SIZES:
-            self._watched_sizes.add(tuple(sizes[symbol] for symbol in self.program.symbols))
-
-    def _check_result(self, op: Op, sizes: Mapping[str, int], registers: list[Any]) -> None:
-        if op.target in {GETITEM, CALLBACK}:
-            return
-
-        def given(argument: Any) -> Any:
-            if isinstance(argument, Register):
-                return registers[argument.index]
-            return [given(item) for item in argument] if isinstance(argument, list) else argument
-
-        arguments = [given(self._settle(argument, sizes)) for argument in op.arguments]
-        keywords = {key: given(self._settle(argument, sizes)) for key, argument in op.keywords.items()}
-        try:
-            check_result(op.name, op.target, arguments, keywords)
-        except PenstockError:
-            raise
-        # a rule, or torch on the meta device, fails on arguments that do not fit the operator
-        except Exception as error:
-            raise RunError(f"operation {op.name} failed: {first_line(error)}") from error
 
     def _settle(self, argument: Any, sizes: Mapping[str, int]) -> Any:
         return settled(argument, sizes, self.device, lambda name: Register(self._indices[name]))

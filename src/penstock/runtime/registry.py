@@ -65,10 +65,7 @@ def _eager(
 ) -> StageRuntime:  # fmt: skip
     from penstock.runtime.bfloat16 import Bfloat16Runtime
     from penstock.runtime.eager import Runtime
-    from penstock.runtime.int8 import Int8Runtime
 
-    if choice.precision == "int8":
-        return Int8Runtime(program, tensors, device, choice.keep)
     kind = Bfloat16Runtime if choice.precision == "bfloat16" else Runtime
     return kind(program, tensors, device)
 
@@ -110,7 +107,7 @@ def _openvino(
 
 
 RUNTIMES: Mapping[str, RuntimeKind] = {
-    "eager": RuntimeKind(load=_eager, load_training=_eager_training, precisions=("float32", "bfloat16", "int8")),
+    "eager": RuntimeKind(load=_eager, load_training=_eager_training, precisions=("float32", "bfloat16")),
     "onnxruntime": RuntimeKind(
         load=_onnxruntime,
         precisions=("float32", "int8", "int4"),

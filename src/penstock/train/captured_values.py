@@ -63,7 +63,10 @@ def _names(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
 
 
 def _text(value: Any) -> str | None:
-    """Return a text of what scripts draw at random: a float, a tensor, a sequence of these; None for anything else."""
+    """Return a text of what scripts draw at random: a float, a tensor, a tuple of these; None for anything else.
+
+    What the function may have changed itself, a list or a tensor that was written to, is not compared.
+    """
     if isinstance(value, StandIn):
         return None
     if isinstance(value, (float, np.floating)):
@@ -72,8 +75,9 @@ def _text(value: Any) -> str | None:
         value = torch.from_numpy(np.ascontiguousarray(value).view(np.uint8).reshape(-1))
     if isinstance(value, Tensor):
         small = value.layout == torch.strided and not value.is_nested and value.nbytes <= _LARGEST_BYTES
+        small = small and not value.is_inference() and value._version == 0
         return f"a tensor {digest(value.detach().cpu())}" if small else None
-    if isinstance(value, (list, tuple)) and len(value) <= _LONGEST:
+    if isinstance(value, tuple) and len(value) <= _LONGEST:
         parts = [_text(each) for each in value]
         return None if None in parts or not parts else f"[{', '.join(map(str, parts))}]"
     return None

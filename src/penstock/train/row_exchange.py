@@ -21,10 +21,10 @@ from penstock.errors import TransportError, UsageError
 from penstock.graph.graph import Graph
 from penstock.graph.training_parts import TrainingPart
 from penstock.group.world import World
+from penstock.random_states import RandomStates
 from penstock.train.arrangement import Arrangement
 from penstock.train.batch_document import BatchReader, BatchWriter, Layout, buffer_for, can_send, pack_all, unpack_all
 from penstock.train.captured_values import captured_values, first_difference
-from penstock.train.random_states import RandomStates
 from penstock.transport.base import DOCUMENT_BYTES, Pending, Transport, post_bytes, receive_bytes
 from penstock.transport.tags import LOADED, ROWS
 
@@ -87,8 +87,11 @@ class RowExchange:
         self._links: dict[int, _Link] = {}
         self._known: tuple[Arrangement | None, dict[str, str]] = (None, {})  # random states that the other ranks have
         self._mark: dict[str, str] = {}  # random states since which the loop may have drawn
-        self.states = RandomStates()
         self._theirs: Any = None  # random states of the rank that loads
+
+    @property
+    def _states(self) -> RandomStates:
+        return self._world.random_states
 
     @property
     def _transport(self) -> Transport:
@@ -101,7 +104,7 @@ class RowExchange:
     def mark(self, placed: Arrangement) -> None:
         """Record that what was drawn until now does not have to be the same on all ranks."""
         if _others(placed.replica):
-            self._mark = self.states.digests()
+            self._mark = self._states.digests()
 
     def batch(self, placed: Arrangement, num_rows: int, load: Callable[[], Any], example: Callable[[], Any]) -> Any:
         """Return a batch of this replica: what `load` returns on the rank that loads, elsewhere what that rank sends.
@@ -120,10 +123,10 @@ class RowExchange:
 
     def _send_batch(self, placed: Arrangement, num_rows: int, loaded: Any, others: Sequence[int]) -> None:
         writer = BatchWriter(num_rows)
-        states = self.states.digests()
+        states = self._states.digests()
         new = self._known != (placed, states)
         self._known = placed, states
-        header = BatchHeader(batch=writer.describe(loaded), states=states, random=self.states.read() if new else None)
+        header = BatchHeader(batch=writer.describe(loaded), states=states, random=self._states.read() if new else None)
         data, buffer = _encode(header), pack_all(writer.tensors)
         link = self._link(LOADED, placed)
         for rank in others:
@@ -133,9 +136,9 @@ class RowExchange:
         header = _receive_header(self._transport, source, LOADED, BatchHeader)
         tensors = _receive_all(self._transport, BatchReader.layouts(header.batch), source, LOADED)
         self._theirs = header.random if header.random is not None else self._theirs
-        if header.states != self.states.digests():
+        if header.states != self._states.digests():
             try:
-                self.states.write(self._theirs)
+                self._states.write(self._theirs)
             except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
                 raise TransportError(f"rank {source} has sent invalid random states ({error}); start again") from None
         return BatchReader(self._name(source), example).rebuild(header.batch, tensors)
@@ -158,7 +161,7 @@ class RowExchange:
             return own
         if source != self._transport.rank:
             return self._receive_rows(placed, parts, graph, own, functions)
-        states, values, form = self.states.digests(), captured_values(*functions), _form(own.labels)
+        states, values, form = self._states.digests(), captured_values(*functions), _form(own.labels)
         link = self._link(ROWS, placed)
         for rank in others:
             stages = [stage for stage, holder in enumerate(placed.replica.stages) if holder == rank]
@@ -234,7 +237,7 @@ class RowExchange:
                 f"{name!r}, which loss_fn uses, has another value on {here} than on {there}; seed the generator that "
                 "draws it alike on all ranks, or pass the value as a label"
             )
-        states = self.states.digests()
+        states = self._states.digests()
         drawn = {*self._moved(states), *header.moved}
         unlike = [name for name in sorted(drawn) if states.get(name) != header.states.get(name)]
         if unlike:

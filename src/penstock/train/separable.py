@@ -11,6 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from penstock.errors import UsageError
+from penstock.tensors import HOST
 
 _STEPS = 3  # some optimizers combine parameters only from the second step on
 
@@ -27,8 +28,15 @@ def check_separable(optimizer: torch.optim.Optimizer) -> None:
     # by this name, SAM and its relatives climb along the gradients of all parameters
     if hasattr(optimizer, "first_step") or (closure is not None and closure.default is closure.empty):
         raise UsageError(f"{name} needs the loss and all parameters together, which are in several processes; {advice}")
+    own = next((p.device for group in optimizer.param_groups for p in group["params"]), HOST)
     try:
-        alone, beside = _changed(optimizer, 1.0), _changed(optimizer, 100.0)
+        try:
+            alone, beside = _changed(optimizer, 1.0, HOST), _changed(optimizer, 100.0, HOST)
+        # some options are for one kind of device
+        except Exception:
+            if own.type in (HOST.type, "meta"):
+                raise
+            alone, beside = _changed(optimizer, 1.0, own), _changed(optimizer, 100.0, own)
     # whatever the optimizer raises, nothing has shown that it works parameter by parameter
     except Exception as error:
         reason = (str(error).splitlines() or [""])[0] or type(error).__name__
@@ -55,10 +63,8 @@ def check_at_steps(is_divided: Callable[[torch.optim.Optimizer], bool]) -> Remov
     return register_optimizer_step_pre_hook(check)
 
 
-def _changed(optimizer: torch.optim.Optimizer, other_gradient: float) -> torch.Tensor:
+def _changed(optimizer: torch.optim.Optimizer, other_gradient: float, device: torch.device) -> torch.Tensor:
     """Return a small parameter after some steps, optimized together with a parameter of this gradient."""
-    device = next((p.device for group in optimizer.param_groups for p in group["params"]), None)
-    device = None if device is None or device.type == "meta" else device
     begin = torch.tensor([[1.0, -2.0], [0.5, 3.0]], device=device)
     first, second = (torch.nn.Parameter(begin.clone()) for _ in range(2))
     twin = _twin(optimizer, [first, second], {})

@@ -250,7 +250,7 @@ class Alone:
             undo()
             raise
 
-    def place(self) -> tuple[int, int] | None:
+    def place(self) -> None:
         return None
 
     def saw_checkpoint(self, folder: Path) -> None: ...

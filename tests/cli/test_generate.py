@@ -84,6 +84,35 @@ def test_prompts_of_a_file_are_answered_in_order_and_continued(penstock: Run, fo
     assert output.read_text() == whole
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "csv"])
+def test_a_prompt_that_cannot_be_answered_is_a_row(penstock: Run, folder: Path, tmp_path: Path, kind: str) -> None:
+    file, output, said = tmp_path / "prompts.jsonl", tmp_path / f"answers.{kind}", tmp_path / "said.json"
+    asked = [PROMPTS[0], " ".join(["w5"] * 70), PROMPTS[1], "", PROMPTS[2]]
+    file.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in asked))
+    words = ("generate", f"hf:{folder}", "--file", file, "-o", output, "--max-new-tokens", 9, "--max-length", 64,
+             "--json", said)  # fmt: skip
+    wanted = answers(folder, PROMPTS[:3], 9)
+    for first in (True, False):  # the second time nothing is left to do
+        status, _, err = penstock(*words)
+        assert (status, "2 of 5" in err, "prompt 2" in err, "Traceback" in err) == (1, True, True, False)
+        read = csv.DictReader(io.StringIO(output.read_text())) if kind == "csv" else None
+        rows = list(read) if read is not None else [json.loads(line) for line in output.read_text().splitlines()]
+        assert [row["prompt"] for row in rows] == asked
+        assert [row["text"] for row in rows] == [wanted[0], "", wanted[1], "", wanted[2]]
+        assert "64" in rows[1]["finish_reason"]
+        assert "at least one" in rows[3]["finish_reason"]
+        told = json.loads(said.read_text())
+        assert [each["prompt"] for each in told["unanswered"]] == [2, 4]
+        assert told["num_tokens"] == (27 if first else 0)
+
+
+def test_prompts_on_the_command_line_that_cannot_be_answered(penstock: Run, folder: Path) -> None:
+    words = ("-p", " ".join(["w5"] * 70), "-p", PROMPTS[1], "--max-new-tokens", 5, "--max-length", 64)
+    status, out, err = penstock("generate", f"hf:{folder}", *words)
+    assert (status, "1 of 2" in err) == (1, True)
+    assert out.splitlines() == [PROMPTS[1] + answers(folder, PROMPTS[1:2], 5)[0]]
+
+
 def test_weights_in_16_bits(penstock: Run, folder: Path, tmp_path: Path) -> None:
     output = tmp_path / "answers.jsonl"
     words = ("generate", f"hf:{folder}", "-p", PROMPTS[0], "-o", output, "--max-new-tokens", 5)

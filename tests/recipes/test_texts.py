@@ -2,11 +2,14 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from penstock.errors import DataError
-from penstock.recipes.texts import read_prompts
+from penstock.recipes.texts import answer_ends, read_prompts
+from tests.generate.tokens import tokenizer
 
 ODD = "a\u2028b\x85c\x0cd"
 
@@ -35,3 +38,10 @@ def test_a_line_without_a_prompt_is_named(content: str, place: str, tmp_path: Pa
     (tmp_path / "p.jsonl").write_text(content)
     with pytest.raises(DataError, match=place):
         read_prompts(tmp_path / "p.jsonl")
+
+
+@pytest.mark.parametrize(("own", "ends"), [(None, [0]), (7, [0, 7]), ([0, 9], [0, 9])])
+def test_an_answer_ends_at_the_models_and_the_tokenizers_tokens(own: Any, ends: list[int]) -> None:
+    model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=own))
+    generator = cast(Any, SimpleNamespace(model=model, tokenizer=tokenizer()))
+    assert answer_ends(generator, "hf:folder") == ends

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.browsers import browser_session
-from tests.generate.tokens import save_model
+from tests.generate.tokens import save_model, tokenizer
 from tests.serve.servers import Server, serving
 
 KEY = "a-key-of-this-page-0123456789"
@@ -17,6 +17,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("page") / "small"
     folder.mkdir()
     save_model(folder, ends=False)
+    endless = tokenizer()
+    endless.eos_token = None
+    endless.save_pretrained(folder)
     keys = folder.parent / "keys"
     keys.touch(0o600)
     keys.write_text(KEY)

@@ -52,20 +52,20 @@ def test_without_a_key(server: Server, key: str | None) -> None:
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"max_tokens": "2"}, "max_tokens"), ({"max_tokens": -1}, "max_tokens"), ({"max_tokens": 2.5}, "max_tokens"),
-    ({"temperature": 3}, "temperature"), ({"temperature": "hot"}, "temperature"), ({"top_p": 0}, "top_p"),
+    ({"max_tokens": "2"}, "max_tokens"), ({"max_tokens": -2}, "max_tokens"), ({"max_tokens": 2.5}, "max_tokens"),
+    ({"temperature": 3}, "temperature"), ({"temperature": "hot"}, "temperature"), ({"top_p": -0.1}, "top_p"),
     ({"top_p": 1.1}, "top_p"), ({"n": 0}, "n"), ({"n": 1000}, "n"), ({"n": True}, "n"), ({"seed": 1.5}, "seed"),
-    ({"seed": 2**70}, "seed"), ({"stop": ["a"] * 17}, "stop"), ({"stop": [""]}, "stop"), ({"stop": 3}, "stop"),
+    ({"seed": 2**70}, "seed"), ({"stop": ["a"] * 17}, "stop"), ({"stop": [3]}, "stop"), ({"stop": 3}, "stop"),
     ({"stream": "yes"}, "stream"), ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options"),
-    ({"stream": True, "stream_options": {"usage": True}}, "stream_options"),
+    ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options"),
     ({"presence_penalty": 2.5}, "presence_penalty"), ({"frequency_penalty": -3}, "frequency_penalty"),
     ({"logit_bias": {"a": 1}}, "logit_bias"), ({"logit_bias": {"1": 200}}, "logit_bias"),
     ({"logit_bias": {"300000": 1}}, "logit_bias"), ({"top_k": 0.5}, "top_k"), ({"min_p": 2}, "min_p"),
     ({"repetition_penalty": 1e-300}, "repetition_penalty"),
     ({"min_tokens": -1}, "min_tokens"),
     ({"ignore_eos": 1}, "ignore_eos"), ({"user": 5}, "user"), ({"metadata": {"a": 1}}, "metadata"),
-    ({"store": True}, "store"), ({"unheard_of": 1}, "unheard_of"), ({"model": 5}, "model"),
+    ({"store": True}, "store"), ({"guided_regex": "a*"}, "guided_regex"), ({"model": 5}, "model"),
 ]  # fmt: skip
 OF_TEXT: list[tuple[dict[str, Any], str]] = [
     ({"prompt": None}, "prompt"), ({"prompt": []}, "prompt"), ({"prompt": [[]]}, "prompt"),

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from penstock.errors import ModelError
-from penstock.recipes.texts import TextSettings, open_generator
+from penstock.recipes.texts import TextSettings, answer_ends, open_generator
 from penstock.zoo.models.gguf_models import gguf_file
 from tests.generate.tokens import TEMPLATE, save_model
 
@@ -53,6 +53,8 @@ def write_gguf(folder: Path, target: Path) -> Any:
     writer.add_token_merges([" ".join(pair) if isinstance(pair, list) else pair for pair in merges])
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(0)
+    writer.add_eot_token_id(2)
+    writer.add_eom_token_id(3)
     writer.add_chat_template(TEMPLATE)
     names = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
              "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
@@ -87,6 +89,7 @@ def test_the_tokens_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         with open_generator(TextSettings(model=name, stages=2, max_length=64)) as generator:
             ids = generator.tokenizer("A pipe")["input_ids"]
             found = generator.submit(ids, max_new_tokens=12, do_sample=False, eos_token_id=None).result()
+            assert answer_ends(generator, name) == [0, 2, 3]
         wanted = model.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False, eos_token_id=None)
         assert found == wanted[0, len(ids) :].tolist()
     assert "small_model_package" not in sys.modules

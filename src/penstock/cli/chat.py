@@ -40,7 +40,7 @@ def chat(
     first, world, on_loss = given.join(on_loss)
     if not first:
         return
-    from penstock.recipes.texts import Conversation, TextSettings, open_generator
+    from penstock.recipes.texts import Conversation, TextSettings, answer_ends, open_generator
 
     settings = TextSettings(
         model=model, stages=stages, policy=policy, cuts=cut or None, plan=plan, slots=None if plan else 1,
@@ -49,7 +49,7 @@ def chat(
     )  # fmt: skip
     sampling = given.sampling_of(temperature, top_p, top_k) | {"max_new_tokens": max_new_tokens, "seed": seed}
     with world if world is not None else nullcontext(), open_generator(settings, world) as generator:
-        conversation = Conversation(generator, system, **sampling)
+        conversation = Conversation(generator, system, eos_token_id=answer_ends(generator, model), **sampling)
         while text := _read("> " if sys.stdin.isatty() else ""):
             try:
                 for part in conversation.ask(text):

@@ -8,7 +8,7 @@ import typer
 
 from penstock.cli import options as opt
 from penstock.cli.cluster import Cluster
-from penstock.errors import UsageError
+from penstock.errors import RunError, UsageError
 from penstock.terminal.notes import say
 
 if TYPE_CHECKING:
@@ -94,9 +94,15 @@ def generate(
         encodes = generator.model.config.is_encoder_decoder
     if output is None:
         for row in said["rows"]:
-            say(row["text"] if encodes else f"{row['prompt']}{row['text']}")
+            if row["num_tokens"]:
+                say(row["text"] if encodes else f"{row['prompt']}{row['text']}")
     say(f"{said['num_tokens']} tokens in {said['seconds']:.1f} s, {said['tokens_per_s']:.1f} tokens/s", err=True)
     opt.write_json(json, said)
+    if unanswered := said["unanswered"]:
+        raise RunError(
+            f"{len(unanswered)} of {said['num_prompts']} prompts were not answered; the first one is prompt "
+            f"{unanswered[0]['prompt']}: {unanswered[0]['reason']}"
+        )
 
 
 def join(on_loss: str | None, trace: Path | None = None) -> "tuple[bool, World | None, str]":

@@ -26,6 +26,10 @@ def serve(
     max_body: Annotated[float, typer.Option(min=0.01, help="Largest request body, in MiB.")] = 4.0,
     certificate: Annotated[Path | None, typer.Option(metavar="PEM", help="TLS: the certificate.")] = None,
     certificate_key: Annotated[Path | None, typer.Option(metavar="PEM", help="TLS: its private key.")] = None,
+    allow_origin: Annotated[
+        list[str] | None, typer.Option(metavar="URL", help="Origin of web pages that may call this server; * for all.")
+    ] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="Refuse unknown fields of requests.")] = False,
     stages: given.Stages = None,
     policy: opt.Policy = "balanced",
     cut: opt.CutNames = None,
@@ -56,9 +60,10 @@ def serve(
     for library in ("starlette", "uvicorn", "prometheus_client", "pydantic"):
         optional_import(library, "serve", UsageError)
     from penstock.recipes.texts import TextSettings
-    from penstock.serve.server import check_open, check_tls, listen_at, read_api_keys
+    from penstock.serve.server import check_open, check_origins, check_tls, listen_at, read_api_keys
     from penstock.serve.service import ServeSettings, serve_model
 
+    check_origins(allow_origin or ())
     if open_:
         check_open(host)
     if certificate is not None and certificate_key is not None:
@@ -74,5 +79,6 @@ def serve(
         settings = ServeSettings(
             placed=placed, name=name, keys=keys, most_waiting=most_waiting, deadline_s=deadline, drain_s=drain,
             most_bytes=int(max_body * 2**20), certificate=certificate, certificate_key=certificate_key,
+            origins=allow_origin or (), strict=strict,
         )  # fmt: skip
         serve_model(settings, host, listener, world)

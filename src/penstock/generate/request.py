@@ -21,11 +21,11 @@ class Request:
     """A prompt and its answer, in flight or done; created by `Generator.submit`.
 
     Iterating yields the tokens as they are generated, `async for` too; `result` returns all of them. `finish_reason` is
-    "stop" (an end token, or a stop string), "length", "cancelled" or "failed"; None while in flight. `logprobs` has the
-    log-probability of each token; `likeliest` lists, for each token, the requested number of likeliest tokens with
-    their log-probabilities. If the prompt was scored, `prompt_logprobs` and `prompt_likeliest` have the same for its
-    tokens, and None or an empty list for the first token. `num_reused` prompt tokens were found in the cache of an
-    earlier request.
+    "stop" (an end token, a stop string, or the end of a grammar), "length", "cancelled" or "failed"; None while in
+    flight. `logprobs` has the log-probability of each token; `likeliest` lists, for each token, the requested number of
+    likeliest tokens with their log-probabilities. If the prompt was scored, `prompt_logprobs` and `prompt_likeliest`
+    have the same for its tokens, and None or an empty list for the first token. `num_reused` prompt tokens were found
+    in the cache of an earlier request.
 
     Example:
         request = generator.submit([5, 7, 2], max_new_tokens=10)
@@ -90,13 +90,13 @@ class Request:
                 break
         self._raise()
 
-    def decoder(self, *, continues: bool = True) -> TextDecoder:
-        """Return a decoder of the answer's text, up to a stop string, as it continues the prompt or as a new text.
+    def decoder(self, *, continues: bool = True, with_stop: bool = False) -> TextDecoder:
+        """Return a decoder of the answer's text, up to a stop string or its end, as it continues the prompt or anew.
 
         An encoder's prompt is not continued.
         """
         before = self.prompt[-_BEFORE:] if continues and not self.start else ()
-        return TextDecoder(self._tokenizer, self.stops, before=before)
+        return TextDecoder(self._tokenizer, self.stops, before=before, with_stop=with_stop)
 
     def listen(self, listener: Callable[[], object]) -> None:
         """Call `listener` now, and in the generator's thread after each token and at the end."""
@@ -125,7 +125,11 @@ class Request:
         self.came_s.append(time.perf_counter())
         self._news.put(token)
         self._tell()
-        if token in self._ends or (self._text is not None and self._stops(self._text, token)):
+        if (
+            self.sample.ended(token)
+            or token in self._ends
+            or (self._text is not None and self._stops(self._text, token))
+        ):
             return "stop"
         return "length" if self._num_before + len(self.tokens) >= self.max_length else None
 

@@ -70,8 +70,10 @@ class Sampler:
 
     With `seed` the sequence has its own random generator, otherwise torch's global generator is used. `most` is the
     largest number of new tokens. `processors` map tokens [1, L] and scores [1, V] to scores, like transformers' own;
-    they run after its penalties and bans, and before temperature, top-k, top-p, min-p and typical-p. The
-    log-probability is computed from the unprocessed logits. Raises `RunError` if the largest logit is not finite.
+    they run after its penalties and bans, and before temperature, top-k, top-p, min-p and typical-p. A processor may
+    have a method `ends`, which gets each sampled token and returns True after the last one of a text. The
+    log-probability is computed from the unprocessed logits. Raises `RunError` if the largest logit is not finite, or
+    no token is left.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class Sampler:
     ) -> None:  # fmt: skip
         self._sample = bool(config.do_sample)
         self._processors = _processors(config, num_prompt, most, processors)
+        self._ends = [each.ends for each in processors if hasattr(each, "ends")]
         self._random = None if seed is None else torch.Generator().manual_seed(seed)
 
     def __call__(self, tokens: Sequence[int], logits: Tensor) -> tuple[int, float]:
@@ -88,11 +91,21 @@ class Sampler:
         if not math.isfinite(largest := float(logits.max())):
             raise RunError(f"the model's logits must be finite; got {largest}; check its weights and its precision")
         scores = self._processors(torch.tensor([list(tokens)]), logits[None].clone())
+        if float(scores.max()) == -math.inf:
+            raise RunError(
+                "a sampling option or processor must leave at least one token, and none is left; check bad_words_ids, "
+                "suppress_tokens and logit_bias"
+            )
         if self._sample:
             chosen = int(torch.multinomial(torch.softmax(scores, -1), 1, generator=self._random))
         else:
             chosen = int(scores.argmax())
         return chosen, float(torch.log_softmax(logits, -1)[chosen])
+
+    def ended(self, token: int) -> bool:
+        """Report a sampled token to the processors that end a text, as a grammar does; True if one ends it here."""
+        found = [ends(token) for ends in self._ends]
+        return any(found)
 
 
 def likeliest(logits: Tensor, number: int) -> list[tuple[int, float]]:

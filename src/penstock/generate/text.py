@@ -11,7 +11,8 @@ class TextDecoder:
 
     A few tokens before the new one are decoded again with it, since a tokenizer writes a token differently at the start
     of a text. Text that may be the beginning of a stop string is held back until that is ruled out; a stop string and
-    the text after it are left out.
+    the text after it are left out, or with `with_stop` only that text. `size` is the number of characters so far, up
+    to an incomplete one.
 
     Example:
         decoder = TextDecoder(tokenizer, stops=["\n\n"])
@@ -20,7 +21,9 @@ class TextDecoder:
         print(decoder.end())
     """
 
-    def __init__(self, tokenizer: Any, stops: Sequence[str] = (), *, before: Sequence[int] = ()) -> None:
+    def __init__(
+        self, tokenizer: Any, stops: Sequence[str] = (), *, before: Sequence[int] = (), with_stop: bool = False
+    ) -> None:  # fmt: skip
         """Create a decoder; `before` are the prompt's last tokens, for a text that continues them."""
         self._tokenizer, self._stops = tokenizer, [stop for stop in stops if stop]
         self._tokens = list(before)
@@ -28,14 +31,18 @@ class TextDecoder:
         #                       ^     ^
         #                    shown  known
         self._shown, self._known = 0, len(self._tokens)
-        self._held = ""
+        self._held, self._with_stop = "", with_stop
         self.stopped = False
+        self.size = self._num_taken = 0
 
     def add(self, token: int) -> str:
         """Append a token, and return the text that is now certain."""
         self._tokens.append(token)
         new = self._decode_new()
-        return "" if self.stopped or new.endswith(_UNFINISHED) else self._take(new)
+        if self.stopped or new.endswith(_UNFINISHED):
+            self.size = self._num_taken + max(0, len(new) - 1)
+            return ""
+        return self._take(new)
 
     def end(self) -> str:
         """Return the text that was held back; no token follows."""
@@ -54,10 +61,13 @@ class TextDecoder:
         if new:
             self._shown, self._known = self._known, len(self._tokens)
         self._held += new
-        found = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        self._num_taken += len(new)
+        self.size = self._num_taken
+        found = [(at, len(stop)) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if found:
             self.stopped = True
-            certain, self._held = self._held[: min(found)], ""
+            begin, length = min(found)
+            certain, self._held = self._held[: begin + length * self._with_stop], ""
             return certain
         kept = max((_overlap(self._held, stop) for stop in self._stops), default=0)
         certain, self._held = self._held[: len(self._held) - kept], self._held[len(self._held) - kept :]

@@ -1,6 +1,7 @@
 """Text from a language model: answers to a file of prompts, in order, or a conversation."""
 
 import contextlib
+import inspect
 import json
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,14 +15,16 @@ import msgspec
 from penstock.errors import DataError, ModelError, UsageError
 from penstock.generate.generator import Generator
 from penstock.generate.request import Request
+from penstock.generate.sampling import ends_of
 from penstock.group.world import World
 from penstock.recipes.predictions import PredictionFile, go_on_with
 from penstock.terminal.notes import note
 from penstock.text import one_line
-from penstock.zoo.models.language import load_generation_config, load_tokenizer
+from penstock.zoo.models.language import load_generation_config, load_tokenizer, turn_ends
 from penstock.zoo.models.models import load_model
 from penstock.zoo.weights.weights import fingerprint_of
 
+_UNANSWERED = "error: "  # begins the `finish_reason` of a prompt without an answer
 _COLUMNS = ("prompt", "text", "finish_reason", "num_tokens", "logprob")
 
 
@@ -78,6 +81,11 @@ def open_generator(settings: TextSettings, world: World | None = None) -> Genera
     )  # fmt: skip
 
 
+def answer_ends(generator: Generator, model: str) -> list[int]:
+    """Return the tokens that end an answer of a chat or a server: the model's, its tokenizer's and its GGUF file's."""
+    return sorted({*ends_of(generator.model.generation_config), *turn_ends(model, generator.tokenizer)})
+
+
 def read_prompts(path: Path) -> list[str]:
     """Read prompts, one per line; from .jsonl and .ndjson the field `prompt` of each line, from .json a list of these.
 
@@ -116,24 +124,36 @@ def answer_prompts(
 ) -> dict[str, Any]:
     """Answer prompts in order, many at a time, and write a row for each; returns counts and tokens per second.
 
-    Existing rows in `output` are kept if they answer these prompts with the same settings. Raises `UsageError` if they
-    do not, and `DataError` naming a prompt that cannot be answered.
+    The row of a prompt that cannot be answered, such as one that is too long, has the reason as its `finish_reason`.
+    Existing rows in `output` are kept if they answer these prompts with the same settings; raises `UsageError` if they
+    do not.
     """
     began_s = perf_counter()
     rows: list[dict[str, Any]] = []
     with open_answers(generator, prompts, settings, output) as file:
-        done = len(file.done) if file is not None else 0
-        for number, request in _in_flight(generator, prompts, done, settings):
-            answer = request.result()
-            decoder = request.decoder()
-            text = "".join([*map(decoder.add, answer), decoder.end()])
-            values = prompts[number], text, request.finish_reason, len(answer), sum(request.logprobs)
-            rows.append(dict(zip(_COLUMNS, values, strict=True)))
+        before = file.done if file is not None else []
+        for number, request in _in_flight(generator, prompts, len(before), settings):
+            rows.append(dict(zip(_COLUMNS, (prompts[number], *_answer(request)), strict=True)))
             if file is not None:
                 file.write(rows[-1])
     taken_s, tokens = perf_counter() - began_s, sum(row["num_tokens"] for row in rows)
-    return {"num_prompts": len(prompts), "resumed_after": done, "num_tokens": tokens, "seconds": round(taken_s, 3),
-            "tokens_per_s": round(tokens / taken_s, 2), "rows": rows}  # fmt: skip
+    unanswered = [
+        {"prompt": number, "reason": str(row["finish_reason"]).removeprefix(_UNANSWERED)}
+        for number, row in enumerate([*before, *rows], 1)
+        if str(row.get("finish_reason")).startswith(_UNANSWERED)
+    ]
+    return {"num_prompts": len(prompts), "resumed_after": len(before), "num_tokens": tokens,
+            "seconds": round(taken_s, 3), "tokens_per_s": round(tokens / taken_s, 2), "unanswered": unanswered,
+            "rows": rows}  # fmt: skip
+
+
+def _answer(request: Request | UsageError) -> tuple[str, str | None, int, float]:
+    """Return the columns of an answer after its prompt."""
+    if isinstance(request, UsageError):
+        return "", f"{_UNANSWERED}{request}", 0, 0.0
+    answer, decoder = request.result(), request.decoder()
+    text = "".join([*map(decoder.add, answer), decoder.end()])
+    return text, request.finish_reason, len(answer), sum(request.logprobs)
 
 
 class AnswerRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -170,15 +190,18 @@ def open_answers(
 
 def _in_flight(
     generator: Generator, prompts: Sequence[str], done: int, settings: TextSettings
-) -> Iterator[tuple[int, Request]]:
-    """Yield requests in order, submitting ahead: enough to fill every slot, but not a whole file."""
-    ahead: deque[tuple[int, Request]] = deque()
+) -> Iterator[tuple[int, Request | UsageError]]:
+    """Yield requests in order, submitting ahead: enough to fill every slot, but not a whole file.
+
+    Instead of a request that is refused yields its error.
+    """
+    ahead: deque[tuple[int, Request | UsageError]] = deque()
     for number, prompt in enumerate(prompts[done:], done):
         seed = None if settings.seed is None else settings.seed + number
         try:
             ahead.append((number, generator.submit(prompt, seed=seed, **settings.sampling)))
         except UsageError as error:
-            raise DataError(f"prompt {number + 1} cannot be answered: {error}") from error
+            ahead.append((number, error))
         if len(ahead) > 2 * generator.num_slots:
             yield ahead.popleft()
     yield from ahead
@@ -190,17 +213,29 @@ def check_chats(tokenizer: Any) -> None:
         raise ModelError("this model's tokenizer has no chat template; use penstock generate, or an instruct model")
 
 
-def chat_tokens(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> list[int]:
+def chat_tokens(
+    tokenizer: Any, messages: Sequence[Mapping[str, str]], *, begins: bool = True, continues: bool = False,
+    options: Mapping[str, Any] | None = None,
+) -> list[int]:  # fmt: skip
     """Return the tokens of messages in the model's own template, up to the beginning of its answer.
+
+    With `continues` the answer continues the last message; without `begins` the template's beginning of an answer is
+    left out. `options` are variables of the template.
 
     Example:
         tokens = chat_tokens(tokenizer, [{"role": "user", "content": "What is a penstock?"}])
 
-    Raises `ModelError` if there is no template, and `DataError` for messages that the template rejects.
+    Raises `ModelError` if there is no template, and `DataError` for messages or options that it does not take.
     """
     check_chats(tokenizer)
+    options = options or {}
+    own = inspect.signature(tokenizer.apply_chat_template).parameters
+    if wrong := sorted(own.keys() & options.keys()):
+        raise DataError(f"{wrong[0]} is no variable of a template; leave it out of chat_template_kwargs")
     try:
-        found = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=True)
+        found = tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=begins, continue_final_message=continues, return_dict=True, **options
+        )
     except Exception as problem:  # a template is a program that may raise any exception
         raise DataError(f"the model's template does not take these messages ({one_line(problem)})") from problem
     return list(found["input_ids"])

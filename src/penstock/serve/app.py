@@ -2,9 +2,8 @@
 
 import asyncio
 import hmac
-import json
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from contextlib import aclosing, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any, TypeVar
@@ -12,16 +11,28 @@ from typing import Any, TypeVar
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from penstock.errors import PenstockError
 from penstock.serve.classes import ClassService
 from penstock.serve.documents import Documents
+from penstock.serve.ignored import IGNORED, IgnoredFields
 from penstock.serve.metrics import Metrics
-from penstock.serve.protocol import ApiError, ChatBody, CompletionBody, StreamOptions, openapi, parse_body
+from penstock.serve.openapi import openapi
+from penstock.serve.protocol import (
+    ApiError,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    StreamOptions,
+    TokenizeBody,
+    parse_body,
+)
+from penstock.serve.streams import Events, events, until_gone
 from penstock.serve.texts import Choice, Piece, TextService
 from penstock.version import __version__
 
@@ -32,7 +43,11 @@ _PAGE_HEADERS = {
     "X-Content-Type-Options": "nosniff",
 }
 _GONE = 499  # nginx's status for a client that disconnected
-_Result = TypeVar("_Result")
+_LATER = {
+    "/v1/embeddings": "embeddings", "/v1/responses": "the Responses API", "/v1/rerank": "reranking",
+    "/v1/audio/transcriptions": "audio", "/v1/images/generations": "images", "/v1/messages": "Anthropic's messages",
+}  # fmt: skip
+_AnyBody = TypeVar("_AnyBody", CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +64,8 @@ class Served:
     created: int
     keys: Sequence[str] = ()
     most_bytes: int = 4 << 20
+    origins: Sequence[str] = ()  # web pages that may read answers
+    strict: bool = False  # unknown fields are refused
 
 
 def make_app(served: Served) -> Starlette:
@@ -65,6 +82,7 @@ def make_app(served: Served) -> Starlette:
         Route("/health", paths.health),
         Route("/metrics", paths.metrics),
         Route("/openapi.json", paths.document),
+        Route("/version", paths.version),
         Route("/v1/models", paths.models),
         Route("/v1/models/{name:path}", paths.model),
         Route("/v1/pipeline", paths.pipeline),
@@ -73,6 +91,9 @@ def make_app(served: Served) -> Starlette:
         routes += [
             Route("/v1/completions", paths.completions, methods=["POST"]),
             Route("/v1/chat/completions", paths.chat, methods=["POST"]),
+            *(Route(f"{base}/tokenize", paths.tokenize, methods=["POST"]) for base in ("", "/v1")),
+            *(Route(f"{base}/detokenize", paths.detokenize, methods=["POST"]) for base in ("", "/v1")),
+            *(Route(path, paths.later, methods=["GET", "POST"]) for path in _LATER),
         ]
     else:
         routes += [Route("/v1/classify", paths.classify, methods=["POST"])]
@@ -81,6 +102,11 @@ def make_app(served: Served) -> Starlette:
     }  # fmt: skip
     app = Starlette(routes=routes, exception_handlers=handlers)
     app.add_middleware(_Guard, served=served)
+    if served.origins:  # before the guard: a browser asks first, without a key
+        app.add_middleware(
+            CORSMiddleware, allow_origins=list(served.origins), allow_methods=["GET", "POST"], allow_headers=["*"],
+            expose_headers=[IGNORED, "Retry-After"],
+        )  # fmt: skip
     return app
 
 
@@ -92,14 +118,18 @@ class _Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and self._keys and scope["path"] not in _PUBLIC:
-            kind, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-            given = key.strip().encode()
+            headers = Headers(scope=scope)
+            kind, _, key = headers.get("authorization", "").partition(" ")
+            given = key.strip().encode() if kind.lower() == "bearer" else b""
+            for name in ("api-key", "x-api-key"):  # Azure's clients and Anthropic's
+                given = given or headers.get(name, "").strip().encode()
             # compare with every key: the duration must not depend on the key that matches
             matching = [hmac.compare_digest(given, known) for known in self._keys]
-            if kind.lower() != "bearer" or not any(matching):
+            if not any(matching):
                 error = ApiError(
-                    "an API key is required: Authorization: Bearer KEY", code="invalid_api_key", status=401
-                )
+                    "an API key is required: Authorization: Bearer KEY, or api-key: KEY", code="invalid_api_key",
+                    status=401,
+                )  # fmt: skip
                 await _written(error)(scope, receive, send)
                 return
             scope["client_key"] = matching.index(True)
@@ -111,6 +141,7 @@ class _Paths:
 
     def __init__(self, served: Served) -> None:
         self._served = served
+        self._ignored = IgnoredFields(strict=served.strict)
 
     async def health(self, _request: Request) -> Response:
         problem = self._served.problem()
@@ -123,6 +154,13 @@ class _Paths:
 
     async def document(self, _request: Request) -> Response:
         return JSONResponse(openapi(__version__, texts=isinstance(self._served.service, TextService)))
+
+    async def version(self, _request: Request) -> Response:
+        return JSONResponse({"version": __version__})
+
+    async def later(self, request: Request) -> Response:
+        kind = _LATER[request.url.path]
+        raise ApiError(f"this server does not support {kind} yet; use /v1/chat/completions", status=404)
 
     async def models(self, _request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._model()]})
@@ -141,18 +179,20 @@ class _Paths:
         )  # fmt: skip
 
     async def completions(self, request: Request) -> Response:
-        service = self._texts()
-        body = parse_body(CompletionBody, await self._body(request))
-        self._check_model(body.model)
-        choices = await service.completion(body)
-        return await self._answer(request, body, choices, chat=False)
+        service, body = self._texts(), await self._parsed(CompletionBody, request)
+        return await self._answer(request, body, await service.completion(body), chat=False)
 
     async def chat(self, request: Request) -> Response:
-        service = self._texts()
-        body = parse_body(ChatBody, await self._body(request))
-        self._check_model(body.model)
-        choices = await service.chat(body)
-        return await self._answer(request, body, choices, chat=True)
+        service, body = self._texts(), await self._parsed(ChatBody, request)
+        return await self._answer(request, body, await service.chat(body), chat=True)
+
+    async def tokenize(self, request: Request) -> Response:
+        service, body = self._texts(), await self._parsed(TokenizeBody, request)
+        return JSONResponse(await service.tokenize(body), headers=self._ignored.headers(body))
+
+    async def detokenize(self, request: Request) -> Response:
+        service, body = self._texts(), await self._parsed(DetokenizeBody, request)
+        return JSONResponse({"prompt": service.detokenize(body.tokens)}, headers=self._ignored.headers(body))
 
     async def classify(self, request: Request) -> Response:
         self._check_ready()
@@ -164,33 +204,29 @@ class _Paths:
             raise ApiError(f"top must be a number of classes, at least 1; got {top[:20]!r}", param="top")
         data = await self._body(request)
         image = await asyncio.to_thread(service.read, data, request.headers.get("content-type", ""))
-        return JSONResponse(await _until_gone(request, service.classify(image, int(top), _client(request))))
+        return JSONResponse(await until_gone(request, service.classify(image, int(top), _client(request))))
 
     async def _answer(
         self, request: Request, body: CompletionBody | ChatBody, choices: Sequence[Choice], *, chat: bool
     ) -> Response:
         service = self._texts()
         options = body.stream_options or StreamOptions()
-        if body.stream_options is not None and not body.stream:
+        if options.model_fields_set and not body.stream:
             raise ApiError("stream_options needs stream to be true", param="stream_options")
         if options.continuous_usage_stats and not options.include_usage:
             raise ApiError(
                 "stream_options.continuous_usage_stats needs include_usage to be true", param="stream_options"
             )
         documents = Documents(
-            self._served.name, choices, chat=chat, counts_in_chunks=options.continuous_usage_stats
+            self._served.name, choices, chat=chat, counts_in_chunks=bool(options.continuous_usage_stats)
         )  # fmt: skip
-        pieces = service.pieces(choices, _client(request))
-        if not body.stream:
-            async with aclosing(pieces):
-                return JSONResponse(documents.whole(await _until_gone(request, _all(pieces))))
-        # errors before the first piece still have a status code
-        try:
-            first = await _until_gone(request, anext(pieces))
-        except BaseException:
-            await pieces.aclose()
-            raise
-        return _Events(_events(documents, first, pieces, usage=options.include_usage))
+        headers = self._ignored.headers(body)
+        tickets = service.enter(choices, _client(request))
+        pieces = service.pieces(choices, tickets)
+        if body.stream:
+            return Events(events(documents, pieces, usage=bool(options.include_usage)), headers, tickets)
+        async with aclosing(pieces):
+            return JSONResponse(documents.whole(await until_gone(request, _all(pieces))), headers=headers)
 
     def _texts(self) -> TextService:
         self._check_ready()
@@ -211,7 +247,17 @@ class _Paths:
             )  # fmt: skip
 
     def _model(self) -> dict[str, Any]:
-        return {"id": self._served.name, "object": "model", "created": self._served.created, "owned_by": "penstock"}
+        served = self._served
+        found = {"id": served.name, "object": "model", "created": served.created, "owned_by": "penstock"}
+        if isinstance(served.service, TextService):
+            found["max_model_len"] = served.service.generator.max_length
+        return found
+
+    async def _parsed(self, kind: type[_AnyBody], request: Request) -> _AnyBody:
+        body = parse_body(kind, await self._body(request))
+        self._ignored.check(body, _client(request))
+        self._check_model(body.model)
+        return body
 
     async def _body(self, request: Request) -> bytes:
         most, length = self._served.most_bytes, request.headers.get("content-length", "0")
@@ -230,70 +276,8 @@ class _Paths:
         return bytes(data)
 
 
-class _Events(StreamingResponse):
-    """Server-sent events; their source is closed when the response ends, for any reason."""
-
-    media_type = "text/event-stream"
-
-    def __init__(self, events: AsyncGenerator[str, None]) -> None:
-        super().__init__(events, headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
-        self._events = events
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            await self._events.aclose()
-
-
-async def _events(
-    documents: Documents, first: Piece, pieces: AsyncGenerator[Piece, None], *, usage: bool
-) -> AsyncGenerator[str, None]:
-    async with aclosing(pieces):
-        for begin in documents.begin():
-            yield _event(begin)
-        try:
-            if (chunk := documents.chunk(first)) is not None:
-                yield _event(chunk)
-            async for piece in pieces:
-                if (chunk := documents.chunk(piece)) is not None:
-                    yield _event(chunk)
-        except PenstockError as error:
-            yield _event((error if isinstance(error, ApiError) else ApiError(str(error), status=500)).document())
-            return
-        if usage:
-            yield _event(documents.usage_chunk())
-        yield "data: [DONE]\n\n"
-
-
-def _event(document: dict[str, Any]) -> str:
-    return f"data: {json.dumps(document, ensure_ascii=False, separators=(',', ':'))}\n\n"
-
-
 async def _all(pieces: AsyncIterator[Piece]) -> Iterable[Piece]:
     return [piece async for piece in pieces]
-
-
-async def _until_gone(request: Request, work: Awaitable[_Result]) -> _Result:
-    """Wait for a result; cancel the work if the client disconnects."""
-    doing, watching = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request.receive))
-    try:
-        await asyncio.wait({doing, watching}, return_when=asyncio.FIRST_COMPLETED)
-        if not doing.done():
-            raise ClientDisconnect
-        return await doing
-    finally:
-        for task in (doing, watching):
-            task.cancel()
-            with suppress(asyncio.CancelledError, Exception):
-                await task
-
-
-async def _gone(receive: Receive) -> None:
-    while True:
-        message: Message = await receive()
-        if message["type"] == "http.disconnect":
-            return
 
 
 def _client(request: Request) -> str:

@@ -27,7 +27,6 @@ class Documents:
             "id": f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}", "created": int(time.time()),
             "model": model, "system_fingerprint": None,
         }  # fmt: skip
-        self._offsets = [0] * len(choices)
         self._num_tokens = 0
         self._num_reused = [0] * len(choices)
 
@@ -100,29 +99,26 @@ class Documents:
             return None
         if self._chat:
             return {"content": [_entry(token) for token in tokens], "refusal": None}
-        offsets = []
-        for token in tokens:
-            offsets.append(self._offsets[index])
-            self._offsets[index] += len(token.text)
         return {
             "tokens": [token.text for token in tokens],
             "token_logprobs": [token.logprob for token in tokens],
             "top_logprobs": [_likeliest(token) for token in tokens],
-            "text_offset": offsets,
+            "text_offset": [token.offset for token in tokens],
         }
 
 
 def _entry(token: Token) -> dict[str, Any]:
-    pairs = [(token.text, token.logprob), *token.likeliest]
-    own, *others = [{"token": text, "logprob": value, "bytes": list(text.encode())} for text, value in pairs]
+    own, *others = [
+        {"token": each.text, "logprob": each.logprob, "bytes": list(each.data)} for each in (token, *token.likeliest)
+    ]
     return own | {"top_logprobs": others}
 
 
 def _likeliest(token: Token) -> dict[str, float] | None:
     """Return log-probabilities by text, including the token's own; None for the first token of a prompt."""
-    if token.logprob is None:
-        return None
     found: dict[str, float] = {}
-    for text, value in (*token.likeliest, (token.text, token.logprob)):
-        found[text] = max(value, found.get(text, value))
+    for each in (*token.likeliest, token):
+        if each.logprob is None:
+            return None
+        found[each.text] = max(each.logprob, found.get(each.text, each.logprob))
     return found

@@ -1,16 +1,17 @@
 """Request bodies of OpenAI's completions and chat, their limits and their errors."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Discriminator, Field, Tag, WithJsonSchema
 
 from penstock.errors import PenstockError
 
 _CONTEXT_TOO_LONG = "context_length_exceeded"
 MOST_CHOICES = 128  # answers of one call, for all of its prompts together
 _MOST_STOPS = 16
+_SHOWN = 60  # characters of a client's own words in a message
 
 
 class ApiError(PenstockError):
@@ -36,15 +37,22 @@ def too_long(message: str, param: str) -> ApiError:
 
 
 class _Body(pydantic.BaseModel):
-    # an unknown field must not be ignored silently
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        """Leave out fields that are null: they mean the default."""
+        if not isinstance(given, dict):
+            return given
+        return {name: value for name, value in given.items() if value is not None}
 
 
 class StreamOptions(_Body):
     """Options of a stream."""
 
-    include_usage: bool = False
-    continuous_usage_stats: bool = False  # vLLM's: token counts in every chunk
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # vLLM's: token counts in every chunk
     include_obfuscation: bool | None = None  # padding against traffic analysis; never sent
 
 
@@ -59,82 +67,71 @@ def _must_be_false(value: bool) -> bool:
     return value
 
 
+def _must_be_empty(value: Any) -> Any:
+    if value or type(value) in {int, float}:
+        raise ValueError("not supported; leave it out")
+    return value
+
+
+def _must_be_text(kind: str) -> str:
+    if kind != "text":
+        raise ValueError(f"parts of type {kind[:_SHOWN]!r} are not supported; send parts of type 'text'")
+    return kind
+
+
+def _must_be_known(role: str) -> str:
+    if role not in {"system", "developer", "user", "assistant"}:
+        raise ValueError(f"role {role[:_SHOWN]!r} is not supported; send system, developer, user or assistant")
+    return role
+
+
+def _shape(value: Any) -> str | None:
+    """Return the alternative that a value is meant as, so that an error is about this one alone."""
+    if isinstance(value, str):
+        return "<text>"
+    if not isinstance(value, list):
+        return None
+    kinds = {int: "<tokens>", float: "<tokens>", list: "<token lists>"}
+    return kinds.get(type(value[0]), "<list>") if value else "<list>"
+
+
+def _one_of(words: str, *lists: str) -> Discriminator:
+    def choose(value: Any) -> str | None:
+        found = _shape(value)
+        return found if found in {None, "<text>", *lists} else "<list>"
+
+    return Discriminator(choose, custom_error_type="shape", custom_error_message=f"must be {words}")
+
+
 _Int = Annotated[int, BeforeValidator(_whole)]
 _False = Annotated[bool, AfterValidator(_must_be_false), WithJsonSchema({"const": False})]
-_Stop = Annotated[str, Field(min_length=1, max_length=1000)]
+# fields that would change the answer: only values that ask for nothing are taken
+_Later = Annotated[Any, AfterValidator(_must_be_empty), WithJsonSchema({"enum": [None, False, "", [], {}]})]
 _Token = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 _TokenId = Annotated[_Int, Field(ge=0)]
+_Tokens = Annotated[list[_TokenId], Field(min_length=1)]
 _Likeliest = Annotated[_Int, Field(ge=0, le=20)]
-
-
-class _Sampling(_Body):
-    """Sampling parameters of both endpoints: OpenAI's, then vLLM's extensions."""
-
-    model: str | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    n: Annotated[_Int, Field(ge=1, le=MOST_CHOICES)] | None = None
-    seed: Annotated[_Int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: _Stop | Annotated[list[_Stop], Field(max_length=_MOST_STOPS)] | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    logit_bias: Annotated[dict[_Token, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024)] | None = None
-    top_k: Annotated[_Int, Field(ge=-1, lt=2**31)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
-    min_tokens: Annotated[_Int, Field(ge=0, lt=2**31)] | None = None
-    ignore_eos: bool | None = None
-    # accepted and ignored: nothing is stored
-    user: str | None = None
-    metadata: dict[str, str] | None = None
-    store: _False | None = None
-
-
-class CompletionBody(_Sampling):
-    """POST /v1/completions."""
-
-    prompt: (
-        str
-        | Annotated[list[str], Field(min_length=1, max_length=MOST_CHOICES)]
-        | Annotated[list[_TokenId], Field(min_length=1)]
-        | Annotated[list[Annotated[list[_TokenId], Field(min_length=1)]], Field(min_length=1, max_length=MOST_CHOICES)]
-    )
-    max_tokens: Annotated[_Int, Field(ge=0, lt=2**31)] | None = None
-    logprobs: _Likeliest | None = None
-    echo: bool | None = None
-    best_of: Annotated[_Int, Field(ge=1)] | None = None
-    suffix: None = None
-
-
-class TextPart(_Body):
-    """A part of a message; only text is supported."""
-
-    type: Literal["text"]
-    text: str
-
-
-class Message(_Body):
-    """One message of a chat."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(min_length=1)]
-    name: str | None = None
-    refusal: None = None
-
-    def plain(self) -> dict[str, str]:
-        """Return the message as chat templates take it."""
-        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": content}
+_Limit = Annotated[_Int, Field(ge=-1, lt=2**31)]  # -1: up to the context's end
+_Stop = Annotated[str, Field(max_length=1000)]
+_Stops = Annotated[
+    Annotated[_Stop, Tag("<text>")] | Annotated[list[_Stop], Field(max_length=_MOST_STOPS), Tag("<list>")],
+    _one_of("text or a list of texts"),
+]
+_Prompt = Annotated[
+    Annotated[str, Tag("<text>")]
+    | Annotated[list[str], Field(min_length=1, max_length=MOST_CHOICES), Tag("<list>")]
+    | Annotated[_Tokens, Tag("<tokens>")]
+    | Annotated[list[_Tokens], Field(max_length=MOST_CHOICES), Tag("<token lists>")],
+    _one_of("text, tokens, or a list of either", "<tokens>", "<token lists>"),
+]
 
 
 class JsonSchema(_Body):
     """The schema that an answer must match."""
 
-    name: str = "answer"
+    name: str | None = None
     description: str | None = None
-    schema_: Annotated[dict[str, Any], Field(alias="schema")] = {}
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
     strict: bool | None = None
 
 
@@ -143,101 +140,207 @@ class ResponseFormat(_Body):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None  # llama.cpp's place for it
+
+    def schema_of_answer(self) -> Mapping[str, Any] | None:
+        """Return the schema of the answer, or None for text."""
+        if self.type == "text":
+            return None
+        if self.type == "json_schema" and self.json_schema is None and self.schema_ is None:
+            raise ApiError("response_format.json_schema: required for type 'json_schema'", param="response_format")
+        found = self.json_schema.schema_ if self.json_schema is not None else None
+        found = found if found is not None else self.schema_
+        return found if found is not None else {} if self.json_schema is not None else {"type": "object"}
 
 
-class ChatBody(_Sampling):
-    """POST /v1/chat/completions."""
+class _Sampling(_Body):
+    """Sampling parameters of both endpoints: OpenAI's, then vLLM's extensions."""
+
+    model: str | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    n: Annotated[_Int, Field(ge=1, le=MOST_CHOICES)] | None = None
+    seed: Annotated[_Int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: _Stops | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    logit_bias: Annotated[dict[_Token, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024)] | None = None
+    response_format: ResponseFormat | None = None
+    top_k: Annotated[_Int, Field(ge=-1, lt=2**31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
+    min_tokens: Annotated[_Int, Field(ge=0, lt=2**31)] | None = None
+    stop_token_ids: Annotated[list[_TokenId], Field(max_length=1024)] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    # accepted and ignored: nothing is stored
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    store: _False | None = None
+    # would change the answer
+    guided_json: _Later = None
+    guided_regex: _Later = None
+    guided_choice: _Later = None
+    guided_grammar: _Later = None
+    structured_outputs: _Later = None
+    grammar: _Later = None
+    json_schema: _Later = None
+    allowed_token_ids: _Later = None
+    bad_words: _Later = None
+    use_beam_search: _Later = None
+
+
+class CompletionBody(_Sampling):
+    """POST /v1/completions."""
+
+    prompt: _Prompt
+    max_tokens: _Limit | None = None
+    logprobs: _Likeliest | None = None
+    echo: bool | None = None
+    best_of: Annotated[_Int, Field(ge=1)] | None = None
+    suffix: _Later = None
+
+
+class TextPart(_Body):
+    """A part of a message; only text is supported."""
+
+    type: Annotated[str, AfterValidator(_must_be_text), WithJsonSchema({"const": "text"})]
+    text: str
+
+
+class RefusalPart(_Body):
+    """The refusal in an earlier answer."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        """The refusal, as a part of the message."""
+        return self.refusal
+
+
+def _kind_of_part(value: Any) -> str:
+    return "<refusal>" if isinstance(value, dict) and value.get("type") == "refusal" else "<text>"
+
+
+_Part = Annotated[
+    Annotated[TextPart, Tag("<text>")] | Annotated[RefusalPart, Tag("<refusal>")], Discriminator(_kind_of_part)
+]
+_Content = Annotated[
+    Annotated[str, Tag("<text>")] | Annotated[list[_Part], Tag("<list>")],
+    _one_of("text or a list of parts"),
+]
+
+
+class Message(_Body):
+    """One message of a chat, also as clients keep an earlier answer."""
+
+    role: Annotated[
+        str, AfterValidator(_must_be_known), WithJsonSchema({"enum": ["system", "developer", "user", "assistant"]})
+    ]
+    content: Annotated[_Content | None, Field(validate_default=True)] = None
+    name: str | None = None
+    refusal: str | None = None
+    # of an earlier answer; without effect
+    annotations: Any = None
+    reasoning: Any = None
+    reasoning_content: Any = None
+    tool_calls: _Later = None
+    function_call: _Later = None
+    audio: _Later = None
+
+    @pydantic.field_validator("content")
+    @classmethod
+    def _needed(cls, content: Any, about: pydantic.ValidationInfo) -> Any:
+        if content is None and about.data.get("role", "assistant") != "assistant":
+            raise ValueError(f"required for role {about.data['role']!r}")
+        return content
+
+    def plain(self) -> dict[str, str]:
+        """Return the message as chat templates take it."""
+        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
+        return {"role": "system" if self.role == "developer" else self.role, "content": content or self.refusal or ""}
+
+
+class _Chat(_Body):
+    """Messages, and how the model's template writes them."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=10_000)]
-    max_tokens: Annotated[_Int, Field(ge=1, lt=2**31)] | None = None
-    max_completion_tokens: Annotated[_Int, Field(ge=1, lt=2**31)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template: _Later = None
+    documents: _Later = None
+    tools: _Later = None
+
+
+class ChatBody(_Sampling, _Chat):
+    """POST /v1/chat/completions."""
+
+    max_tokens: _Limit | None = None
+    max_completion_tokens: _Limit | None = None
     logprobs: bool | None = None
     top_logprobs: _Likeliest | None = None
-    response_format: ResponseFormat | None = None
-    # accepted only if empty; otherwise rejected by name
-    tools: Annotated[list[Any], Field(max_length=0)] | None = None
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: bool | None = None
-    functions: Annotated[list[Any], Field(max_length=0)] | None = None
+    functions: _Later = None
+    audio: _Later = None
     modalities: list[Literal["text"]] | None = None
+
+
+class TokenizeBody(_Chat):
+    """POST /v1/tokenize."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=10_000)] | None = None  # type: ignore[assignment]
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(_Body):
+    """POST /v1/detokenize."""
+
+    model: str | None = None
+    tokens: list[_TokenId]
 
 
 _AnyBody = TypeVar("_AnyBody", bound=_Body)
 
 
 def parse_body(kind: type[_AnyBody], data: bytes) -> _AnyBody:
-    """Parse a request body; raises `ApiError` 400 naming the first invalid field."""
+    """Parse a request body; raises `ApiError` 400 naming the first invalid field, its index and the reason."""
     try:
         return kind.model_validate_json(data)
     except pydantic.ValidationError as error:
-        problems = error.errors(include_url=False, include_context=False, include_input=False)
-        first = problems[0]
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        reason = first["msg"].removeprefix("Value error, ")
         if not first["loc"]:
-            raise ApiError(f"the body is not a valid request: {first['msg']}") from None
-        param = str(first["loc"][0])
-        if param in {"tools", "functions"}:
-            raise ApiError(f"{param} are not supported; leave them out", param=param) from None
-        if first["type"] == "extra_forbidden":
-            where = ".".join(map(str, first["loc"]))
-            raise ApiError(f"{where} is not a supported field; leave it out", param=param) from None
-        # one problem per alternative of a union
-        problem = " or ".join(dict.fromkeys(p["msg"] for p in problems if p["loc"][0] == param))
-        raise ApiError(f"{param}: {problem}", param=param) from None
+            raise ApiError(f"the body is not a valid request: {reason}") from None
+        raise ApiError(f"{_place(first['loc'])}: {reason}", param=str(first["loc"][0])) from None
 
 
-def openapi(version: str, *, texts: bool) -> dict[str, Any]:
-    """Return the OpenAPI document of what is served."""
-    error = {"description": "The error", "content": {"application/json": {"schema": _ERROR}}}
-    wrong = {str(status): error for status in (400, 401, 404, 408, 413, 429, 500, 503, 504)}
+def _place(steps: tuple[int | str, ...]) -> str:
+    """Return the path of a field, without the alternatives of a union.
 
-    def post(
-        summary: str, bodies: Mapping[str, Mapping[str, Any]], answer: str, streams: Mapping[str, Any],
-        parameters: Sequence[Mapping[str, Any]] = (),
-    ) -> dict[str, Any]:  # fmt: skip
-        return {"post": {
-            "summary": summary, "parameters": list(parameters),
-            "requestBody": {"required": True, "content": {kind: {"schema": body} for kind, body in bodies.items()}},
-            "responses": {"200": {"description": answer, "content": {
-                "application/json": {"schema": {"type": "object"}}, **streams}}, **wrong},
-        }}  # fmt: skip
-
-    def get(summary: str, kind: str = "application/json") -> dict[str, Any]:
-        schema = {"type": "object"} if kind == "application/json" else {"type": "string"}
-        return {"get": {"summary": summary, "responses": {
-            "200": {"description": summary, "content": {kind: {"schema": schema}}}, "401": error, "503": error,
-        }}}  # fmt: skip
-
-    paths: dict[str, Any] = {
-        "/health": get("Readiness"),
-        "/metrics": get("Counts for Prometheus", "text/plain"),
-        "/v1/models": get("The served model"),
-        "/v1/pipeline": get("Stages and their counters"),
-    }
-    schemas: dict[str, Any] = {}
-    if texts:
-        for path, kind in (("/v1/completions", CompletionBody), ("/v1/chat/completions", ChatBody)):
-            schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
-            schemas |= schema.pop("$defs", {}) | {kind.__name__: schema}
-            body = {"application/json": {"$ref": f"#/components/schemas/{kind.__name__}"}}
-            paths[path] = post(kind.__doc__ or "", body, "the answer", _STREAM)
-    else:
-        binary = {"type": "string", "format": "binary"}
-        form = {"type": "object", "properties": {"image": binary}}
-        bodies: dict[str, dict[str, Any]] = {"application/octet-stream": binary, "multipart/form-data": form}
-        top = {"name": "top", "in": "query", "schema": {"type": "integer", "minimum": 1, "default": 5}}
-        paths["/v1/classify"] = post("Classify an image", bodies, "classes and scores", {}, [top])
-    return {
-        "openapi": "3.1.0", "info": {"title": "Penstock", "version": version}, "paths": paths,
-        "components": {"schemas": schemas, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
-        "security": [{"key": []}, {}],
-    }  # fmt: skip
+    >>> _place(("messages", 1, "content", "<list>", 0, "type"))
+    'messages[1].content[0].type'
+    """
+    words = [f"[{step}]" if isinstance(step, int) else f".{step[:_SHOWN]}" for step in steps if str(step)[:1] != "<"]
+    return " ".join("".join(words).removeprefix(".").split())
 
 
-_STREAM: dict[str, Any] = {"text/event-stream": {"schema": {}}}
-_ERROR = {
-    "type": "object", "required": ["error"],
-    "properties": {"error": {"type": "object", "required": ["message", "type"], "properties": {
-        "message": {"type": "string"}, "type": {"type": "string"},
-        "param": {"type": ["string", "null"]}, "code": {"type": ["string", "null"]},
-    }}},
-}  # fmt: skip
+def unknown_fields(body: pydantic.BaseModel, place: str = "") -> Iterator[str]:
+    """Yield the paths of a body's fields that the server does not know."""
+    for name in body.model_extra or ():
+        yield f"{place}{name}"
+    for name in type(body).model_fields:
+        value = getattr(body, name)
+        if isinstance(value, pydantic.BaseModel):
+            yield from unknown_fields(value, f"{place}{name}.")
+        for index, each in enumerate(value) if isinstance(value, list) else ():
+            if isinstance(each, pydantic.BaseModel):
+                yield from unknown_fields(each, f"{place}{name}[{index}].")

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import ipaddress
+import re
 import resource
 import signal
 import socket
@@ -53,6 +54,13 @@ def check_open(host: str) -> None:
         loopback = False
     if not loopback:
         raise UsageError(f"--open needs a loopback address, not {host}; use --host 127.0.0.1, or give --api-keys FILE")
+
+
+def check_origins(origins: Sequence[str]) -> None:
+    """Raise `UsageError` for an origin that no browser sends."""
+    for origin in origins:
+        if not re.fullmatch(r"\*|null|https?://[^/\s]+", origin):
+            raise UsageError(f"--allow-origin must be * or like https://a.example:8080, without a path; got {origin!r}")
 
 
 def check_tls(certificate: Path, key: Path) -> None:

@@ -13,7 +13,7 @@ from penstock.errors import RunError, UsageError
 from penstock.group.world import World
 from penstock.plan.check import read_plan
 from penstock.recipes.classify import example_call
-from penstock.recipes.texts import TextSettings, open_generator
+from penstock.recipes.texts import TextSettings, answer_ends, open_generator
 from penstock.runtime.registry import parse_runtime
 from penstock.serve.admission import Admission
 from penstock.serve.app import Served, make_app
@@ -44,6 +44,8 @@ class ServeSettings:
     most_bytes: int = 4 << 20
     certificate: Path | None = None
     certificate_key: Path | None = None
+    origins: Sequence[str] = ()
+    strict: bool = False
 
 
 def serve_model(settings: ServeSettings, host: str, listener: socket.socket, world: World | None = None) -> None:
@@ -70,7 +72,7 @@ def serve_model(settings: ServeSettings, host: str, listener: socket.socket, wor
         served = Served(
             name=name, service=opened.service, metrics=metrics, keys=settings.keys, most_bytes=settings.most_bytes,
             problem=opened.problem, stages=opened.stages, changes=opened.told_changes, joins_at=lambda: opened.joins_at,
-            created=int(time.time()),
+            created=int(time.time()), origins=settings.origins, strict=settings.strict,
         )  # fmt: skip
         scheme = "https" if settings.certificate else "http"
         address, port = addresses(host, listener)
@@ -152,7 +154,8 @@ def _texts(settings: ServeSettings, metrics: Metrics, world: World | None) -> It
             generator.submit([0], max_new_tokens=1, do_sample=False).result()
         admission = Admission(slots=generator.num_slots, most_waiting=settings.most_waiting)
         metrics.watch_guesses(lambda: generator.num_guesses)
-        service = TextService(generator, admission, metrics, deadline_s=settings.deadline_s)
+        ends = answer_ends(generator, settings.placed.model)
+        service = TextService(generator, admission, metrics, deadline_s=settings.deadline_s, ends=ends)
         yield _Opened(service, generator.pipeline, lambda: generator.failure)
 
 

@@ -1,33 +1,42 @@
 """Conversion of request bodies to generator requests, and of their tokens to pieces of text."""
 
 import asyncio
-import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.errors import DataError, PenstockError, UsageError
+from penstock.errors import PenstockError, UsageError
 from penstock.generate.generator import Generator
 from penstock.generate.request import Request
+from penstock.generate.text import TextDecoder
 from penstock.recipes.texts import chat_tokens
 from penstock.serve.admission import Admission, Ticket
-from penstock.serve.grammar import JsonGrammar
 from penstock.serve.metrics import Metrics
-from penstock.serve.protocol import MOST_CHOICES, ApiError, ChatBody, CompletionBody, ResponseFormat, too_long
+from penstock.serve.options import check_tokens, grammar_options, submit_options
+from penstock.serve.protocol import (
+    MOST_CHOICES,
+    ApiError,
+    ChatBody,
+    CompletionBody,
+    TokenizeBody,
+    too_long,
+)
+from penstock.serve.token_texts import TokenTexts
 
 _MAX_TOKENS = 16  # OpenAI's default for completions
-_COLDEST = 1e-3  # below this temperature sampling is greedy anyway, and logits / temperature overflows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Token:
-    """A token's text and log-probability, and the likeliest alternatives."""
+    """A token's text, bytes, place in the text and log-probability, and the likeliest alternatives."""
 
     text: str
+    data: bytes
     logprob: float | None
-    likeliest: Sequence[tuple[str, float]] = ()
+    offset: int = 0
+    likeliest: Sequence["Token"] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +61,8 @@ class Choice:
     echo: str | None = None  # the prompt's text
     num_likeliest: int | None = None
     unwanted: bool = False  # only the prompt is scored
+    stops: frozenset[int] = frozenset()  # tokens that end the answer and are no part of its text
+    with_stop: bool = False
 
 
 class TextService:
@@ -60,16 +71,20 @@ class TextService:
     Example:
         service = TextService(generator, Admission(slots=8, most_waiting=64), Metrics(), deadline_s=600.0)
         choices = await service.completion(CompletionBody(prompt="Once"))
-        async for piece in service.pieces(choices, "10.0.0.7"):
+        async for piece in service.pieces(choices, service.enter(choices, "10.0.0.7")):
             ...
 
     Use it from one event loop. Raises `ApiError`.
     """
 
-    def __init__(self, generator: Generator, admission: Admission, metrics: Metrics, *, deadline_s: float) -> None:
+    def __init__(
+        self, generator: Generator, admission: Admission, metrics: Metrics, *, deadline_s: float,
+        ends: Sequence[int],
+    ) -> None:  # fmt: skip
+        """Create the service of a generator; `ends` are the tokens that end an answer."""
         self.generator, self.admission, self.metrics = generator, admission, metrics
-        self._deadline_s = deadline_s
-        self._config = generator.model.generation_config
+        self._deadline_s, self._ends = deadline_s, list(ends)
+        self._token_texts = TokenTexts(generator.tokenizer)
 
     async def completion(self, body: CompletionBody) -> list[Choice]:
         """Return the choices of a /v1/completions body."""
@@ -79,58 +94,91 @@ class TextService:
         prompts = _prompts(body)
         if len(prompts) * number > MOST_CHOICES:
             raise ApiError(f"at most {MOST_CHOICES} answers at a time, not {len(prompts) * number}", param="n")
-        options = self._options(body)
         most = _MAX_TOKENS if body.max_tokens is None else body.max_tokens
         if not most and not body.echo:
             raise ApiError("max_tokens must be at least 1 without echo", param="max_tokens")
         choices: list[Choice] = []
         for prompt in prompts:
             tokens = await self._tokens(prompt)
-            own = options | {
-                "max_new_tokens": max(1, most),
-                "score_prompt": bool(body.echo) and body.logprobs is not None,
-            }
-            self._check_length(len(tokens), max(1, most), "prompt")
-            echo = None
-            if body.echo:
-                echo = prompt if isinstance(prompt, str) else self.generator.tokenizer.decode(tokens)
-            for _ in range(number):
-                choices.append(
-                    Choice(
-                        index=len(choices), prompt=tokens, options=own, echo=echo, unwanted=not most,
-                        num_likeliest=body.logprobs,
+            choices += self._choices(body, tokens, most, "prompt", len(choices))
+            for choice in choices[-number:]:
+                choice.options["score_prompt"] = bool(body.echo) and body.logprobs is not None
+                choice.unwanted, choice.num_likeliest = not most, body.logprobs
+                if body.echo:
+                    choice.echo = (
+                        prompt
+                        if isinstance(prompt, str)
+                        else self.generator.tokenizer.decode(tokens, skip_special_tokens=True)
                     )
-                )  # fmt: skip
         return choices
 
     async def chat(self, body: ChatBody) -> list[Choice]:
         """Return the choices of a /v1/chat/completions body."""
-        options = self._options(body)
-        if body.top_logprobs is not None and not body.logprobs:
+        if body.top_logprobs and not body.logprobs:
             raise ApiError("top_logprobs needs logprobs to be true", param="top_logprobs")
-        try:
-            tokens = await asyncio.to_thread(
-                chat_tokens, self.generator.tokenizer, [message.plain() for message in body.messages]
-            )
-        except PenstockError as error:
-            raise ApiError(str(error), param="messages") from None
-        most = body.max_completion_tokens or body.max_tokens
-        room = self.generator.max_length - len(tokens)
-        self._check_length(len(tokens), most or 1, "messages")
-        options["max_new_tokens"] = most or room
-        number = body.n or 1
+        param = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+        most = getattr(body, param)
+        if most == 0:
+            raise ApiError(f"{param} must be at least 1, or -1 for all that fit; got 0", param=param)
+        tokens = await self._chat_tokens(body)
+        choices = self._choices(body, tokens, -1 if most is None else most, "messages", 0)
+        for choice in choices:
+            choice.num_likeliest = (body.top_logprobs or 0) if body.logprobs else None
+        return choices
+
+    def _choices(
+        self, body: CompletionBody | ChatBody, tokens: list[int], most: int, param: str, index: int
+    ) -> list[Choice]:  # fmt: skip
+        """Return the choices of one prompt, from this index on; -1 tokens are all that fit."""
+        options = submit_options(body, self.generator, self._ends)
+        self._check_length(len(tokens), max(1, most), param)
+        options["max_new_tokens"] = self.generator.max_length - len(tokens) if most < 0 else max(1, most)
         return [
             Choice(
-                index=index, prompt=tokens,
-                options=options | self._grammar(body.response_format, len(tokens)),
-                num_likeliest=(body.top_logprobs or 0) if body.logprobs else None,
+                index=index + number, prompt=tokens, options=options | grammar_options(body, self.generator),
+                stops=frozenset(body.stop_token_ids or ()), with_stop=bool(body.include_stop_str_in_output),
             )
-            for index in range(number)
+            for number in range(body.n or 1)
         ]  # fmt: skip
 
-    async def pieces(self, choices: Sequence[Choice], client: str) -> AsyncGenerator[Piece, None]:
+    async def tokenize(self, body: TokenizeBody) -> dict[str, Any]:
+        """Return the tokens of a text, or of messages in the model's template, as vLLM does."""
+        if (body.prompt is None) == (body.messages is None):
+            raise ApiError("prompt or messages must be given, and not both", param="prompt")
+        tokenizer, special = self.generator.tokenizer, body.add_special_tokens is not False
+        if body.prompt is None:
+            tokens = await self._chat_tokens(body)
+        else:
+            tokens = await asyncio.to_thread(tokenizer.encode, body.prompt, add_special_tokens=special)
+        words = tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
+        return {"count": len(tokens), "max_model_len": self.generator.max_length, "tokens": tokens, "token_strs": words}
+
+    def detokenize(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens."""
+        check_tokens(tokens, self.generator.vocabulary, "tokens")
+        return str(self.generator.tokenizer.decode(list(tokens)))
+
+    async def _chat_tokens(self, body: ChatBody | TokenizeBody) -> list[int]:
+        continues = bool(body.continue_final_message)
+        if continues and body.add_generation_prompt:
+            raise ApiError("continue_final_message excludes add_generation_prompt; leave one of them out",
+                           param="continue_final_message")  # fmt: skip
+        begins = not continues and body.add_generation_prompt is not False
+        messages = [message.plain() for message in body.messages or ()]
+        try:
+            return await asyncio.to_thread(
+                chat_tokens, self.generator.tokenizer, messages, continues=continues, begins=begins,
+                options=body.chat_template_kwargs or {},
+            )  # fmt: skip
+        except PenstockError as error:
+            raise ApiError(f"messages: {error}", param="messages") from None
+
+    def enter(self, choices: Sequence[Choice], client: str) -> list[Ticket]:
+        """Queue the choices of a client; raises `ApiError` 429 if the queue is full."""
+        return self.admission.enter(client, len(choices), retry_s=self.metrics.typical_s)
+
+    async def pieces(self, choices: Sequence[Choice], tickets: Sequence[Ticket]) -> AsyncGenerator[Piece, None]:
         """Yield the pieces of all choices in order of arrival; closing the iterator cancels the requests."""
-        tickets = self.admission.enter(client, len(choices), retry_s=self.metrics.typical_s)
         news: asyncio.Queue[Piece | BaseException] = asyncio.Queue()
         tasks = [
             asyncio.create_task(self._follow(choice, ticket, news))
@@ -180,7 +228,8 @@ class TextService:
             )
         except UsageError as error:
             raise ApiError(str(error)) from None
-        decoder = request.decoder()
+        decoder = request.decoder(with_stop=choice.with_stop)
+        hidden = frozenset() if choice.with_stop else choice.stops
         given, last_s = 0, asked_s
         try:
             async with aclosing(aiter(request)) as tokens:
@@ -193,8 +242,10 @@ class TextService:
                     given += 1
                     if choice.unwanted:
                         break
-                    told = self._told(choice, request, given - 1)
-                    yield Piece(index=choice.index, text=decoder.add(token), tokens=told, num_tokens=1)
+                    before = decoder.size
+                    text = "" if token in hidden else decoder.add(token)
+                    told = self._told(choice, request, given - 1, (before, decoder.size))
+                    yield Piece(index=choice.index, text=text, tokens=told, num_tokens=1)
             reason = "length" if choice.unwanted else request.finish_reason
         finally:
             request.cancel()
@@ -206,60 +257,10 @@ class TextService:
             finish_reason=reason,
         )  # fmt: skip
 
-    def _options(self, body: CompletionBody | ChatBody) -> dict[str, Any]:
-        """Return the options of `Generator.submit`."""
-        config = self._config
-        own = config if config.do_sample else None  # the model's recommended sampling
-        temperature = body.temperature if body.temperature is not None else getattr(own, "temperature", None) or 1.0
-        top_p = body.top_p if body.top_p is not None else getattr(own, "top_p", None)
-        top_k = body.top_k if body.top_k is not None else getattr(own, "top_k", None) or 0
-        options: dict[str, Any] = {
-            "do_sample": temperature >= _COLDEST,
-            "temperature": None,
-            "top_p": None,
-            "top_k": None,
-        }
-        seed = None
-        if temperature >= _COLDEST:
-            options |= {"temperature": temperature, "top_p": top_p, "top_k": max(top_k, 0), "min_p": body.min_p}
-            seed = body.seed if body.seed is not None else secrets.randbits(62)
-        if body.repetition_penalty is not None:
-            options["repetition_penalty"] = body.repetition_penalty
-        if body.min_tokens:
-            options["min_new_tokens"] = body.min_tokens
-        if body.ignore_eos:
-            options["eos_token_id"] = None
-        if body.stop:
-            options["stop_strings"] = body.stop
-        number = (body.logprobs if isinstance(body, CompletionBody) else body.top_logprobs) or 0
-        bias = {int(token): value for token, value in (body.logit_bias or {}).items()}
-        if wrong := [token for token in bias if token >= self.generator.vocabulary]:
-            raise ApiError(f"logit_bias tokens must be below {self.generator.vocabulary}; got {wrong[0]}",
-                           param="logit_bias")  # fmt: skip
-        return options | {
-            "presence_penalty": body.presence_penalty or 0.0, "frequency_penalty": body.frequency_penalty or 0.0,
-            "logit_bias": bias, "num_likeliest": number, "seed": seed,
-        }  # fmt: skip
-
-    def _grammar(self, wanted: ResponseFormat | None, num_prompt: int) -> dict[str, Any]:
-        if wanted is None or wanted.type == "text":
-            return {}
-        schema: dict[str, Any] = {"type": "object"}
-        if wanted.type == "json_schema":
-            if wanted.json_schema is None:
-                raise ApiError("response_format of type 'json_schema' requires the field 'json_schema'",
-                               param="response_format")  # fmt: skip
-            schema = wanted.json_schema.schema_
-        try:
-            return {"logits_processor": [JsonGrammar(self.generator.tokenizer, schema, num_prompt)]}
-        except DataError as error:
-            raise ApiError(f"response_format: {error}", param="response_format") from None
-
     async def _tokens(self, prompt: str | Sequence[int]) -> list[int]:
         if not isinstance(prompt, str):
-            tokens, vocabulary = list(prompt), self.generator.vocabulary
-            if wrong := [token for token in tokens if not 0 <= token < vocabulary]:
-                raise ApiError(f"prompt tokens must be from 0 to {vocabulary - 1}; got {wrong[0]}", param="prompt")
+            tokens = list(prompt)
+            check_tokens(tokens, self.generator.vocabulary, "prompt")
         else:
             tokenizer = self.generator.tokenizer
             tokens = await asyncio.to_thread(lambda: list(tokenizer(prompt)["input_ids"]))
@@ -278,25 +279,34 @@ class TextService:
                 param,
             )
 
-    def _text(self, token: int) -> str:
-        text: str = self.generator.tokenizer.decode([token])
-        return text
+    def _token(
+        self, token: int, logprob: float | None, likeliest: Sequence[tuple[int, float]] = (),
+        sizes: tuple[int, int] = (0, 0),
+    ) -> Token:  # fmt: skip
+        """Return what is reported of a token; `sizes` are the characters of the text before and after it."""
+        text, data = self._token_texts.text(token), self._token_texts.data(token)
+        others = [self._token(other, value) for other, value in likeliest]
+        offset = max(sizes[0], sizes[1] - len(text))  # bytes that begin no character become one only now
+        return Token(text=text, data=data, logprob=logprob, offset=offset, likeliest=others)
 
-    def _token(self, token: int, logprob: float | None, likeliest: Sequence[tuple[int, float]]) -> Token:
-        pairs = [(self._text(other), value) for other, value in likeliest]
-        return Token(text=self._text(token), logprob=logprob, likeliest=pairs)
-
-    def _told(self, choice: Choice, request: Request, at: int) -> list[Token]:
+    def _told(self, choice: Choice, request: Request, at: int, sizes: tuple[int, int]) -> list[Token]:
         if choice.num_likeliest is None:
             return []
         pairs = request.likeliest[at] if choice.num_likeliest else ()
-        return [self._token(request.tokens[at], request.logprobs[at], pairs)]
+        begin = len(choice.echo or "")
+        sizes = begin + sizes[0], begin + sizes[1]
+        return [self._token(request.tokens[at], request.logprobs[at], pairs, sizes)]
 
     def _prompt_tokens(self, choice: Choice, request: Request) -> list[Token]:
         if choice.num_likeliest is None:
             return []
-        found = zip(choice.prompt, request.prompt_logprobs, request.prompt_likeliest, strict=True)
-        return [self._token(token, logprob, pairs) for token, logprob, pairs in found]
+        decoder, found = TextDecoder(self.generator.tokenizer), []
+        rows = zip(choice.prompt, request.prompt_logprobs, request.prompt_likeliest, strict=True)
+        for token, logprob, pairs in rows:
+            before = decoder.size
+            decoder.add(token)
+            found.append(self._token(token, logprob, pairs, (before, decoder.size)))
+        return found
 
 
 def _prompts(body: CompletionBody) -> list[str | list[int]]:

@@ -46,6 +46,14 @@ def load_gguf_tokenizer(name: str) -> Any:
     return _read(name, "AutoTokenizer")
 
 
+def gguf_ends(name: str) -> list[int]:
+    """Return the tokens that end a turn or a message in the file of a `gguf:` model, apart from its end of text."""
+    library = optional_import("gguf", "gguf")
+    reader = library.GGUFReader(gguf_file(name))
+    fields = [reader.get_field(key) for key in (library.Keys.Tokenizer.EOT_ID, library.Keys.Tokenizer.EOM_ID)]
+    return [int(field.contents()) for field in fields if field is not None]
+
+
 def _read(name: str, kind: str, **options: Any) -> Any:
     file = gguf_file(name)
     for library in ("gguf", "accelerate"):

@@ -7,7 +7,7 @@ from typing import Any
 
 from penstock.errors import ModelError
 from penstock.text import one_line
-from penstock.zoo.models.gguf_models import load_gguf_tokenizer
+from penstock.zoo.models.gguf_models import gguf_ends, load_gguf_tokenizer
 from penstock.zoo.models.hf_models import hf_config, hf_directory
 from penstock.zoo.models.hub import fetch_from_hub
 from penstock.zoo.models.models import parse_hf
@@ -64,6 +64,16 @@ def load_tokenizer(name: str, *, pretrained: bool = False) -> Any:
             f"{name} has no tokenizer that transformers can read ({one_line(problem)}); save one with the model by "
             "tokenizer.save_pretrained"
         ) from problem
+
+
+def turn_ends(name: str, tokenizer: Any) -> list[int]:
+    """Return the tokens that end an answer, as tokenizer and GGUF file have them.
+
+    `generation_config.json` often has the end of a text only, and chats end with another token.
+    """
+    own = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+    found = own + (gguf_ends(name) if name.startswith(_GGUF) else [])
+    return [token for token in found if 0 <= token < len(tokenizer)]
 
 
 def _fetch(name: str, files: Sequence[str]) -> None:

@@ -1,0 +1,68 @@
+"""Conversion of a body's sampling parameters to options of `Generator.submit`."""
+
+import secrets
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from penstock.errors import DataError
+from penstock.generate.generator import Generator
+from penstock.serve.grammar import JsonGrammar
+from penstock.serve.protocol import ApiError, ChatBody, CompletionBody
+
+_COLDEST = 1e-3  # below this temperature sampling is greedy anyway, and logits / temperature overflows
+
+
+def submit_options(body: CompletionBody | ChatBody, generator: Generator, ends: Sequence[int]) -> dict[str, Any]:
+    """Return the options of `Generator.submit` for all choices of a body; `ends` are the tokens that end an answer."""
+    options = _sampling(body, generator.model.generation_config)
+    stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    if stops := [stop for stop in stops if stop]:
+        options["stop_strings"] = stops
+    own = list(body.stop_token_ids or ())
+    check_tokens(own, generator.vocabulary, "stop_token_ids")
+    options["eos_token_id"] = [*([] if body.ignore_eos else ends), *own] or None
+    if body.repetition_penalty is not None:
+        options["repetition_penalty"] = body.repetition_penalty
+    if body.min_tokens:
+        options["min_new_tokens"] = body.min_tokens
+    bias = {int(token): value for token, value in (body.logit_bias or {}).items()}
+    check_tokens(bias, generator.vocabulary, "logit_bias")
+    number = (body.logprobs if isinstance(body, CompletionBody) else body.top_logprobs) or 0
+    return options | {
+        "presence_penalty": body.presence_penalty or 0.0, "frequency_penalty": body.frequency_penalty or 0.0,
+        "logit_bias": bias, "num_likeliest": number,
+    }  # fmt: skip
+
+
+def _sampling(body: CompletionBody | ChatBody, config: Any) -> dict[str, Any]:
+    """Return how tokens are drawn: as the client asks, else as the model recommends."""
+    own = config if config.do_sample else None
+
+    def wanted(name: str) -> Any:
+        given = getattr(body, name)
+        return given if given is not None else getattr(own, name, None)
+
+    temperature, top_p = wanted("temperature"), wanted("top_p")
+    temperature = 1.0 if temperature is None else temperature
+    if temperature < _COLDEST or top_p == 0:  # both mean the likeliest token
+        return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None, "seed": None}
+    seed = body.seed if body.seed not in {None, -1} else secrets.randbits(62)  # -1: llama.cpp's random seed
+    return {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": max(wanted("top_k") or 0, 0),
+            "min_p": wanted("min_p"), "seed": seed}  # fmt: skip
+
+
+def grammar_options(body: CompletionBody | ChatBody, generator: Generator) -> dict[str, Any]:
+    """Return the options of one choice for `response_format`; a grammar follows one answer."""
+    schema = body.response_format.schema_of_answer() if body.response_format is not None else None
+    if schema is None:
+        return {}
+    try:
+        return {"logits_processor": [JsonGrammar(generator.tokenizer, schema)]}
+    except DataError as error:
+        raise ApiError(f"response_format: {error}", param="response_format") from None
+
+
+def check_tokens(tokens: Iterable[int], vocabulary: int, param: str) -> None:
+    """Raise `ApiError` for tokens that the model does not have."""
+    if wrong := [token for token in tokens if token >= vocabulary]:
+        raise ApiError(f"{param}: tokens must be below {vocabulary}; got {wrong[0]}", param=param)

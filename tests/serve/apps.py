@@ -1,0 +1,65 @@
+"""A server's application without a process or a socket: requests go to it through ASGI."""
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import transformers
+
+from penstock.generate.generator import Generator
+from penstock.serve.admission import Admission
+from penstock.serve.app import Served, make_app
+from penstock.serve.metrics import Metrics
+from penstock.serve.texts import TextService
+
+
+class App:
+    """An application that answers requests one after the other."""
+
+    def __init__(self, app: Any, service: TextService) -> None:
+        self.app, self.service, self.generator = app, service, service.generator
+        self.headers: dict[str, str] = {}
+
+    def request(self, method: str, path: str, **options: Any) -> httpx.Response:
+        async def run() -> httpx.Response:
+            transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
+            headers = self.headers
+            async with httpx.AsyncClient(transport=transport, base_url="http://small", headers=headers) as client:
+                return await client.request(method, path, **options)
+
+        return asyncio.run(run())
+
+    def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
+        return self.request("POST", path, json=body, **options)
+
+    def complete(self, prompt: Any = "A pipe", **more: Any) -> dict[str, Any]:
+        answer = self.post("/v1/completions", {"prompt": prompt, "temperature": 0} | more)
+        assert answer.status_code == 200, answer.text
+        found: dict[str, Any] = answer.json()["choices"][0]
+        return found
+
+    def chat(self, text: str = "water", **more: Any) -> dict[str, Any]:
+        ask = {"messages": [{"role": "user", "content": text}], "temperature": 0}
+        answer = self.post("/v1/chat/completions", ask | more)
+        assert answer.status_code == 200, answer.text
+        found: dict[str, Any] = answer.json()["choices"][0]
+        return found
+
+
+@contextlib.contextmanager
+def application(folder: Path, tokenizer: Any = None, **options: Any) -> Iterator[App]:
+    """Make the application of the model in a folder, in one stage in this process."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    tokenizer = tokenizer or transformers.AutoTokenizer.from_pretrained(folder)
+    with Generator(model, tokenizer, stages=1, slots=2, max_length=128) as generator:
+        generator.submit([0], max_new_tokens=1).result()  # all threads run before the first test counts them
+        metrics = Metrics()
+        service = TextService(generator, Admission(slots=2, most_waiting=8), metrics, deadline_s=60.0, ends=[0])
+        served = Served(
+            name="small", service=service, metrics=metrics, stages=list, changes=list, joins_at=lambda: None,
+            problem=lambda: None, created=1, **options,
+        )  # fmt: skip
+        yield App(make_app(served), service)

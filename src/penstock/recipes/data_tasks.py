@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from penstock.errors import DataError, UsageError
+from penstock.recipes.labels import check_order
 from penstock.recipes.settings import FitSettings
 from penstock.recipes.tasks import (
     SHARE_KEPT,
@@ -45,6 +46,8 @@ def image_task(settings: FitSettings) -> Task:
     zoo, weights, new = load_for(settings, name, "images" if name.startswith("hf:") else None)
     if zoo.transform is None or zoo.task != "image":
         raise UsageError(f"{settings.model} does not take images, but {settings.data} has images; use an image model")
+    if not new:  # the head is the given one
+        check_order(zoo, images)
     key, classes = next(iter(zoo.example_kwargs), None), classes_of(zoo, images)
     make = ImageReader(images, zoo.transform, key, classes)
     chosen, _ = held_out(spread(len(images), settings.num_rows), settings.hold_out)

@@ -97,7 +97,8 @@ def load_for(settings: FitSettings, name: str, head: Any = None) -> tuple[ZooMod
     if settings.weights is None and not settings.pretrained:
         return zoo, zoo.weights, []
     other = load_model(settings.model, weights=path, pretrained=settings.pretrained, seed=settings.seed)
-    given, zoo = other.weights, replace(zoo, class_names=other.class_names or zoo.class_names)
+    given = other.weights
+    zoo = replace(zoo, class_names=other.class_names or zoo.class_names, is_random=False)
     known = given.names()
     shapes = {n: (tuple(p.shape), p.dtype) for n, p in zoo.module.named_parameters(remove_duplicate=False)}
     new = [n for n, (shape, _) in shapes.items() if n not in known or given.shape(n) != shape]

@@ -26,7 +26,7 @@ def open_folder(root: Path) -> ImageSet:
             f"{root} holds no images; looked for {', '.join(IMAGE_SUFFIXES)} and CIFAR's .bin in it and below"
         )
     read = partial(read_file, [root / name for name in names])
-    return ImageSet(names=names, labels=labels, classes=classes, load=read)
+    return ImageSet(names=names, labels=labels, classes=classes, load=read, by_folder=True)
 
 
 def label_by_folder(names: Iterable[str], is_archive: bool) -> tuple[list[str], list[int | None], tuple[str, ...]]:

@@ -84,6 +84,7 @@ def open_archive(path: Path) -> ImageSet:
         labels=labels,
         classes=classes,
         load=partial(_read_member, ByteRange(path), [places[n] for n in names]),
+        by_folder=True,
     )
 
 

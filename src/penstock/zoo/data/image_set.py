@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP")
 _MAX_PIXELS = 2**26
+PARTS = frozenset({"train", "training", "val", "valid", "validation", "test", "testing"})  # names of folders
 MAX_FILE_BYTES = 2**26  # limit for a stored image: an archive's header may announce any length
 
 
@@ -40,6 +41,8 @@ class ImageSet:
     labels: Sequence[int | None]
     classes: tuple[str, ...]
     load: Callable[[int], "Image | bytes"]
+    by_folder: bool = False  # classes are the names of folders, whose order is ours
+    left_out: str = ""  # files that are no images, counted by reason
 
     def __len__(self) -> int:
         return len(self.names)
@@ -64,6 +67,17 @@ class ImageSet:
         """Return a digest of one image as it is stored; raises `DataError` if it cannot be read."""
         loaded = self._load(index)
         return hashlib.sha256(loaded if isinstance(loaded, bytes) else loaded.tobytes()).digest()
+
+    @property
+    def is_parts(self) -> bool:
+        """True if the folders are the parts of a data set, such as train and val, rather than classes."""
+        return self.by_folder and bool(self.classes) and set(self.classes) <= PARTS
+
+    def reordered(self, classes: tuple[str, ...]) -> "ImageSet":
+        """Return the set with the same classes in another order."""
+        places = [classes.index(name) for name in self.classes]
+        labels = [None if label is None else places[label] for label in self.labels]
+        return replace(self, classes=classes, labels=labels)
 
     def take(self, num_images: int) -> "ImageSet":
         """Return the first images; raises `DataError` if there are fewer than requested."""

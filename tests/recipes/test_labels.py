@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from torch import nn
 
-from penstock.errors import UsageError
+from penstock.errors import DataError, UsageError
 from penstock.recipes.classify import check_head, confidences
 from penstock.recipes.data_formats import make_task
 from penstock.recipes.labels import Labels, match_labels
@@ -191,3 +191,38 @@ def test_nan_is_an_error_of_its_row(penstock: Run, tmp_path: Path) -> None:  # n
     with (tmp_path / "out.csv").open() as file:
         assert [(row["prediction"], "NaN" in row["error"]) for row in csv.DictReader(file)] == [("", True)] * 2
     assert [set(json.loads(line)) for line in (tmp_path / "out.jsonl").open()] == [{"image", "label", "error"}] * 2
+
+
+@pytest.mark.parametrize(
+    ("names", "rows", "kept"),
+    [
+        (["train/a", "train/b", "val/a", "val/b"], 20, 20),
+        (["Train/a", "Train/b", "Valid/b", "test/a"], 20, 10),
+        (["set/training/a", "set/training/b", "set/validation/a"], 20, 10),
+        (["train/a", "train/b", "test/a"], 18, 2),
+    ],
+)
+def test_training_takes_the_parts_of_a_data_set_for_what_they_are(
+    tmp_path: Path, names: list[str], rows: int, kept: int
+) -> None:
+    data = folders(tmp_path / "ds", names, images=10)
+    task = make_task(FitSettings(model=SMALL, data=str(data), output=str(tmp_path / "run")))
+    assert read_classes(task.metadata) == ("a", "b")
+    assert (len(task.training), len(task.validation)) == (rows, kept)  # type: ignore[arg-type]
+    assert any(word in task.notes[0] for word in ("train", "Train"))
+    assert ("test is not used" in task.notes[0]) == any("test" in name for name in names)
+
+
+@pytest.mark.parametrize("names", [["val/a", "test/a"], ["train/a", "other/b"], ["train/a", "train/b", "train/c/"]])
+def test_folders_that_are_no_data_set_of_classes(tmp_path: Path, names: list[str]) -> None:
+    data = folders(tmp_path / "ds", [name for name in names if not name.endswith("/")], images=10)
+    for name in names:
+        (data / name).mkdir(exist_ok=True)
+    settings = FitSettings(model=SMALL, data=str(data), output=str(tmp_path / "run"))
+    if "other/b" in names:
+        assert read_classes(make_task(settings).metadata) == ("other", "train")
+        return
+    with pytest.raises(DataError, match=r"val and|test and|class c "):
+        make_task(settings)
+    with pytest.raises(DataError, match=r"val and|test and|class c "):
+        make_task(msgspec.structs.replace(settings, data="digits", validation=str(data)))

@@ -105,6 +105,8 @@ class _Search:
         self.found = known
         images = open_images(settings.data)
         check_labelled(images, settings.data)
+        if images.left_out:
+            note(f"{settings.data}: left out {images.left_out}")
         self._name = with_classes(settings.model, len(images.classes))
         self._zoo = self._load(None)
         if self._zoo.transform is None or self._zoo.task != "image":

@@ -1,6 +1,7 @@
 """Training tasks from a model's name and data: image classification, language modelling, sentence classification."""
 
 import copy
+import posixpath
 import random
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -40,8 +41,7 @@ _POOL = 50  # batches whose rows are sorted together
 
 def image_task(settings: FitSettings) -> Task:
     """Prepare image classification; raises `DataError` for images without labels, `UsageError` for other models."""
-    images = open_images(settings.data)
-    check_labelled(images, settings.data)
+    images, other, notes = open_parts(settings)
     name = with_classes(settings.model, len(images.classes))
     zoo, weights, new = load_for(settings, name, "images" if name.startswith("hf:") else None)
     if zoo.transform is None or zoo.task != "image":
@@ -51,9 +51,7 @@ def image_task(settings: FitSettings) -> Task:
     key, classes = next(iter(zoo.example_kwargs), None), classes_of(zoo, images)
     make = ImageReader(images, zoo.transform, key, classes)
     chosen, _ = held_out(spread(len(images), settings.num_rows), settings.hold_out)
-    if settings.validation:
-        other = open_images(settings.validation)
-        check_labelled(other, settings.validation)
+    if other is not None:
         training = Rows(chosen, make)
         validation = Rows(range(len(other)), ImageReader(other, zoo.transform, key, classes))
     else:
@@ -61,7 +59,7 @@ def image_task(settings: FitSettings) -> Task:
     task = Task(
         unit="images", module=zoo.module.train(), weights=weights, example=(zoo.example_args, zoo.example_kwargs),
         training=training, validation=validation, loss_fn=class_loss, accuracy=class_accuracy, new_tensors=new,
-        metadata=write_classes(classes if classes_in(name) in (None, len(classes)) else None),
+        notes=notes, metadata=write_classes(classes if classes_in(name) in (None, len(classes)) else None),
     )  # fmt: skip
     return task if settings.teacher is None else taught(task, name, Path(settings.teacher))
 
@@ -72,8 +70,49 @@ def classes_of(zoo: ZooModel, images: ImageSet) -> Sequence[str]:
     return known if len(known) == len(images.classes) and set(known) == set(images.classes) else images.classes
 
 
+def open_parts(settings: FitSettings) -> tuple[ImageSet, ImageSet | None, list[str]]:
+    """Open the images to train on and, if there are any, those to validate on, with notes for the reader.
+
+    A folder that has the folders train and val has both.
+    """
+    data, validation, notes = settings.data, settings.validation, []
+    images = open_images(data)
+    parts = {name.lower(): name for name in images.classes}
+    first = next((parts[name] for name in ("train", "training") if name in parts), None)
+    if images.is_parts and first is not None and Path(data).is_dir():
+        folder = Path(data, posixpath.commonpath(images.names))
+        second = next((parts[name] for name in ("val", "valid", "validation") if name in parts), None)
+        data = str(folder / first)
+        if validation is None and second is not None:
+            validation = str(folder / second)
+        unused = [name for name in images.classes if str(folder / name) not in (data, validation)]
+        notes.append(
+            f"training on {data}, validating on {validation or 'every tenth of its images'}"
+            + (f"; {' and '.join(unused)} is not used" if unused else "")
+        )
+        images = open_images(data)
+    opened = {data: images}
+    if validation is not None:
+        opened[validation] = open_images(validation)
+    for path, found in opened.items():
+        check_labelled(found, path)
+        if found.left_out:
+            notes.append(f"{path}: left out {found.left_out}")
+    return images, opened[validation] if validation is not None else None, notes
+
+
 def check_labelled(images: ImageSet, path: str) -> None:
-    """Check that every image has a label; raises `DataError`."""
+    """Check that every image has a label, and every label an image; raises `DataError`."""
+    if images.is_parts:
+        raise DataError(
+            f"the folders {' and '.join(images.classes)} of {path} are parts of a data set, not classes; give one of "
+            "them, unpacked if they are in an archive"
+        )
+    if absent := set(range(len(images.classes))) - set(images.labels) if images.by_folder else set():
+        raise DataError(
+            f"the class {images.classes[min(absent)]} of {path} has no images; remove its folder, or add images"
+            + (f" (left out: {images.left_out})" if images.left_out else "")
+        )
     unlabelled = next((images.name(i) for i in range(len(images)) if images.label(i) is None), None)
     if unlabelled is not None:
         raise DataError(f"{path} has images without a label, first {unlabelled}; put each class into a folder")

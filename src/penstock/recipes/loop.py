@@ -63,6 +63,8 @@ def fit_here(settings: FitSettings, *, holds_folder: bool = False) -> FitResult:
             check_new(settings)
         with working("preparing model and data", shown=first):
             task = make_task(settings)
+        for text in task.notes if first else ():
+            note(text)
         with make_pipeline(settings, task, world) as pipe:
             pipe.model_name = settings.model
             if first and settings.on_loss != "stop" and pipe.joins_at is not None:

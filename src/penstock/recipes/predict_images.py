@@ -71,6 +71,8 @@ def predict_images(asked: PredictSettings, world: World | None = None) -> tuple[
         with working("loading the model"):
             zoo = load_model(asked.model, weights=asked.weights, pretrained=asked.pretrained, seed=asked.seed)
             found = open_images(asked.images)
+        if found.left_out:
+            note(f"{asked.images}: left out {found.left_out}")
         chosen = found.take(asked.num_images) if asked.num_images else found
         if zoo.transform is None or zoo.task != "image":
             raise UsageError(f"{asked.model} does not classify images; give an image classification model")

@@ -138,7 +138,7 @@ def _inside(directory: Path) -> Path:
 def shards_of_index(index: Path) -> list[Path]:
     """Return the files that an index of shards names; raises `ModelError` if one is missing or in another folder."""
     try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8-sig"))["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError) as problem:
         raise ModelError(f"{index} is not an index of shards: weight_map of file names not found") from problem
     # a shard must be next to its index: other paths are rejected

@@ -14,9 +14,9 @@ from penstock.terminal.notes import say
 def infer(
     model: opt.Model,
     images: Annotated[str, typer.Option(help="Folder, tar, image, CIFAR (binary) or 'digits'.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Predictions, .csv or JSON lines.")] = Path(
-        "predictions.csv"
-    ),
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Predictions, .csv or JSON lines; - prints them.")
+    ] = Path("predictions.csv"),
     stages: Annotated[
         int | None, typer.Option(min=1, help="Number of stages. Default: 2, or torchrun's processes.")
     ] = None,

@@ -15,7 +15,7 @@ from penstock.pipeline import Pipeline
 from penstock.plan.check import read_plan
 from penstock.recipes.classify import Prediction, check_head, classify, example_call
 from penstock.recipes.labels import Labels, match_labels
-from penstock.recipes.predictions import PredictionFile, PredictionRun, check_replaceable, go_on_with
+from penstock.recipes.predictions import PredictionFile, PredictionRun, check_replaceable, go_on_with, is_stdout
 from penstock.spec.cluster import read_cluster
 from penstock.spec.profile import read_profile
 from penstock.terminal.live import LiveView
@@ -65,6 +65,8 @@ def predict_images(asked: PredictSettings, world: World | None = None) -> tuple[
 
     Raises `UsageError` for names and files that do not match, and `KeyboardInterrupt` with the number of rows on disk.
     """
+    if asked.resume and is_stdout(asked.output):
+        raise UsageError(f"--resume continues a file; got the standard output {asked.output}; give a file as --output")
     with world if world is not None else contextlib.nullcontext():
         known = read_profile(asked.profiled) if asked.profiled else None
         machines = read_cluster(asked.planned_for) if asked.planned_for else None
@@ -115,7 +117,7 @@ def predict_images(asked: PredictSettings, world: World | None = None) -> tuple[
         note(
             "classes are numbers, as the model has no class names; put id2label into a config.json next to the weights"
         )
-    say(_sentence(summary, file.path))
+    say(_sentence(summary, file.path), err=is_stdout(file.path))
     if not tally.failed:
         return summary, None
     return summary, f"{len(tally.failed)} of {len(chosen)} images failed, the first one: {tally.failed[0].error}"

@@ -2,6 +2,7 @@
 
 import csv
 import json
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -20,6 +22,7 @@ from penstock.recipes.data_formats import make_task
 from penstock.recipes.labels import Labels, match_labels
 from penstock.recipes.settings import FitSettings
 from penstock.zoo.data.image_names import open_images
+from penstock.zoo.data.label_files import read_labels
 from penstock.zoo.models.models import ZooModel, count_classes, load_model
 from penstock.zoo.weights.classes import read_classes
 from penstock.zoo.weights.weight_files import save_weights
@@ -226,3 +229,83 @@ def test_folders_that_are_no_data_set_of_classes(tmp_path: Path, names: list[str
         make_task(settings)
     with pytest.raises(DataError, match=r"val and|test and|class c "):
         make_task(msgspec.structs.replace(settings, data="digits", validation=str(data)))
+
+
+def flat(root: Path) -> Path:
+    root.mkdir()
+    for index in range(4):
+        Image.new("RGB", (32, 32), (60 * index, 255 - 60 * index, 30)).save(root / f"val {index}.JPEG")
+    return root
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "val 0.JPEG 1\nval 1.JPEG 2\nval 2.JPEG 1\nval 3.JPEG 0\n",
+        "image,label\r\nval 0,1\r\nval 1,2\r\nval 2,1\r\nval 3,0\r\n",
+        "\ufeffval 0.JPEG\tdog\n\nval 1.JPEG\tcow\nval 2.JPEG\tdog\nval 3.JPEG\tcat\nother.JPEG\tcat",
+        '"val 0.JPEG",dog,x\n"val 1.JPEG",cow,x\n./val 2.JPEG,dog\nval 3.JPEG,cat\n',
+    ],
+)
+def test_labels_of_a_flat_folder(tmp_path: Path, text: str) -> None:
+    images = open_images(flat(tmp_path / "val"))
+    (tmp_path / "val.txt").write_text(text, encoding="utf-8")
+    found = match_labels(model(3, ["cat", "dog", "cow"]), read_labels(tmp_path / "val.txt", images))
+    assert [found.classes[label] for label in found.images.labels if label is not None] == [1, 2, 1, 0]
+
+
+def test_labels_by_synset_and_by_number_above_the_images(tmp_path: Path) -> None:
+    images = open_images(flat(tmp_path / "val"))
+    (tmp_path / "a.csv").write_text(
+        "ImageId,PredictionString\nval 0,n01443537 85 1 499 272\nval 2,n15075141 1 2 3 4 \n"
+    )
+    found = match_labels(model(1000, [f"name {n}" for n in range(1000)]), read_labels(tmp_path / "a.csv", images))
+    assert [label is None for label in found.images.labels] == [False, True, False, True]
+    assert sorted(found.classes.values()) == [1, 999]
+    (tmp_path / "b.txt").write_text("val 0 65\nval 1 970\n")
+    assert sorted(match_labels(model(1000), read_labels(tmp_path / "b.txt", images)).classes.values()) == [65, 970]
+    assert match_labels(model(970), read_labels(tmp_path / "b.txt", images)).reason
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("490\n361\n", "line 1"), ("val 0 1\nval 0.JPEG 2\n", "two labels"), ("a 1\nb 2\n", "any of the 4"), ("", "any")],
+)
+def test_files_that_are_no_labels(tmp_path: Path, text: str, said: str) -> None:
+    images = open_images(flat(tmp_path / "val"))
+    (tmp_path / "val.txt").write_text(text)
+    with pytest.raises(DataError, match=said):
+        read_labels(tmp_path / "val.txt", images)
+    with pytest.raises(DataError, match="No such file"):
+        read_labels(tmp_path / "none.txt", images)
+
+
+def test_a_checkpoint_of_the_official_training_script(penstock: Run, tmp_path: Path) -> None:  # noqa: F811
+    """As DeiT's main.py saves it, converted, on a flat folder with a file of labels; the accuracy is the model's."""
+    name = "timm:deit_tiny_patch16_224,depth=1,img_size=32,patch_size=8,num_classes=5"
+    found = load_model(name, whole=True, seed=3)
+    optimizer = torch.optim.AdamW(found.module.parameters())
+    torch.save(
+        {
+            "model": load_model(name, whole=True, seed=4).module.state_dict(), "optimizer": optimizer.state_dict(),
+            "lr_scheduler": {"base_values": np.float64(5e-4)}, "epoch": 299, "scaler": {"scale": 65536.0},
+            "model_ema": found.module.state_dict(),
+            "args": Namespace(model="deit_tiny_patch16_224", output_dir=Path("out"), lr=5e-4),
+        },
+        tmp_path / "checkpoint.pth",
+    )  # fmt: skip
+    weights = tmp_path / "deit.safetensors"
+    status, out, _ = penstock("convert", tmp_path / "checkpoint.pth", "-o", weights)
+    assert (status, "model_ema, not from model;" in out) == (0, True)
+    images = open_images(flat(tmp_path / "val"))
+    assert found.transform is not None
+    with torch.no_grad():
+        right = [int(found.module(found.transform(images.read(row))[None]).argmax()) for row in range(4)]
+    labels = [*right[:3], (right[3] + 1) % 5]
+    (tmp_path / "val.txt").write_text("".join(f"val {row}.JPEG {label}\n" for row, label in enumerate(labels)))
+    given = ["--images", tmp_path / "val", "--labels", tmp_path / "val.txt", "--weights", weights, "--stages", 2]
+    status, out, err = penstock("infer", name, *given, "-o", tmp_path / "out.csv")
+    assert (status, "accuracy 75.00%" in out) == (0, True), err
+    (tmp_path / "val.txt").write_text("val 0.JPEG 5\n")
+    status, _, err = penstock("infer", name, *given, "-o", tmp_path / "out.csv")
+    assert (status, "cannot be compared" in err) == (2, True)

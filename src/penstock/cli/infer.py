@@ -45,6 +45,9 @@ def infer(
     planned_for: Annotated[
         Path | None, typer.Option("--from-cluster", metavar="FILE", help="Cluster that the plan was made for.")
     ] = None,
+    labels: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Lines with an image and its label, for a flat folder.")
+    ] = None,
     class_order: Annotated[
         str | None,
         typer.Option(metavar="ORDER", help="Order of folders, for weights without names: torchvision, natural."),
@@ -77,7 +80,7 @@ def infer(
         microbatch_size=microbatch_size, num_images=num_images, resume=resume, trace=trace, profile=profile, live=live,
         weights=weights, pretrained=pretrained, seed=seed, threads=threads, device=device, runtime=runtime,
         on_loss=on_loss, wait_s=wait_for, profiled=profiled, planned_for=planned_for,
-        class_order=class_order,
+        class_order=class_order, labels=labels,
     )  # fmt: skip
     try:
         summary, failed = predict_images(settings, world)

@@ -51,6 +51,8 @@ def match_labels(model: ZooModel, images: ImageSet, order: str | None = None) ->
     places = {name: index for index, name in enumerate(named)}
     if set(images.classes) <= set(places):
         return _checked(images, named, places, num_classes)
+    if not images.by_folder and all(name.isdecimal() and int(name) < num_classes for name in images.classes):
+        return _checked(images, named, {name: int(name) for name in images.classes}, num_classes)
     if by_number and (not named or images.classes == tuple(map(str, range(num_classes)))):
         numbers = {name: index for index, name in enumerate(images.classes)}
         return _checked(images, named or images.classes, numbers, num_classes)
@@ -59,12 +61,16 @@ def match_labels(model: ZooModel, images: ImageSet, order: str | None = None) ->
         if set(images.classes) <= set(synsets):
             return _checked(images, named, synsets, num_classes)
     if not named:
-        reason = f"the model has {num_classes} classes without names, and the images {len(images.classes)}; {_NAMES}"
+        last = images.classes[-1]
+        reason = (
+            f"the model has {num_classes} classes without names, and the images {len(images.classes)}, the last one "
+            f"{last}; {_NAMES}"
+        )
     else:
         unknown = next(name for name in images.classes if name not in places)
         reason = (
-            f"the folder {unknown} is not one of the model's {len(named)} classes ({', '.join(named[:3])} ...); rename "
-            f"the folder, or {_NAMES}"
+            f"the label {unknown} is not one of the model's {len(named)} classes ({', '.join(named[:3])} ...); rename "
+            f"it, or {_NAMES}"
         )
     return Labels(images=images, names=named, reason=reason)
 

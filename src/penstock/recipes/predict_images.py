@@ -23,6 +23,7 @@ from penstock.terminal.notes import note, say
 from penstock.terminal.progress import how_far, progress_console, telling, working
 from penstock.zoo.data.image_names import open_images
 from penstock.zoo.data.image_set import ImageSet
+from penstock.zoo.data.label_files import read_labels
 from penstock.zoo.models.models import ZooModel, load_model
 from penstock.zoo.weights.weights import fingerprint_of
 
@@ -55,6 +56,7 @@ class PredictSettings:
     profiled: Path | None = None
     planned_for: Path | None = None
     class_order: str | None = None
+    labels: Path | None = None
 
 
 def predict_images(asked: PredictSettings, world: World | None = None) -> tuple[dict[str, Any], str | None]:
@@ -76,11 +78,17 @@ def predict_images(asked: PredictSettings, world: World | None = None) -> tuple[
         if found.left_out:
             note(f"{asked.images}: left out {found.left_out}")
         chosen = found.take(asked.num_images) if asked.num_images else found
+        if asked.labels is not None:
+            chosen = read_labels(asked.labels, chosen)
+            if absent := chosen.labels.count(None):
+                note(f"{absent} of {len(chosen)} images have no label in {asked.labels}")
         if zoo.transform is None or zoo.task != "image":
             raise UsageError(f"{asked.model} does not classify images; give an image classification model")
         check_head(zoo)
         labels = match_labels(zoo, chosen, asked.class_order)
         chosen = labels.images
+        if asked.labels is not None and labels.reason is not None:
+            raise UsageError(f"the labels of {asked.labels} cannot be compared: {labels.reason}")
         if zoo.is_random:
             note(f"{asked.model} has random weights (seed {asked.seed}); give --pretrained or --weights")
         plan = read_plan(asked.plan) if asked.plan else None

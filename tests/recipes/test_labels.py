@@ -15,11 +15,14 @@ import pytest
 import torch
 from PIL import Image
 from torch import nn
+from torch._utils import ExceptionWrapper
 
 from penstock.errors import DataError, UsageError
 from penstock.recipes.classify import check_head, confidences
+from penstock.recipes.damaged import without_traceback
 from penstock.recipes.data_formats import make_task
 from penstock.recipes.labels import Labels, match_labels
+from penstock.recipes.launch import fit
 from penstock.recipes.settings import FitSettings
 from penstock.zoo.data.image_names import open_images
 from penstock.zoo.data.label_files import read_labels
@@ -309,3 +312,35 @@ def test_a_checkpoint_of_the_official_training_script(penstock: Run, tmp_path: P
     (tmp_path / "val.txt").write_text("val 0.JPEG 5\n")
     status, _, err = penstock("infer", name, *given, "-o", tmp_path / "out.csv")
     assert (status, "cannot be compared" in err) == (2, True)
+
+
+@pytest.mark.parametrize("place", ["train/a", "val/b"])
+def test_damaged_images_are_found_before_the_first_epoch(tmp_path: Path, place: str) -> None:
+    data = folders(tmp_path / "ds", ["train/a", "train/b", "val/a", "val/b"], images=2)
+    whole = (data / place / "0.png").read_bytes()
+    (data / place / "0.png").write_bytes(whole[:-30])
+    (data / place / "1.png").write_bytes(b"")
+    run = tmp_path / "run"
+    settings = FitSettings(model=SMALL, data=str(data), output=str(run), batch_size=4)
+    with pytest.raises(DataError, match=r"2 of 8 images cannot be read, the first one: .*0\.png"):
+        fit(settings)
+    listed = (run / "damaged.txt").read_text().splitlines()
+    assert [Path(name).name for name in listed] == ["0.png", "1.png"]
+    assert all(Path(name).is_file() for name in listed)
+    assert not (run / "model.safetensors").exists()
+    for name in listed:
+        Path(name).unlink()
+        (Path(name)).write_bytes(whole)
+    assert fit(settings).last is not None
+
+
+def test_a_damaged_image_in_a_loading_process_is_one_line() -> None:
+    said = "the image a/0.png cannot be read (it is damaged)"
+    try:
+        raise DataError(said)
+    except DataError:
+        wrapped = ExceptionWrapper(where="in DataLoader worker process 0")
+    with pytest.raises(DataError, match="Traceback") as caught:
+        wrapped.reraise()
+    assert str(without_traceback(caught.value)) == said
+    assert without_traceback(DataError(said)).args == (said,)

@@ -242,7 +242,7 @@ def test_a_damaged_image_is_named_and_the_others_stay(folder: Path) -> None:
     for damaged in (data[:200], b"", b"hello", b"GIF89a" + bytes(20)):
         bad.write_bytes(damaged)
         images = open_images(folder)
-        with pytest.raises(DataError, match=r"^the image cats/9\.jpg cannot be read \(.*\)$"):
+        with pytest.raises(DataError, match=r"^the image cats/9\.jpg cannot be read \((?!'MPO').*\)$"):
             images.read(1)
         assert images.read(2).size == (8, 6)
     images = open_images(folder)

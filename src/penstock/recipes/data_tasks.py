@@ -4,6 +4,7 @@ import copy
 import posixpath
 import random
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from penstock.errors import DataError, UsageError
+from penstock.recipes.damaged import check_images
 from penstock.recipes.labels import check_order
 from penstock.recipes.settings import FitSettings
 from penstock.recipes.tasks import (
@@ -41,7 +43,8 @@ _POOL = 50  # batches whose rows are sorted together
 
 def image_task(settings: FitSettings) -> Task:
     """Prepare image classification; raises `DataError` for images without labels, `UsageError` for other models."""
-    images, other, notes = open_parts(settings)
+    opened, notes = open_parts(settings)
+    (path, images), *others = opened
     name = with_classes(settings.model, len(images.classes))
     zoo, weights, new = load_for(settings, name, "images" if name.startswith("hf:") else None)
     if zoo.transform is None or zoo.task != "image":
@@ -51,15 +54,17 @@ def image_task(settings: FitSettings) -> Task:
     key, classes = next(iter(zoo.example_kwargs), None), classes_of(zoo, images)
     make = ImageReader(images, zoo.transform, key, classes)
     chosen, _ = held_out(spread(len(images), settings.num_rows), settings.hold_out)
-    if other is not None:
-        training = Rows(chosen, make)
+    if others:
+        training, other = Rows(chosen, make), others[0][1]
         validation = Rows(range(len(other)), ImageReader(other, zoo.transform, key, classes))
     else:
         training, validation = (Rows([chosen[row] for row in part], make) for part in keep_some(len(chosen)))
+    read = [(path, images, chosen), *((path, other, range(len(other))) for path, other in others)]
     task = Task(
         unit="images", module=zoo.module.train(), weights=weights, example=(zoo.example_args, zoo.example_kwargs),
         training=training, validation=validation, loss_fn=class_loss, accuracy=class_accuracy, new_tensors=new,
-        notes=notes, metadata=write_classes(classes if classes_in(name) in (None, len(classes)) else None),
+        check=partial(check_images, [each for each in read if each[1].by_folder]), notes=notes,
+        metadata=write_classes(classes if classes_in(name) in (None, len(classes)) else None),
     )  # fmt: skip
     return task if settings.teacher is None else taught(task, name, Path(settings.teacher))
 
@@ -70,8 +75,8 @@ def classes_of(zoo: ZooModel, images: ImageSet) -> Sequence[str]:
     return known if len(known) == len(images.classes) and set(known) == set(images.classes) else images.classes
 
 
-def open_parts(settings: FitSettings) -> tuple[ImageSet, ImageSet | None, list[str]]:
-    """Open the images to train on and, if there are any, those to validate on, with notes for the reader.
+def open_parts(settings: FitSettings) -> tuple[list[tuple[str, ImageSet]], list[str]]:
+    """Open the images to train on and, if there are any, those to validate on, with their paths and notes.
 
     A folder that has the folders train and val has both.
     """
@@ -91,14 +96,14 @@ def open_parts(settings: FitSettings) -> tuple[ImageSet, ImageSet | None, list[s
             + (f"; {' and '.join(unused)} is not used" if unused else "")
         )
         images = open_images(data)
-    opened = {data: images}
+    opened = [(data, images)]
     if validation is not None:
-        opened[validation] = open_images(validation)
-    for path, found in opened.items():
+        opened.append((validation, open_images(validation)))
+    for path, found in opened:
         check_labelled(found, path)
         if found.left_out:
             notes.append(f"{path}: left out {found.left_out}")
-    return images, opened[validation] if validation is not None else None, notes
+    return opened, notes
 
 
 def check_labelled(images: ImageSet, path: str) -> None:

@@ -56,6 +56,7 @@ class Task:
     batches: Callable[[Dataset[Any], int, bool], Batches] | None = None
     new_tensors: Sequence[str] = field(default_factory=tuple)  # tensors that the given weights lack
     metadata: Mapping[str, str] = field(default_factory=dict)  # the model's metadata, from the weights' file
+    check: Callable[[Path], None] | None = None  # of all rows, once; writes what is damaged into the folder
     notes: Sequence[str] = ()  # what the data leaves out
     save_beside: Callable[[Path], None] | None = None  # saves the configuration and tokenizer of a text model
 

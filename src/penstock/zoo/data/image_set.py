@@ -114,10 +114,11 @@ def decode(data: bytes, name: str) -> "Image":
     Raises `DataError` naming the image if the bytes are damaged or the image is too large.
     """
     pillow = optional_import("PIL.Image", "vision", DataError)
+    pillow.init()  # not every Pillow has AVIF and JPEG 2000
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", pillow.DecompressionBombWarning)
-            image = pillow.open(BytesIO(data), formats=[*SUFFIXES, "MPO"])
+            image = pillow.open(BytesIO(data), formats=[kind for kind in SUFFIXES if kind in pillow.OPEN])
         num_pixels = image.width * image.height
         if num_pixels <= _MAX_PIXELS:
             return _as_rgb(_upright(image))

@@ -169,8 +169,11 @@ class LineFile:
         self.close()
 
 
-class StandardOutput:
+class StandardOutput(LineFile):
     """Standard output as a file to append whole lines to; it is never truncated or replaced."""
+
+    def __init__(self) -> None:
+        pass
 
     def write(self, line: str) -> None:
         """Write a line; raises `OSError` if nobody reads it."""

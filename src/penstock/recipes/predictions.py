@@ -41,7 +41,7 @@ class PredictionFile:
         try:
             if resume and path.is_file() and not is_stdout(path):
                 self.done = self._keep_complete_rows()
-            self._file = StandardOutput() if is_stdout(path) else LineFile(path, append=bool(self.done))
+            self._file: LineFile = StandardOutput() if is_stdout(path) else LineFile(path, append=bool(self.done))
         except OSError as error:
             raise UsageError(f"{path} cannot be written ({error.strerror}); choose another --output") from None
         self._num_rows = len(self.done)

@@ -8,6 +8,7 @@ import os
 import secrets
 import socket
 import stat
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -166,3 +167,18 @@ class LineFile:
 
     def __exit__(self, *_error: object) -> None:
         self.close()
+
+
+class StandardOutput(LineFile):
+    """Standard output as a file to append whole lines to; it is never truncated or replaced."""
+
+    def __init__(self) -> None:
+        pass
+
+    def write(self, line: str) -> None:
+        """Write a line; raises `OSError` if nobody reads it."""
+        sys.stdout.buffer.write(line.encode(errors="surrogateescape"))
+        sys.stdout.buffer.flush()
+
+    def close(self) -> None:
+        """Leave it open."""

@@ -47,6 +47,14 @@ def test_predictions_equal_the_model_s_own(penstock: Run, photos: Path, tmp_path
     assert "7 images at" in out
 
 
+def test_rows_on_standard_output_and_the_rest_on_standard_error(penstock: Run, photos: Path, tmp_path: Path) -> None:
+    status, out, err = penstock("infer", SMALL, "--images", photos, "-o", "-", "--stages", 1)
+    assert (status, len([json.loads(line) for line in out.splitlines()])) == (0, 7)
+    assert "7 images at" in err
+    assert not (tmp_path / "-").exists()
+    assert penstock("infer", SMALL, "--images", photos, "-o", "-", "--resume")[0] == 2
+
+
 def test_predictions_on_another_runtime(penstock: Run, photos: Path, tmp_path: Path) -> None:
     given = ["infer", SMALL, "--images", photos, "--stages", 2, "--microbatch-size", 3]
     for name in ("eager", "onnxruntime"):

@@ -4,6 +4,7 @@ import json
 import shlex
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -70,6 +71,20 @@ def test_words_arrive_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     assert command[:3] == ["ssh", "-F", "my config"]
     assert command[-2] == "pi@board"
     assert shlex.split(command[-1]) == ["echo", "a b; rm -rf $HOME"]
+
+
+@pytest.mark.parametrize("login", ["echo Welcome; echo '{'", "printf bytes; printf more >&2", "true"])
+def test_what_a_shell_prints_at_login_is_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, login: str) -> None:
+    shell = tmp_path / "ssh"
+    shell.write_text(f'#!/bin/sh\n{login}\nfor last; do :; done\nsh -c "$last"\necho Bye\n')
+    shell.chmod(0o755)
+    monkeypatch.setenv("PENSTOCK_SSH", str(shell))
+    host = hosts_of(cluster())[1]
+    assert run_on(host, ["printf", "%s", "an answer"]).out == b"an answer"
+    assert run_on(host, ["cat"], data=b"\x00bytes\n").out == b"\x00bytes\n"
+    shell.write_text(f"#!/bin/sh\n{login}\n")  # a shell that runs nothing
+    with pytest.raises(ClusterError, match="board cannot be reached: its shell"):
+        require(host, run_on(host, ["true"]), "asking")
 
 
 def test_each_process_is_told_who_it_is() -> None:

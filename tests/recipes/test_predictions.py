@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from penstock.errors import UsageError
-from penstock.recipes.predictions import COLUMNS, PredictionFile
+from penstock.recipes.predictions import COLUMNS, PredictionFile, PredictionRun, check_replaceable, go_on_with
 
 NAMES = [
     "cat.jpg",
@@ -106,3 +106,19 @@ def test_no_name_is_a_formula(tmp_path: Path) -> None:
 def test_rows_from_before_are_known_again(tmp_path: Path) -> None:
     (tmp_path / "out.csv").write_text("image,label,prediction,class,confidence,error\n=x.jpg,,1,,,\n")
     assert [row["image"] for row in write(tmp_path / "out.csv", [], resume=True)] == ["=x.jpg"]
+
+
+@pytest.mark.parametrize("name", ["-", "/dev/stdout", "/dev/fd/1", "/proc/self/fd/1"])
+def test_standard_output_has_rows_only(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with PredictionFile(Path(name)) as file:
+        file.write({"image": "a"})
+        check_replaceable(file.path, 9)
+        go_on_with(file, PredictionRun(model="m", weights="w", images="i", runtimes=[]))
+    with PredictionFile(Path(name)) as file:
+        file.write({"image": "b"})
+    assert [json.loads(line)["image"] for line in capsys.readouterr().out.splitlines()] == ["a", "b"]
+    assert not list(tmp_path.iterdir())
+    assert not Path(f"{name}.run.json").exists()

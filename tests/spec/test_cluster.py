@@ -1,3 +1,4 @@
+import re
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ from hypothesis import strategies as st
 from penstock.cluster.lab import preset, write_lab
 from penstock.errors import ClusterError, UsageError
 from penstock.spec.cluster import Cluster, Device, Link, parse_cluster, read_cluster, write_cluster
+from penstock.spec.fields import decode_json
 from penstock.units import parse_seconds
 from tests.spec.samples import make_cluster
 
@@ -157,3 +159,37 @@ def test_devices_that_are_alike_get_the_mean_of_their_speeds(devices: list[tuple
 
 def test_devices_that_are_not_alike_keep_their_own_speeds() -> None:
     assert [device.speed for device in make_cluster(0.5, 0.2).at_mean_speeds([0.7, 0.1]).devices] == [0.7, 0.1]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "found"),
+    [
+        ("folder", "~/ps", "ps"),
+        ("folder", "~//a/b", "a/b"),
+        ("venv", "~/ps/.venv", "ps/.venv"),
+        ("python", "~/bin/python3", "./bin/python3"),
+        ("python", "python3.12", "python3.12"),
+        ("folder", "/srv/ps", "/srv/ps"),
+        ("ssh", "pi@~board", "pi@~board"),
+    ],
+)
+def test_paths_in_the_home_folder(field: str, value: str, found: str) -> None:
+    text = f"[[devices]]\nname = 'a'\nspeed = 1\nmemory = '1 GiB'\n{field} = '{value}'\n"
+    read = parse_cluster(text)
+    assert getattr(read.devices[0], field) == found
+    assert parse_cluster(write_cluster(read)) == read
+
+
+@pytest.mark.parametrize("field", ["folder", "venv", "python"])
+@pytest.mark.parametrize("value", ["~", "~/", "~bob/ps", "$HOME/ps", "ps/$USER", "${HOME}"])
+def test_paths_that_a_shell_would_expand_are_refused(field: str, value: str) -> None:
+    with pytest.raises(ClusterError, match=rf"{field} of a .*{re.escape(repr(value))}"):
+        parse_cluster(f"[[devices]]\nname = 'a'\nspeed = 1\nmemory = '1 GiB'\n{field} = '{value}'\n")
+
+
+def test_a_byte_order_mark_before_the_text(tmp_path: Path) -> None:
+    text = "[[devices]]\nname = 'a'\nspeed = 1\nmemory = '1 GiB'\n"
+    (tmp_path / "a.toml").write_text(text, encoding="utf-8-sig")
+    assert read_cluster(tmp_path / "a.toml") == parse_cluster(text)
+    (tmp_path / "a.json").write_bytes(b'\xef\xbb\xbf{"between": ["a", "b"]}')
+    assert decode_json((tmp_path / "a.json").read_bytes(), Link, "a link", ClusterError).between == ("a", "b")

@@ -1,16 +1,35 @@
 """Pickled checkpoints to safetensors."""
 
-from collections import OrderedDict
+import json
+import os
+import re
+from argparse import Namespace
+from collections import OrderedDict, defaultdict
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint.state_dict_saver
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from penstock.errors import ModelError
-from penstock.zoo.weights.convert import Converted, convert_checkpoint
+from penstock.zoo.weights.classes import read_classes
+from penstock.zoo.weights.convert import convert_checkpoint
+from penstock.zoo.weights.weight_files import FileWeights
+
+
+class Own(dict[str, Any]):
+    """As configurations of training scripts are."""
+
+
+class Several(list[int]):
+    """A list of its own class."""
+
 
 STATE = {"fc.weight": torch.arange(4.0).reshape(2, 2), "fc.bias": torch.ones(2, dtype=torch.float16)}
 
@@ -24,12 +43,20 @@ STATE = {"fc.weight": torch.arange(4.0).reshape(2, 2), "fc.bias": torch.ones(2, 
         {"state_dict": {f"module.{key}": value for key, value in STATE.items()}},
         {"state_dict": {"model": {f"module._orig_mod.{key}": value for key, value in STATE.items()}}},
         {"model_ema": STATE, "model": {"fc.weight": torch.zeros(2, 2)}},
+        {"net": STATE, "acc": 0.5},
+        {"model_state": defaultdict(torch.Tensor, STATE)},
+        {"student": {f"module.{key}": value for key, value in STATE.items()}},
+        {"state_dict": {f"model.{key}": value for key, value in STATE.items()}, "hyper_parameters": Namespace(lr=1)},
+        {"state_dict": {f"_orig_mod.module.{key}": value for key, value in STATE.items()}},
+        {"args": Namespace(lr=1), "model": STATE, "best": np.float64(0.5), "out": Path("runs"), Path("key"): 1},
+        {"model": Own(STATE), "of": Several([1, 2]), "twice": [Own(a=Own(b=1)), defaultdict(int, {1: 2})]},
+        {"epochs": defaultdict(list, {1: [2]}), "ema": STATE, "rng": np.random.get_state(), "when": timedelta(1)},
     ],
 )
 def test_usual_nestings_are_unwrapped(tmp_path: Path, checkpoint: Any) -> None:
     torch.save(checkpoint, tmp_path / "in.pth")
     made = convert_checkpoint(tmp_path / "in.pth", tmp_path / "out.safetensors")
-    assert made == Converted(num_tensors=2, num_bytes=20, dropped=())
+    assert (made.num_tensors, made.num_bytes, made.dropped) == (2, 20, ())
     loaded = load_file(tmp_path / "out.safetensors")
     assert loaded.keys() == STATE.keys()
     assert all(torch.equal(loaded[key], value) and loaded[key].dtype == value.dtype for key, value in STATE.items())
@@ -56,7 +83,9 @@ class Evil:
         return exec, ("open('ran', 'w')",)
 
 
-@pytest.mark.parametrize("checkpoint", [nn.Linear(2, 2), Evil(), {"model": STATE, "args": Evil()}])
+@pytest.mark.parametrize(
+    "checkpoint", [nn.Linear(2, 2), Evil(), {"model": nn.Linear(2, 2)}, {"model": STATE, "args": os.system}]
+)
 def test_pickled_objects_are_refused_and_not_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoint: Any
 ) -> None:
@@ -64,11 +93,111 @@ def test_pickled_objects_are_refused_and_not_run(
     torch.save(checkpoint, "in.pth")
     with pytest.raises(ModelError) as caught:
         convert_checkpoint(Path("in.pth"), Path("out.safetensors"))
-    assert str(caught.value) == (
-        "in.pth holds pickled objects, not only tensors; "
-        "where it was made, save model.state_dict() instead and convert that"
+    assert re.match(
+        r"in\.pth holds (a )?pickled object.* state_dict\(\)|in\.pth .*where it was made", str(caught.value)
     )
     assert [path.name for path in tmp_path.iterdir()] == ["in.pth"]
+
+
+def test_objects_beside_the_weights_are_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save({"model": STATE, "args": Evil(), "of": [Evil(), {"a": Evil()}]}, "in.pth")
+    assert convert_checkpoint(Path("in.pth"), Path("out.safetensors")).num_tensors == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.pth", "out.safetensors"]
+
+
+def test_a_legacy_file_with_objects(tmp_path: Path) -> None:
+    torch.save({"model": STATE, "args": Namespace(a=1)}, tmp_path / "a.pth", _use_new_zipfile_serialization=False)
+    assert convert_checkpoint(tmp_path / "a.pth", tmp_path / "out.safetensors").num_tensors == 2
+
+
+def test_the_key_is_reported_and_can_be_chosen(tmp_path: Path) -> None:
+    other = {"fc.weight": torch.zeros(3)}
+    torch.save({"model": other, "model_ema": {"module": STATE}, "optimizer": {}, "teacher": other}, tmp_path / "a.pth")
+    found = convert_checkpoint(tmp_path / "a.pth", tmp_path / "out.safetensors")
+    assert (found.key, found.others) == ("model_ema.module", ("model",))
+    for key in ("model", "teacher"):
+        found = convert_checkpoint(tmp_path / "a.pth", tmp_path / "out.safetensors", key)
+        assert (found.key, found.num_bytes) == (key, 12)
+    for key in ("optimizer", "mode"):
+        with pytest.raises(ModelError, match=rf"'{key}'.*model, model_ema, teacher"):
+            convert_checkpoint(tmp_path / "a.pth", tmp_path / "out.safetensors", key)
+
+
+def test_the_counter_of_an_averaged_model_and_names_of_a_flat_model(tmp_path: Path) -> None:
+    averaged = torch.optim.swa_utils.AveragedModel(nn.Linear(2, 2))
+    torch.save({"ema": averaged.state_dict()}, tmp_path / "a.pth")
+    found = convert_checkpoint(tmp_path / "a.pth", tmp_path / "out.safetensors")
+    assert (found.num_tensors, found.dropped) == (2, ("n_averaged",))
+    torch.save({"model.norm.weight": torch.ones(1)}, tmp_path / "flat.bin")  # as of a decoder of transformers
+    convert_checkpoint(tmp_path / "flat.bin", tmp_path / "out.safetensors")
+    assert list(load_file(tmp_path / "out.safetensors")) == ["model.norm.weight"]
+
+
+@pytest.mark.parametrize(
+    ("entry", "expected"),
+    [
+        ({"class_to_idx": {"dog": 1, "cat": 0}}, ("cat", "dog")),
+        ({"classes": ["cat", "dog"]}, ("cat", "dog")),
+        ({"class_to_idx": {"dog": 3}}, None),
+        ({"class_to_idx": Namespace()}, None),
+    ],
+)
+def test_class_names_of_a_checkpoint_are_kept(tmp_path: Path, entry: Any, expected: Any) -> None:
+    torch.save({"model": STATE, **entry}, tmp_path / "a.pth")
+    convert_checkpoint(tmp_path / "a.pth", tmp_path / "out.safetensors")
+    assert read_classes(FileWeights(tmp_path / "out.safetensors").metadata) == expected
+
+
+def test_a_target_that_is_the_source_is_refused(tmp_path: Path) -> None:
+    torch.save(STATE, tmp_path / "a.pth")
+    kept = (tmp_path / "a.pth").read_bytes()
+    (tmp_path / "soft.safetensors").symlink_to("a.pth")
+    (tmp_path / "hard.safetensors").hardlink_to(tmp_path / "a.pth")
+    for name in ("a.pth", "b.pth", "out", "soft.safetensors", "hard.safetensors"):
+        with pytest.raises(ModelError, match=name):
+            convert_checkpoint(tmp_path / "a.pth", tmp_path / name)
+    assert (tmp_path / "a.pth").read_bytes() == kept
+
+
+def test_shards_become_one_file(tmp_path: Path) -> None:
+    places = {}
+    for number, (name, value) in enumerate(STATE.items()):
+        torch.save({name: value}, tmp_path / f"pytorch_model-{number}.bin")
+        places[name] = f"pytorch_model-{number}.bin"
+    index = tmp_path / "pytorch_model.bin.index.json"
+    index.write_text(json.dumps({"weight_map": places}))
+    for path in (tmp_path, index):
+        with pytest.raises(ModelError, match=r"convert .*index\.json -o .*pytorch_model\.safetensors"):
+            FileWeights(path)
+    assert convert_checkpoint(index, tmp_path / "out.safetensors").num_tensors == 2
+
+
+@pytest.mark.parametrize("name", ["a.pth.tar", "a.pkl", "a.PTH", "a.ckpt", "a.pt", "a", "a.model"])
+def test_pickled_files_of_other_names_get_the_command(tmp_path: Path, name: str) -> None:
+    torch.save(STATE, tmp_path / name)
+    with pytest.raises(ModelError, match=r"penstock convert .* -o .*/a(\.model)?\.safetensors"):
+        FileWeights(tmp_path / name)
+
+
+def test_files_of_other_kinds_get_their_own_advice(tmp_path: Path) -> None:
+    torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2)).save(tmp_path / "script.pt")
+    torch.export.save(torch.export.export(nn.Linear(2, 2), (torch.ones(1, 2),)), tmp_path / "program.pt2")
+    (tmp_path / "lfs.bin").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    (tmp_path / "lfs.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    distributed = tmp_path / "dcp"
+    torch.distributed.checkpoint.state_dict_saver.save({"fc.weight": torch.ones(2)}, checkpoint_id=distributed)
+    for name, said in (
+        ("script.pt", "torch.jit.load"), ("program.pt2", "torch.export.load"), ("lfs.bin", "git lfs pull"),
+        ("dcp", "dcp_to_torch"),
+    ):  # fmt: skip
+        for read in (lambda path: convert_checkpoint(path, tmp_path / "out.safetensors"), FileWeights):
+            with pytest.raises(ModelError, match=re.escape(said)):
+                read(tmp_path / name)
+    with pytest.raises(ModelError, match="git lfs pull"):
+        FileWeights(tmp_path / "lfs.safetensors")
+    dcp_to_torch_save(distributed, tmp_path / "dcp.pth")  # the command that is named
+    assert convert_checkpoint(tmp_path / "dcp.pth", tmp_path / "out.safetensors").num_tensors == 1
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """`--cluster FILE`: run a command on the machines of a cluster."""
 
 import contextlib
+from codecs import BOM_UTF8
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -109,7 +110,7 @@ def is_lab(path: Path) -> bool:
     """Return whether a file describes a lab rather than machines; raises `ClusterError` if it describes neither."""
     read_cluster(path)
     with path.open("rb") as file:
-        return "hosts" in msgspec.toml.decode(file.read())
+        return "hosts" in msgspec.toml.decode(file.read().removeprefix(BOM_UTF8))
 
 
 def ends_with(arguments: Sequence[str]) -> EndTogether:

@@ -14,9 +14,9 @@ from penstock.terminal.notes import say
 def infer(
     model: opt.Model,
     images: Annotated[str, typer.Option(help="Folder, tar, image, CIFAR (binary) or 'digits'.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Predictions, .csv or JSON lines.")] = Path(
-        "predictions.csv"
-    ),
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Predictions, .csv or JSON lines; - prints them.")
+    ] = Path("predictions.csv"),
     stages: Annotated[
         int | None, typer.Option(min=1, help="Number of stages. Default: 2, or torchrun's processes.")
     ] = None,
@@ -44,6 +44,13 @@ def infer(
     ] = None,
     planned_for: Annotated[
         Path | None, typer.Option("--from-cluster", metavar="FILE", help="Cluster that the plan was made for.")
+    ] = None,
+    labels: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Lines with an image and its label, for a flat folder.")
+    ] = None,
+    class_order: Annotated[
+        str | None,
+        typer.Option(metavar="ORDER", help="Order of folders, for weights without names: torchvision, natural."),
     ] = None,
     bind: opt.Bind = None,
     cluster: Cluster = None,
@@ -73,6 +80,7 @@ def infer(
         microbatch_size=microbatch_size, num_images=num_images, resume=resume, trace=trace, profile=profile, live=live,
         weights=weights, pretrained=pretrained, seed=seed, threads=threads, device=device, runtime=runtime,
         on_loss=on_loss, wait_s=wait_for, profiled=profiled, planned_for=planned_for,
+        class_order=class_order, labels=labels,
     )  # fmt: skip
     try:
         summary, failed = predict_images(settings, world)

@@ -13,7 +13,7 @@ from penstock.cli.settings_options import Given, named_options, takes_settings
 from penstock.cluster.lab import lab_session, read_lab
 from penstock.cores import available_cores
 from penstock.errors import RunError, UsageError
-from penstock.group.slurm import slurm_variables
+from penstock.group.launched import launcher_variables
 from penstock.plan.check import read_plan
 from penstock.recipes.settings import SETTINGS, FitSettings, keep_settings, make_settings, read_settings
 from penstock.terminal.notes import say
@@ -191,7 +191,8 @@ def _train_one(settings: FitSettings, cluster: Path | None) -> "FitResult":
 
 def _rank() -> int:
     """Return the rank that a launcher gave this process, without loading PyTorch; 0 if it was started alone."""
-    return int(os.environ.get("RANK") or slurm_variables(os.environ).get("RANK") or FEEDER)
+    rank = os.environ.get("RANK") or launcher_variables(os.environ).get("RANK", "")
+    return int(rank) if rank.isdecimal() else FEEDER
 
 
 def _is_first() -> bool:

@@ -33,6 +33,7 @@ from penstock.compress.search import (
 from penstock.cores import available_cores
 from penstock.errors import DataError, PlanError, UsageError
 from penstock.recipes.data_tasks import ImageReader, check_labelled, classes_of
+from penstock.recipes.labels import check_order
 from penstock.recipes.launch import fit
 from penstock.recipes.metrics import best_model, newest_checkpoint
 from penstock.recipes.settings import FitSettings
@@ -104,10 +105,13 @@ class _Search:
         self.found = known
         images = open_images(settings.data)
         check_labelled(images, settings.data)
+        if images.left_out:
+            note(f"{settings.data}: left out {images.left_out}")
         self._name = with_classes(settings.model, len(images.classes))
         self._zoo = self._load(None)
         if self._zoo.transform is None or self._zoo.task != "image":
             raise UsageError(f"{settings.model} does not classify images; give an image classification model")
+        check_order(self._zoo, images)
         learned, out = held_out(spread(len(images), settings.num_rows), None if settings.test else HOLD_OUT)
         tested = open_images(settings.test) if settings.test else images
         check_labelled(tested, settings.test or settings.data)

@@ -5,6 +5,7 @@ import linecache
 import os
 import random
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -116,10 +117,12 @@ def _refused() -> Iterator[None]:
     replaced += [(os, "urandom", _ADVICE), (np.random, "default_rng", _ADVICE)]
     replaced += [(random.SystemRandom, name, _ADVICE) for name in ("random", "getrandbits")]
     was = [getattr(owner, name) for owner, name, _ in replaced]
+    thread = threading.get_ident()
 
     def refuse(function: Any, name: str, why: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            if name == "default_rng" and (args or kwargs):  # the same numbers in each pass
+            # other threads of the script go on; a generator with a seed has the same numbers in each pass
+            if threading.get_ident() != thread or (name == "default_rng" and (args or kwargs)):
                 return function(*args, **kwargs)
             raise CaptureError(f"the forward pass calls {name}, {why}")
 

@@ -20,6 +20,7 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from penstock.errors import RunError
 from penstock.group.addresses import listen, reach
+from penstock.terminal.notes import note
 from penstock.transport.watched import StoreSilent, run_watched
 
 # timeout for a key to appear; the server enforces it, so it does not help if the server is silent
@@ -29,6 +30,7 @@ _TIMEOUT = datetime.timedelta(seconds=60)
 CONNECT_S = 15.0
 _POLL_S = 0.1
 _KNOCK_S = 0.5
+_TELL_S, _TELL_AGAIN_S = 5.0, 60.0  # of waiting for rank 0
 
 T = TypeVar("T")
 
@@ -87,7 +89,7 @@ def wait_for_server(address: str, port: int, timeout_s: float) -> None:
 
     Raises `RunError` after the timeout.
     """
-    deadline = time.monotonic() + timeout_s
+    deadline, next_s = time.monotonic() + timeout_s, time.monotonic() + _TELL_S
     while True:
         try:
             reach(address, port, 5.0)
@@ -97,6 +99,9 @@ def wait_for_server(address: str, port: int, timeout_s: float) -> None:
                 raise RunError(
                     f"the rendezvous at {address}:{port} cannot be reached: {error}; start rank 0 first"
                 ) from None
+            if time.monotonic() > next_s:
+                note(f"waiting for rank 0 at {address}:{port} (MASTER_ADDR and MASTER_PORT): {error}")
+                next_s = time.monotonic() + _TELL_AGAIN_S
             time.sleep(_POLL_S)
 
 

@@ -24,11 +24,11 @@ from penstock.group.addresses import (
 )
 from penstock.group.board import wait_for_server
 from penstock.group.join import JOIN_S, Meeting, host_name
+from penstock.group.launched import launcher_variables, read_launched
 from penstock.group.launcher import LocalWorkers
 from penstock.group.links import Links, PlainLinks, choose_links, close_store
 from penstock.group.liveness import WATCHFUL_S, Boards, Health
 from penstock.group.roll_call import Membership, Rendezvous, RollCall
-from penstock.group.slurm import slurm_variables
 from penstock.group.variables import KEY, TRUSTED
 from penstock.group.world import World
 from penstock.terminal.notes import note
@@ -55,11 +55,13 @@ _REASON_S = 2.0  # timeout for the reason of a broken connection
 def under_torchrun() -> bool:
     """Return whether torchrun, or a launcher that sets the same variables, started this process.
 
-    In a task of a Slurm step, this first sets these variables from Slurm's, so that `srun python script.py` is enough.
+    In a process of Slurm or MPI, this first sets these variables from theirs: `srun python script.py` is enough.
+
+    Raises `UsageError` for values that cannot be.
     """
     if "RANK" not in os.environ:
-        os.environ.update(slurm_variables(os.environ))
-    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+        os.environ.update(launcher_variables(os.environ))
+    return read_launched(os.environ) is not None
 
 
 def links_of_run(address: str) -> Links:
@@ -107,8 +109,10 @@ def join_torchrun(*, followed: bool = False, again: bool = False) -> World:
 
     Raises `RunError` if a rank does not join.
     """
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    launched = read_launched(os.environ)
+    if launched is None:
+        raise UsageError("RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT must be set; start with torchrun")
+    rank, size, host, port = launched.rank, launched.size, launched.host, launched.port
     hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     cores = keep_to_share(int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     all_here, chosen = os.environ.get("LOCAL_WORLD_SIZE") == str(size), _chosen_address()

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from penstock.errors import DataError, UsageError
 from penstock.pipeline import Pipeline
 from penstock.zoo.data.image_set import ImageSet
-from penstock.zoo.models.models import ZooModel
+from penstock.zoo.models.models import ZooModel, count_classes
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,25 +40,31 @@ class Prediction:
 
 
 def classify(
-    pipe: Pipeline, model: ZooModel, images: ImageSet, *, microbatch_size: int = 1, start: int = 0
-) -> Iterator[Prediction]:
-    """Return a prediction for every image from `start` on, in order; for unreadable images, with the error.
+    pipe: Pipeline, model: ZooModel, images: ImageSet, *, names: Sequence[str] = (), microbatch_size: int = 1,
+    start: int = 0,
+) -> Iterator[Prediction]:  # fmt: skip
+    """Return a prediction for every image from `start` on, in order, or the error of its image or of its scores.
 
-    Raises `UsageError` if the model does not take images or returns no class scores.
+    `names` are those of the model's classes. Raises `UsageError` if the model does not take images or returns no class
+    scores.
     """
     if model.transform is None:
         raise UsageError(f"{model.name} does not take images; use an image classification model")
     feed = _Feed(model, images, microbatch_size, start)
     outputs = pipe.stream(feed)
     for output in outputs:
-        scores = class_scores(output).float().softmax(dim=-1)
+        scores = confidences(model, class_scores(output))
         for item in feed.groups.pop(0):
             if isinstance(item, Prediction):
                 yield item
                 continue
             index, row = item
             confidence, best = scores[row].max(dim=-1)
-            names = names_of_classes(model, images, scores.shape[-1])
+            if not confidence.isfinite():  # the maximum of a row with a NaN is NaN
+                yield replace(
+                    _prediction(images, index), error="the model returned NaN or infinite scores for this image"
+                )
+                continue
             name = names[int(best)] if int(best) < len(names) else None
             yield replace(
                 _prediction(images, index), prediction=int(best), class_name=name, confidence=float(confidence)
@@ -67,11 +73,6 @@ def classify(
         for item in group:
             if isinstance(item, Prediction):
                 yield item
-
-
-def names_of_classes(model: ZooModel, images: ImageSet, num_classes: int) -> Sequence[str]:
-    """Return the model's class names, else the folders' names if there are as many; empty if unknown."""
-    return model.class_names or (images.classes if len(images.classes) == num_classes else ())
 
 
 def _prediction(images: ImageSet, index: int) -> Prediction:
@@ -140,18 +141,27 @@ def class_scores(output: Any) -> Tensor:
     raise UsageError("the model returns no class scores (a tensor of rows and classes); use a classification model")
 
 
-def labels_comparable(model: ZooModel, images: ImageSet, num_classes: int) -> dict[int, int] | None:
-    """Map the folders' labels to the model's classes; None if they cannot be matched.
+def check_head(model: ZooModel) -> None:
+    """Raise `UsageError` for a model whose output has no class scores, such as the features of a model without head."""
+    module, config = model.module, getattr(model.module, "config", None)
+    kind = type(module).__name__
+    if config is not None and "Classification" not in kind:
+        raise UsageError(
+            f"{model.name} is a {kind}, which has no classification head; give a checkpoint of an image classifier"
+        )
+    if getattr(config, "problem_type", None) == "regression":
+        raise UsageError(
+            f"{model.name} has the problem_type regression, so its outputs are values, not classes; give a classifier"
+        )
+    if config is None and hasattr(module, "num_classes") and not count_classes(module):
+        raise UsageError(
+            f"{model.name} has no classification head (num_classes is 0); give num_classes=N, and weights with a head"
+        )
 
-    They are matched by name if both have names, otherwise by number if there are as many.
-    """
-    if not images.classes:
-        return None
-    if model.class_names:
-        places = {name.lower(): index for index, name in enumerate(model.class_names)}
-        found = {label: places.get(name.lower()) for label, name in enumerate(images.classes)}
-        if all(place is not None for place in found.values()):
-            return {label: place for label, place in found.items() if place is not None}
-    if len(images.classes) == num_classes:
-        return {label: label for label in range(num_classes)}
-    return None
+
+def confidences(model: ZooModel, logits: Tensor) -> Tensor:
+    """Return the score of each class: softmax, or sigmoid for one logit and for several labels, as in transformers."""
+    problem = getattr(getattr(model.module, "config", None), "problem_type", None)
+    if problem == "multi_label_classification" or logits.shape[-1] == 1:
+        return logits.float().masked_fill(logits.isposinf(), torch.nan).sigmoid()
+    return logits.float().softmax(dim=-1)

@@ -1,8 +1,10 @@
 """Training tasks from a model's name and data: image classification, language modelling, sentence classification."""
 
 import copy
+import posixpath
 import random
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from penstock.errors import DataError, UsageError
+from penstock.recipes.damaged import check_images
+from penstock.recipes.labels import check_order
 from penstock.recipes.settings import FitSettings
 from penstock.recipes.tasks import (
     SHARE_KEPT,
@@ -39,25 +43,27 @@ _POOL = 50  # batches whose rows are sorted together
 
 def image_task(settings: FitSettings) -> Task:
     """Prepare image classification; raises `DataError` for images without labels, `UsageError` for other models."""
-    images = open_images(settings.data)
-    check_labelled(images, settings.data)
+    opened, notes = open_parts(settings)
+    (path, images), *others = opened
     name = with_classes(settings.model, len(images.classes))
     zoo, weights, new = load_for(settings, name, "images" if name.startswith("hf:") else None)
     if zoo.transform is None or zoo.task != "image":
         raise UsageError(f"{settings.model} does not take images, but {settings.data} has images; use an image model")
+    if not new:  # the head is the given one
+        check_order(zoo, images)
     key, classes = next(iter(zoo.example_kwargs), None), classes_of(zoo, images)
     make = ImageReader(images, zoo.transform, key, classes)
     chosen, _ = held_out(spread(len(images), settings.num_rows), settings.hold_out)
-    if settings.validation:
-        other = open_images(settings.validation)
-        check_labelled(other, settings.validation)
-        training = Rows(chosen, make)
+    if others:
+        training, other = Rows(chosen, make), others[0][1]
         validation = Rows(range(len(other)), ImageReader(other, zoo.transform, key, classes))
     else:
         training, validation = (Rows([chosen[row] for row in part], make) for part in keep_some(len(chosen)))
+    read = [(path, images, chosen), *((path, other, range(len(other))) for path, other in others)]
     task = Task(
         unit="images", module=zoo.module.train(), weights=weights, example=(zoo.example_args, zoo.example_kwargs),
         training=training, validation=validation, loss_fn=class_loss, accuracy=class_accuracy, new_tensors=new,
+        check=partial(check_images, [each for each in read if each[1].by_folder]), notes=notes,
         metadata=write_classes(classes if classes_in(name) in (None, len(classes)) else None),
     )  # fmt: skip
     return task if settings.teacher is None else taught(task, name, Path(settings.teacher))
@@ -69,8 +75,49 @@ def classes_of(zoo: ZooModel, images: ImageSet) -> Sequence[str]:
     return known if len(known) == len(images.classes) and set(known) == set(images.classes) else images.classes
 
 
+def open_parts(settings: FitSettings) -> tuple[list[tuple[str, ImageSet]], list[str]]:
+    """Open the images to train on and, if there are any, those to validate on, with their paths and notes.
+
+    A folder that has the folders train and val has both.
+    """
+    data, validation, notes = settings.data, settings.validation, []
+    images = open_images(data)
+    parts = {name.lower(): name for name in images.classes}
+    first = next((parts[name] for name in ("train", "training") if name in parts), None)
+    if images.is_parts and first is not None and Path(data).is_dir():
+        folder = Path(data, posixpath.commonpath(images.names))
+        second = next((parts[name] for name in ("val", "valid", "validation") if name in parts), None)
+        data = str(folder / first)
+        if validation is None and second is not None:
+            validation = str(folder / second)
+        unused = [name for name in images.classes if str(folder / name) not in (data, validation)]
+        notes.append(
+            f"training on {data}, validating on {validation or 'every tenth of its images'}"
+            + (f"; {' and '.join(unused)} is not used" if unused else "")
+        )
+        images = open_images(data)
+    opened = [(data, images)]
+    if validation is not None:
+        opened.append((validation, open_images(validation)))
+    for path, found in opened:
+        check_labelled(found, path)
+        if found.left_out:
+            notes.append(f"{path}: left out {found.left_out}")
+    return opened, notes
+
+
 def check_labelled(images: ImageSet, path: str) -> None:
-    """Check that every image has a label; raises `DataError`."""
+    """Check that every image has a label, and every label an image; raises `DataError`."""
+    if images.is_parts:
+        raise DataError(
+            f"the folders {' and '.join(images.classes)} of {path} are parts of a data set, not classes; give one of "
+            "them, unpacked if they are in an archive"
+        )
+    if absent := set(range(len(images.classes))) - set(images.labels) if images.by_folder else set():
+        raise DataError(
+            f"the class {images.classes[min(absent)]} of {path} has no images; remove its folder, or add images"
+            + (f" (left out: {images.left_out})" if images.left_out else "")
+        )
     unlabelled = next((images.name(i) for i in range(len(images)) if images.label(i) is None), None)
     if unlabelled is not None:
         raise DataError(f"{path} has images without a label, first {unlabelled}; put each class into a folder")

@@ -14,9 +14,10 @@ from torch.utils.data import DataLoader
 
 from penstock.deploy.run_options import CutOptions, ModelCall, RunOptions
 from penstock.elastic.elastic_training import ElasticTraining, PlanChange
-from penstock.errors import UsageError
+from penstock.errors import DataError, UsageError
 from penstock.group.entry import join_torchrun, under_torchrun
 from penstock.group.world import World
+from penstock.recipes.damaged import without_traceback
 from penstock.recipes.data_formats import make_task
 from penstock.recipes.metrics import (
     ACCURACY,
@@ -63,11 +64,18 @@ def fit_here(settings: FitSettings, *, holds_folder: bool = False) -> FitResult:
             check_new(settings)
         with working("preparing model and data", shown=first):
             task = make_task(settings)
+        for text in task.notes if first else ():
+            note(text)
+        if first and task.check is not None and not settings.resume:
+            task.check(settings.folder)
         with make_pipeline(settings, task, world) as pipe:
             pipe.model_name = settings.model
             if first and settings.on_loss != "stop" and pipe.joins_at is not None:
                 note(f"further processes can join with the same command and --join {pipe.joins_at}")
-            return _Fit(settings, task, pipe).run()
+            try:
+                return _Fit(settings, task, pipe).run()
+            except DataError as error:
+                raise without_traceback(error) from error
 
 
 def make_pipeline(settings: FitSettings, task: Task, world: World | None) -> TrainingPipeline:

@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,9 @@ from penstock.errors import UsageError
 from penstock.group.world import World
 from penstock.pipeline import Pipeline
 from penstock.plan.check import read_plan
-from penstock.recipes.classify import Prediction, classify, example_call, labels_comparable, names_of_classes
-from penstock.recipes.predictions import PredictionFile, PredictionRun, check_replaceable, go_on_with
+from penstock.recipes.classify import Prediction, check_head, classify, example_call
+from penstock.recipes.labels import Labels, match_labels
+from penstock.recipes.predictions import PredictionFile, PredictionRun, check_replaceable, go_on_with, is_stdout
 from penstock.spec.cluster import read_cluster
 from penstock.spec.profile import read_profile
 from penstock.terminal.live import LiveView
@@ -21,7 +23,8 @@ from penstock.terminal.notes import note, say
 from penstock.terminal.progress import how_far, progress_console, telling, working
 from penstock.zoo.data.image_names import open_images
 from penstock.zoo.data.image_set import ImageSet
-from penstock.zoo.models.models import ZooModel, count_classes, load_model
+from penstock.zoo.data.label_files import read_labels
+from penstock.zoo.models.models import ZooModel, load_model
 from penstock.zoo.weights.weights import fingerprint_of
 
 
@@ -52,6 +55,8 @@ class PredictSettings:
     wait_s: float = 300.0
     profiled: Path | None = None
     planned_for: Path | None = None
+    class_order: str | None = None
+    labels: Path | None = None
 
 
 def predict_images(asked: PredictSettings, world: World | None = None) -> tuple[dict[str, Any], str | None]:
@@ -62,15 +67,28 @@ def predict_images(asked: PredictSettings, world: World | None = None) -> tuple[
 
     Raises `UsageError` for names and files that do not match, and `KeyboardInterrupt` with the number of rows on disk.
     """
+    if asked.resume and is_stdout(asked.output):
+        raise UsageError(f"--resume continues a file; got the standard output {asked.output}; give a file as --output")
     with world if world is not None else contextlib.nullcontext():
         known = read_profile(asked.profiled) if asked.profiled else None
         machines = read_cluster(asked.planned_for) if asked.planned_for else None
         with working("loading the model"):
             zoo = load_model(asked.model, weights=asked.weights, pretrained=asked.pretrained, seed=asked.seed)
             found = open_images(asked.images)
+        if found.left_out:
+            note(f"{asked.images}: left out {found.left_out}")
         chosen = found.take(asked.num_images) if asked.num_images else found
+        if asked.labels is not None:
+            chosen = read_labels(asked.labels, chosen)
+            if absent := chosen.labels.count(None):
+                note(f"{absent} of {len(chosen)} images have no label in {asked.labels}")
         if zoo.transform is None or zoo.task != "image":
             raise UsageError(f"{asked.model} does not classify images; give an image classification model")
+        check_head(zoo)
+        labels = match_labels(zoo, chosen, asked.class_order)
+        chosen = labels.images
+        if asked.labels is not None and labels.reason is not None:
+            raise UsageError(f"the labels of {asked.labels} cannot be compared: {labels.reason}")
         if zoo.is_random:
             note(f"{asked.model} has random weights (seed {asked.seed}); give --pretrained or --weights")
         plan = read_plan(asked.plan) if asked.plan else None
@@ -99,13 +117,15 @@ def predict_images(asked: PredictSettings, world: World | None = None) -> tuple[
             pipe.model_name = zoo.name
             if world is not None and (place := pipe.joins_at) is not None:
                 note(f"to add a device, run penstock worker --join {place}")
-            tally = _run(pipe, zoo, chosen, file, microbatch_size, live=asked.live)
+            tally = _run(pipe, zoo, labels, file, microbatch_size, live=asked.live)
     summary = tally.summary(pipe)
-    if not zoo.is_random and not names_of_classes(zoo, chosen, count_classes(zoo.module)):
+    if labels.reason is not None:
+        note(f"no accuracy: {labels.reason}")
+    if not zoo.is_random and not labels.names:
         note(
             "classes are numbers, as the model has no class names; put id2label into a config.json next to the weights"
         )
-    say(_sentence(summary, file.path))
+    say(_sentence(summary, file.path), err=is_stdout(file.path))
     if not tally.failed:
         return summary, None
     return summary, f"{len(tally.failed)} of {len(chosen)} images failed, the first one: {tally.failed[0].error}"
@@ -122,10 +142,11 @@ def _check_done(file: PredictionFile, images: ImageSet) -> None:
 
 
 def _run(
-    pipe: Pipeline, zoo: ZooModel, images: ImageSet, file: PredictionFile, microbatch_size: int, *, live: bool
+    pipe: Pipeline, zoo: ZooModel, labels: Labels, file: PredictionFile, microbatch_size: int, *, live: bool
 ) -> "_Tally":  # fmt: skip
     """Write a row for every image; return the tally."""
-    tally = _Tally(zoo, images, file)
+    images = labels.images
+    tally = _Tally(labels.classes, file)
     console = progress_console()
     progress = Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
@@ -138,7 +159,9 @@ def _run(
     try:
         with progress, pipe, view, telling(lambda: how_far(tally.num_rows, left, "images", tally.seconds), console):
             task = progress.add_task("infer", total=len(images), completed=start, rate=0.0)
-            for prediction in classify(pipe, zoo, images, microbatch_size=microbatch_size, start=start):
+            for prediction in classify(
+                pipe, zoo, images, names=labels.names, microbatch_size=microbatch_size, start=start
+            ):
                 file.write(prediction.row())
                 tally.add(prediction)
                 progress.update(task, advance=1, rate=pipe.last_report.rows_per_s)
@@ -154,9 +177,8 @@ def _run(
 class _Tally:
     """Counts of the written rows."""
 
-    def __init__(self, zoo: ZooModel, images: ImageSet, file: PredictionFile) -> None:
-        self._zoo, self._images = zoo, images
-        self._classes: dict[int, int] | None = None
+    def __init__(self, classes: Mapping[int, int], file: PredictionFile) -> None:
+        self._classes = classes  # the model's class of each label
         self.num_rows = 0
         self._began_s = time.monotonic()
         self.failed: list[Prediction] = []
@@ -169,9 +191,7 @@ class _Tally:
         if prediction.error is not None:
             self.failed.append(prediction)
             return
-        if self._classes is None:
-            self._classes = labels_comparable(self._zoo, self._images, count_classes(self._zoo.module)) or {}
-        if prediction.label in self._classes:
+        if prediction.label is not None and prediction.label in self._classes:
             self._labelled += 1
             self._right += self._classes[prediction.label] == prediction.prediction
 

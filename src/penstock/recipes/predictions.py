@@ -10,7 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 from penstock.errors import RunError, UsageError
-from penstock.files import LineFile
+from penstock.files import LineFile, StandardOutput
 from penstock.spec.fields import decode_json, read_bytes, write_json
 from penstock.terminal.notes import note
 from penstock.text import guard_cell, unguard_cell
@@ -20,6 +20,8 @@ COLUMNS = ("image", "label", "prediction", "class", "confidence", "error")
 
 class PredictionFile:
     """A file of predictions, CSV if named `.csv` and otherwise JSON lines, that grows by complete rows.
+
+    `-` and /dev/stdout are standard output.
 
     The first of `columns` identifies a row. `again` is the advice for resuming a file, `anew` for starting without it.
 
@@ -37,9 +39,9 @@ class PredictionFile:
         self._is_csv = _is_csv(path)
         self.done: list[dict[str, Any]] = []
         try:
-            if resume and path.is_file():
+            if resume and path.is_file() and not is_stdout(path):
                 self.done = self._keep_complete_rows()
-            self._file = LineFile(path, append=bool(self.done))
+            self._file: LineFile = StandardOutput() if is_stdout(path) else LineFile(path, append=bool(self.done))
         except OSError as error:
             raise UsageError(f"{path} cannot be written ({error.strerror}); choose another --output") from None
         self._num_rows = len(self.done)
@@ -111,6 +113,8 @@ def check_replaceable(path: Path, num_images: int) -> None:
     """
     if not path.is_file():  # for example /dev/stdout
         return
+    if is_stdout(path):
+        return
     try:
         record = msgspec.json.decode(_record_of(path).read_bytes(), type=PredictionRun)
         rows, _ = _complete_rows(path, is_csv=_is_csv(path))
@@ -130,7 +134,7 @@ def go_on_with(file: PredictionFile, run: msgspec.Struct) -> None:
     Raises `UsageError` naming the difference.
     """
     path = _record_of(file.path)
-    if not file.path.is_file():
+    if not file.path.is_file() or is_stdout(file.path):
         return
     if file.done and path.exists():
         before = decode_json(
@@ -152,6 +156,15 @@ def go_on_with(file: PredictionFile, run: msgspec.Struct) -> None:
 
 def _record_of(path: Path) -> Path:
     return path.with_name(f"{path.name}.run.json")
+
+
+def is_stdout(path: Path) -> bool:
+    """Return True for standard output, which other lines must then keep free.
+
+    >>> is_stdout(Path("-")), is_stdout(Path("out.csv"))
+    (True, False)
+    """
+    return str(path) in ("-", "/dev/stdout", "/dev/fd/1", "/proc/self/fd/1")
 
 
 def _is_csv(path: Path) -> bool:

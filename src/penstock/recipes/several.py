@@ -3,6 +3,7 @@
 A run that fails becomes a row with its error; the other runs continue.
 """
 
+from codecs import BOM_UTF8
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,7 +86,7 @@ def read_sweep(path: Path, base: FitSettings) -> list[tuple[str, FitSettings]]:
     Raises `UsageError` if the file cannot be read, or has no or invalid settings.
     """
     try:
-        document = msgspec.toml.decode(path.read_bytes())
+        document = msgspec.toml.decode(path.read_bytes().removeprefix(BOM_UTF8))
     except (OSError, msgspec.DecodeError) as error:
         raise UsageError(f"{path} cannot be read as TOML ({error}); give a file of [[settings]] tables") from None
     tables = document.get("settings")

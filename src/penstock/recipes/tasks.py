@@ -56,6 +56,8 @@ class Task:
     batches: Callable[[Dataset[Any], int, bool], Batches] | None = None
     new_tensors: Sequence[str] = field(default_factory=tuple)  # tensors that the given weights lack
     metadata: Mapping[str, str] = field(default_factory=dict)  # the model's metadata, from the weights' file
+    check: Callable[[Path], None] | None = None  # of all rows, once; writes what is damaged into the folder
+    notes: Sequence[str] = ()  # what the data leaves out
     save_beside: Callable[[Path], None] | None = None  # saves the configuration and tokenizer of a text model
 
 
@@ -97,7 +99,8 @@ def load_for(settings: FitSettings, name: str, head: Any = None) -> tuple[ZooMod
     if settings.weights is None and not settings.pretrained:
         return zoo, zoo.weights, []
     other = load_model(settings.model, weights=path, pretrained=settings.pretrained, seed=settings.seed)
-    given, zoo = other.weights, replace(zoo, class_names=other.class_names or zoo.class_names)
+    given = other.weights
+    zoo = replace(zoo, class_names=other.class_names or zoo.class_names, is_random=False)
     known = given.names()
     shapes = {n: (tuple(p.shape), p.dtype) for n, p in zoo.module.named_parameters(remove_duplicate=False)}
     new = [n for n, (shape, _) in shapes.items() if n not in known or given.shape(n) != shape]

@@ -5,11 +5,10 @@ import time
 from email.message import Message
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from penstock.errors import DataError, RunError, UsageError
-from penstock.recipes.classify import as_input, class_scores
+from penstock.recipes.classify import as_input, class_scores, confidences
 from penstock.serve.admission import Admission
 from penstock.serve.metrics import Metrics
 from penstock.serve.protocol import ApiError
@@ -67,7 +66,7 @@ class ClassService:
         finally:
             ticket.leave()
         self.metrics.ended("stop", asked_s)
-        scores = torch.softmax(class_scores(output)[0].float(), 0)
+        scores = confidences(self._zoo, class_scores(output))[0]
         found = scores.topk(min(top, len(scores)))
         return {"object": "classes", "classes": [
             {"class": index, "name": self._names[index] if index < len(self._names) else None, "score": score}

@@ -12,7 +12,7 @@ from penstock.deploy.run_options import CutOptions, ModelCall, RunOptions, Survi
 from penstock.errors import RunError, UsageError
 from penstock.group.world import World
 from penstock.plan.check import read_plan
-from penstock.recipes.classify import example_call
+from penstock.recipes.classify import check_head, example_call
 from penstock.recipes.texts import TextSettings, answer_ends, open_generator
 from penstock.runtime.registry import parse_runtime
 from penstock.serve.admission import Admission
@@ -169,6 +169,7 @@ def _classes(settings: ServeSettings, metrics: Metrics, world: World | None) -> 
             f"{placed.model} is neither a language model nor an image classifier; give a transformers language model "
             "with its tokenizer, or an image classification model"
         )
+    check_head(zoo)
     args, kwargs = example_call(zoo, 1)
     call = ModelCall(model=zoo.module, args=args, kwargs=kwargs, weights=zoo.weights)
     plan = read_plan(placed.plan) if placed.plan is not None else None

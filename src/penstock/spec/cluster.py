@@ -48,7 +48,8 @@ from penstock.text import nearest
 from penstock.units import parse_bytes, parse_rate, parse_seconds, write_bytes
 
 _CLUSTER_FIELDS = ("name", "feeder", "bandwidth", "latency", "devices", "hosts", "links")
-_REACHED = ("ssh", "folder", "venv", "python")
+_PATHS = ("folder", "venv", "python")  # on the machine
+_REACHED = ("ssh", *_PATHS)
 _DEVICE_FIELDS = ("name", "speed", "memory", "threads", "address", "bandwidth", "latency", "runtimes", *_REACHED)
 HOST_FIELDS = ("name", "cpu", "memory", "bandwidth", "arch")  # fields of a host in a lab file
 _LINK_FIELDS = ("between", "bandwidth", "latency")
@@ -82,6 +83,13 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             if getattr(self, field).startswith("-"):
                 raise ClusterError(
                     f"{field} of {self.name} would be read as an option: {getattr(self, field)!r}; leave the - out"
+                )
+        for field in _PATHS:
+            value = getattr(self, field)
+            if value.startswith("~") or "$" in value:
+                raise ClusterError(
+                    f"{field} of {self.name} must be a path, relative to the home folder or from /; got {value!r}: no "
+                    "shell expands it; write it out"
                 )
         check_name("a device's name", self.name, ClusterError)
         if not 0 < self.speed < math.inf:
@@ -219,7 +227,7 @@ def parse_cluster(text: str) -> Cluster:
 def read_cluster(path: str | os.PathLike[str]) -> Cluster:
     """Read a cluster file or a lab file; raises `ClusterError` that starts with the path if it is invalid."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")  # editors may write a byte order mark
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ClusterError(f"the cluster file {path} cannot be read ({reason}); give another") from None
@@ -266,8 +274,15 @@ def _device(table: Mapping[str, object], bandwidth: float | None, latency_s: flo
         latency_s=read_quantity(f"latency of {where}", table["latency"], parse_seconds) or 0.0
         if "latency" in table else latency_s,
         runtimes=_runtimes(where, table["runtimes"]) if "runtimes" in table else None,
-        **{field: read_text(f"{field} of {where}", table[field]) for field in _REACHED if field in table},
+        **{key: _in_home(key, read_text(f"{key} of {where}", table[key])) for key in _REACHED if key in table},
     )  # fmt: skip
+
+
+def _in_home(field: str, value: str) -> str:
+    """Return a path on a machine without ~/, since commands begin in the home folder; the python stays a path."""
+    if field not in _PATHS or not value.startswith("~/") or not value.strip("~/"):
+        return value
+    return ("./" if field == "python" else "") + value.removeprefix("~/").lstrip("/")
 
 
 def _runtimes(where: str, value: object) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 import hashlib
 import os
 import re
+from codecs import BOM_UTF8
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
@@ -116,7 +117,7 @@ def fingerprint(value: msgspec.Struct | str) -> str:
 def decode_json(data: bytes, kind: type[_Spec], what: str, error: type[PenstockError]) -> _Spec:
     """Read a spec from JSON; raises `error` with the field and the reason in one line."""
     try:
-        return msgspec.json.decode(data, type=kind)
+        return msgspec.json.decode(data.removeprefix(BOM_UTF8), type=kind)
     except msgspec.ValidationError as wrong:
         reason, _, field = str(wrong).partition(" - at ")
         place = field.strip("`").removeprefix("$.") or "its top level"

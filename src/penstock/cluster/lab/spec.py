@@ -134,7 +134,7 @@ def read_lab(path: str | os.PathLike[str]) -> LabSpec:
     Raises `ClusterError` if it cannot be read or is not valid; the message starts with the path.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ClusterError(

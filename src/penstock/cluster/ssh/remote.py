@@ -1,6 +1,7 @@
 """A command on a machine, by the system's `ssh`, which uses the account's keys, agent, users, ports and jump hosts."""
 
 import os
+import secrets
 import shlex
 import subprocess
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ _CONNECT_S = 10
 _SSH_FAILED = 255
 # no prompts, which would block forever; keep-alives, to detect a lost machine
 _OPTIONS = ("-o", "BatchMode=yes", "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3")
+_MARKED = 'printf %s "$0"; "$@"; code=$?; printf %s "$0"; exit $code'
 
 T = TypeVar("T")
 
@@ -90,14 +92,24 @@ def host_of(device: Device) -> Host:
 
 
 def run_on(host: Host, words: Sequence[str], *, data: bytes = b"", timeout_s: float = 60.0) -> Done:
-    """Run a command on a machine, with `data` on its standard input; raises `ClusterError` if ssh is not installed."""
+    """Run a command on a machine, with `data` on its standard input; raises `ClusterError` if ssh is not installed.
+
+    Marks before and after the output keep apart from it what the machine's shell prints at login.
+    """
+    mark = secrets.token_hex(8)
     try:
-        done = subprocess.run(host.command(*words), input=data, capture_output=True, timeout=timeout_s)
+        done = subprocess.run(
+            host.command("sh", "-c", _MARKED, mark, *words), input=data, capture_output=True, timeout=timeout_s
+        )
     except FileNotFoundError as error:
         raise ClusterError(f"machines are reached by ssh; {error.filename} not found; install openssh-client") from None
     except subprocess.TimeoutExpired:
         return Done(_SSH_FAILED, b"", f"no answer for {timeout_s:g} s")
-    return Done(done.returncode, done.stdout, done.stderr.decode(errors="replace"))
+    _, *found = done.stdout.split(mark.encode())
+    if len(found) != 2 and not done.returncode:
+        said = (done.stdout.decode(errors="replace").split("\n") or [""])[0][:80]
+        return Done(_SSH_FAILED, b"", f"its shell ran another command, or ended at login, after printing {said!r}")
+    return Done(done.returncode, found[0] if found else b"", done.stderr.decode(errors="replace"))
 
 
 def on_all(hosts: Sequence[Host], work: Callable[[Host], T]) -> dict[str, T]:

@@ -2,14 +2,19 @@
 
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from penstock.errors import DataError
-from penstock.zoo.data.image_set import ImageSet
+from penstock.zoo.data.image_set import SUFFIXES, ImageSet
 
-IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+IMAGE_SUFFIXES = tuple(suffix for known in SUFFIXES.values() for suffix in known)
 
 
 def open_folder(root: Path) -> ImageSet:
@@ -20,22 +25,49 @@ def open_folder(root: Path) -> ImageSet:
 
     Raises `DataError` if it contains no image at any depth.
     """
-    names, labels, classes = label_by_folder(filter(is_image_name, _walk(root)), is_archive=False)
+    files: list[str] = []
+    folders: list[str] = []
+    for name in walk(root):
+        (folders if name.endswith("/") else files).append(name)
+    return label_by_folder(root, files, folders, lambda names: partial(read_file, [root / name for name in names]))
+
+
+def label_by_folder(
+    source: Path, files: Iterable[str], folders: Iterable[str],
+    reader: Callable[[Sequence[str]], Callable[[int], "Image | bytes"]], *, is_archive: bool = False,
+    left_out: Iterable[str] = (),
+) -> ImageSet:  # fmt: skip
+    """Return the images among the files of a folder or an archive; others are counted, with the reasons `left_out`.
+
+    A folder without images, next to those that are classes, is a class, too: the numbers of the others depend on it.
+
+    Raises `DataError` if there are no images.
+    """
+    reasons, names = Counter(left_out), []
+    for name in files:
+        leaf = name.rpartition("/")[2]
+        if is_image_name(name):
+            names.append(name)
+        elif not leaf.startswith("."):
+            reasons[f"{Path(leaf).suffix.lower() or leaf} files"] += 1
+    text = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
     if not names:
-        raise DataError(
-            f"{root} holds no images; looked for {', '.join(IMAGE_SUFFIXES)} and CIFAR's .bin in it and below"
-        )
-    read = partial(read_file, [root / name for name in names])
-    return ImageSet(names=names, labels=labels, classes=classes, load=read)
+        found = f"; it has {text}" if text else ""
+        raise DataError(f"{source} holds no images{found}; looked for {', '.join(IMAGE_SUFFIXES)} and CIFAR's .bin")
+    ordered, labels, classes = label_names(names, folders, is_archive=is_archive)
+    return ImageSet(names=ordered, labels=labels, classes=classes, load=reader(ordered), by_folder=True, left_out=text)
 
 
-def label_by_folder(names: Iterable[str], is_archive: bool) -> tuple[list[str], list[int | None], tuple[str, ...]]:
+def label_names(
+    names: Iterable[str], others: Iterable[str] = (), *, is_archive: bool
+) -> tuple[list[str], list[int | None], tuple[str, ...]]:
     """Sort image paths in natural order and label them by the first folder in which they differ.
 
-    >>> label_by_folder(["a/b/cat/10.jpg", "a/b/cat/9.jpg", "a/b/dog/1.jpg"], is_archive=True)
+    >>> label_names(["a/b/cat/10.jpg", "a/b/cat/9.jpg", "a/b/dog/1.jpg"], is_archive=True)
     (['a/b/cat/9.jpg', 'a/b/cat/10.jpg', 'a/b/dog/1.jpg'], [0, 0, 1], ('cat', 'dog'))
 
-    An archive of one folder of images has no labels; a folder with one sub-folder has one class.
+    An archive of one folder of images has no labels; a folder with one sub-folder has one class. `others` are folders,
+    which are classes if they are next to one.
     """
     ordered = sorted(names, key=natural_key)
     folders = [name.split("/")[:-1] for name in ordered]
@@ -45,7 +77,13 @@ def label_by_folder(names: Iterable[str], is_archive: bool) -> tuple[list[str], 
     if all(len(parts) == depth for parts in folders) and not is_archive:
         depth = 0  # all images are in one folder: its first part below the opened folder is the class
     found = [parts[depth] if len(parts) > depth else None for parts in folders]
-    classes = tuple(sorted({name for name in found if name is not None}, key=natural_key))
+    present = {name for name in found if name is not None}
+    if present:
+        outer = folders[0][:depth]
+        beside = (name.rstrip("/").split("/") for name in others)
+        present |= {parts[depth] for parts in beside if parts[:depth] == outer and len(parts) == depth + 1}
+        present = {name for name in present if not name.startswith((".", "__MACOSX"))}
+    classes = tuple(sorted(present, key=natural_key))
     index = {name: position for position, name in enumerate(classes)}
     return ordered, [None if name is None else index[name] for name in found], classes
 
@@ -83,14 +121,27 @@ def read_file(paths: Sequence[Path], index: int) -> bytes:
     return paths[index].read_bytes()
 
 
-def _walk(root: Path) -> Iterable[str]:
-    """Return every file below a folder; links are followed, and each folder is visited once."""
-    seen: set[tuple[int, int]] = set()
-    for folder, subfolders, files in os.walk(root, followlinks=True):
-        status = os.stat(folder)
-        if (status.st_dev, status.st_ino) in seen:
-            subfolders.clear()
-            continue
-        seen.add((status.st_dev, status.st_ino))
-        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
-        yield from (Path(folder, file).relative_to(root).as_posix() for file in files)
+def walk(root: Path, folder: Path | None = None, above: frozenset[tuple[int, int]] = frozenset()) -> Iterable[str]:
+    """Return every file below a folder, and every folder with a slash at its end; links are followed.
+
+    Two links to one folder are two folders; a link to a folder that it is in is not followed.
+    """
+    folder = folder or root
+    try:
+        status = folder.stat()
+        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+    except OSError as problem:
+        raise DataError(
+            f"the folder {folder} cannot be read ({problem.strerror}), so its images would be missing; change its "
+            "permissions, or move it away"
+        ) from None
+    key = (status.st_dev, status.st_ino)
+    if key in above:
+        return
+    if folder != root:
+        yield f"{folder.relative_to(root).as_posix()}/"
+    for entry in entries:
+        if not entry.is_dir():  # a link without a target is a file that cannot be read
+            yield Path(entry.path).relative_to(root).as_posix()
+        elif not entry.name.startswith("."):
+            yield from walk(root, Path(entry.path), above | {key})

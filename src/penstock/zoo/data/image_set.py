@@ -22,8 +22,16 @@ from penstock.zoo.optional import optional_import
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-_FORMATS = ("JPEG", "PNG", "WEBP", "BMP")
+# suffixes of the formats that are decoded: Pillow's, without those that are documents, videos or need other programs
+SUFFIXES = {
+    "JPEG": (".jpg", ".jpeg", ".jpe", ".jfif", ".jif"), "PNG": (".png", ".apng"), "WEBP": (".webp",),
+    "BMP": (".bmp",), "DIB": (".dib",), "GIF": (".gif",), "TIFF": (".tif", ".tiff"),
+    "PPM": (".ppm", ".pgm", ".pbm", ".pnm"), "AVIF": (".avif",), "JPEG2000": (".jp2", ".j2k", ".jpx", ".j2c"),
+    "TGA": (".tga",), "ICO": (".ico",), "PCX": (".pcx",),
+}  # fmt: skip
+_ORIENTATION = 0x0112  # of EXIF
 _MAX_PIXELS = 2**26
+PARTS = frozenset({"train", "training", "val", "valid", "validation", "test", "testing"})  # names of folders
 MAX_FILE_BYTES = 2**26  # limit for a stored image: an archive's header may announce any length
 
 
@@ -40,6 +48,8 @@ class ImageSet:
     labels: Sequence[int | None]
     classes: tuple[str, ...]
     load: Callable[[int], "Image | bytes"]
+    by_folder: bool = False  # classes are the names of folders, whose order is ours
+    left_out: str = ""  # files that are no images, counted by reason
 
     def __len__(self) -> int:
         return len(self.names)
@@ -64,6 +74,17 @@ class ImageSet:
         """Return a digest of one image as it is stored; raises `DataError` if it cannot be read."""
         loaded = self._load(index)
         return hashlib.sha256(loaded if isinstance(loaded, bytes) else loaded.tobytes()).digest()
+
+    @property
+    def is_parts(self) -> bool:
+        """True if the folders are the parts of a data set, such as train and val, rather than classes."""
+        return self.by_folder and bool(self.classes) and {name.lower() for name in self.classes} <= PARTS
+
+    def reordered(self, classes: tuple[str, ...]) -> "ImageSet":
+        """Return the set with the same classes in another order."""
+        places = [classes.index(name) for name in self.classes]
+        labels = [None if label is None else places[label] for label in self.labels]
+        return replace(self, classes=classes, labels=labels)
 
     def take(self, num_images: int) -> "ImageSet":
         """Return the first images; raises `DataError` if there are fewer than requested."""
@@ -93,23 +114,40 @@ def decode(data: bytes, name: str) -> "Image":
     Raises `DataError` naming the image if the bytes are damaged or the image is too large.
     """
     pillow = optional_import("PIL.Image", "vision", DataError)
-    operations = optional_import("PIL.ImageOps", "vision", DataError)
+    pillow.init()  # not every Pillow has AVIF and JPEG 2000
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", pillow.DecompressionBombWarning)
-            image = pillow.open(BytesIO(data), formats=_FORMATS)
+            image = pillow.open(BytesIO(data), formats=[kind for kind in SUFFIXES if kind in pillow.OPEN])
         num_pixels = image.width * image.height
         if num_pixels <= _MAX_PIXELS:
-            return _as_rgb(operations.exif_transpose(image))
+            return _as_rgb(_upright(image))
     except Exception as problem:  # damaged images may raise anything, which must not end the run
         reason = one_line(problem)
         if "cannot identify" in reason:
-            reason = "it is not a JPEG, PNG, WebP or BMP"
+            reason = f"it is none of {', '.join(SUFFIXES)}"
         raise DataError(f"the image {name} cannot be read ({reason})") from problem
     raise DataError(f"the image {name} has {num_pixels} pixels, more than {_MAX_PIXELS}; make it smaller")
 
 
+def _upright(image: Any) -> Any:
+    """Return an image rotated by its EXIF orientation.
+
+    Pillow's `exif_transpose` also writes the EXIF data again, which fails for data that it can only read.
+    """
+    methods = optional_import("PIL.Image", "vision", DataError).Transpose
+    turns = {
+        2: methods.FLIP_LEFT_RIGHT, 3: methods.ROTATE_180, 4: methods.FLIP_TOP_BOTTOM, 5: methods.TRANSPOSE,
+        6: methods.ROTATE_270, 7: methods.TRANSVERSE, 8: methods.ROTATE_90,
+    }  # fmt: skip
+    image.load()  # TIFF turns itself, and reports it
+    turn = turns.get(image.getexif().get(_ORIENTATION, 1))
+    return image if turn is None else image.transpose(turn)
+
+
 def _as_rgb(image: Any) -> "Image":
+    if image.mode == "F":
+        raise ValueError("its pixels are floating-point numbers; save it with 8 bits")
     if image.mode.startswith("I"):
         # 16-bit grey: converting directly would cut every value above 255
         pillow = optional_import("PIL.Image", "vision", DataError)

@@ -122,6 +122,17 @@ def timm_class_names(module: nn.Module) -> tuple[str, ...] | None:
     return tuple(str(info.index_to_description(index)) for index in range(info.num_classes()))
 
 
+def imagenet_synsets(num_classes: int) -> tuple[str, ...]:
+    """Return the synsets of the classes of ImageNet-1k, -12k or -21k, by their number; empty for other numbers.
+
+    >>> imagenet_synsets(1000)[:2], imagenet_synsets(10)
+    (('n01440764', 'n01443537'), ())
+    """
+    data = optional_import("timm.data", "vision")
+    subset = data.infer_imagenet_subset({"num_classes": num_classes})
+    return tuple(data.ImageNetInfo(subset).label_names()) if subset else ()
+
+
 def _pretrained_config(module: nn.Module) -> dict[str, Any]:
     return dict(getattr(module, "pretrained_cfg", None) or {})
 

@@ -1,5 +1,6 @@
 """Class names in the metadata of a weights file, or in the config.json next to it."""
 
+from codecs import BOM_UTF8
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -59,6 +60,6 @@ def names_beside(weights: Path) -> tuple[str, ...] | None:
     """Return the class names in the config.json next to a weights file, as transformers and timm write it, or None."""
     folder = weights if weights.is_dir() else weights.parent
     with suppress(OSError, msgspec.MsgspecError):  # the file may belong to something else
-        config = msgspec.json.decode((folder / "config.json").read_bytes(), type=_Config)
+        config = msgspec.json.decode((folder / "config.json").read_bytes().removeprefix(BOM_UTF8), type=_Config)
         return tuple(config.label_names) or names_of_labels(config.id2label)
     return None

@@ -1,96 +1,136 @@
 """Convert a pickled checkpoint to safetensors without running code from the file."""
 
-import pickle
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from penstock.errors import ModelError
-from penstock.text import one_line
-from penstock.zoo.weights.weight_files import save_weights
+from penstock.text import nearest
+from penstock.zoo.weights.classes import write_classes
+from penstock.zoo.weights.pickled import Inert, read_pickled
+from penstock.zoo.weights.weight_files import save_weights, shards_of_index
 from penstock.zoo.weights.weights import TensorWeights
 
 # keys under which training scripts save the weights, in search order: averaged weights first, because the scripts' own
 # evaluation uses those
-_NESTINGS = ("model_ema", "state_dict_ema", "ema", "model", "state_dict", "module", "model_state_dict")
+_NESTINGS = (
+    "model_ema", "state_dict_ema", "ema", "ema_state_dict", "model", "state_dict", "module", "model_state_dict",
+    "model_state", "net", "network", "student",
+)  # fmt: skip
 _PREFIXES = ("module.", "_orig_mod.")
+_AVERAGED = "n_averaged"  # the counter of torch's AveragedModel, next to its module
+_INDEX_SUFFIX = ".bin.index.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Converted:
-    """Result of a conversion, with the entries of the checkpoint that are not tensors."""
+    """Result of a conversion, with the entries of the checkpoint that are not tensors.
+
+    `key` is the entry that has the weights, and `others` are further ones.
+    """
 
     num_tensors: int
     num_bytes: int
     dropped: tuple[str, ...]
+    key: str = ""
+    others: tuple[str, ...] = field(default_factory=tuple)
 
 
-def convert_checkpoint(source: Path, target: Path) -> Converted:
-    """Write the tensors of a .pth, .pt or .bin checkpoint as one safetensors file.
+def convert_checkpoint(source: Path, target: Path, key: str | None = None) -> Converted:
+    """Write the tensors of a checkpoint, or of an index of .bin shards, as one safetensors file.
 
-    The weights may be under `model_ema`, `state_dict_ema`, `ema`, `model`, `state_dict`, `module` or
-    `model_state_dict`, searched in this order and also nested; the prefixes `module.` and `_orig_mod.` are removed if
-    all names have them. Shapes and dtypes stay. A tensor with several names is written under each name. The target is
-    written atomically.
+    The weights are under `key`, or else under the first of `model_ema`, `state_dict_ema`, `ema`, `model`, `state_dict`,
+    `module`, `model_state_dict` and others that exists, also nested. The prefixes `module.`, `_orig_mod.` and, below a
+    key, `model.` are removed if all names have them. Shapes and dtypes stay. A tensor with several names is written
+    under each name. Class names (`class_to_idx`, `classes`) go into the metadata. The target is written atomically.
 
     >>> convert_checkpoint(Path("deit.pth"), Path("deit.safetensors")).num_tensors  # doctest: +SKIP
     152
 
-    Raises `ModelError` if the source is missing or damaged, contains no tensors or contains pickled objects, and if the
-    target cannot be written.
+    Raises `ModelError` if the source is missing or damaged or contains no tensors, and if the target cannot be written
+    or is the source.
     """
-    state, dropped = _tensors(_unwrap(_read(source), source), source)
-    num_bytes = save_weights(TensorWeights(state), target)
-    return Converted(num_tensors=len(state), num_bytes=num_bytes, dropped=dropped)
-
-
-def _read(source: Path) -> object:
-    if not source.is_file():
-        raise ModelError(f"checkpoint {source} not found; check the path")
     if source.suffix == ".safetensors":
         raise ModelError(f"{source} is safetensors already; give it with --weights")
-    try:
-        try:
-            return torch.load(source, map_location="cpu", weights_only=True, mmap=True)
-        except RuntimeError as problem:
-            if "mmap" not in str(problem):
-                raise
-            # files written before torch 1.6 are not zip archives and cannot be mapped
-            return torch.load(source, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as problem:
-        if "Weights only load failed" not in str(problem) or "GLOBAL" not in str(problem):
-            raise ModelError(f"{source} is not a PyTorch checkpoint ({one_line(problem, 80)})") from problem
-        raise ModelError(
-            f"{source} holds pickled objects, not only tensors; where it was made, save "
-            "model.state_dict() instead and convert that"
-        ) from problem
-    except Exception as problem:  # a damaged pickle may raise anything
-        raise ModelError(
-            f"{source} is damaged or not a PyTorch checkpoint ({one_line(problem, 80)}); copy it again"
-        ) from problem
+    if target.suffix != ".safetensors":
+        raise ModelError(f"the target must be named .safetensors; got {target}; choose another --output")
+    if target.exists() and source.exists() and target.samefile(source):
+        raise ModelError(f"{target} is {source} itself, which would be lost; choose another --output")
+    files = shards_of_index(source) if source.name.endswith(_INDEX_SUFFIX) else [source]
+    state: dict[str, Tensor] = {}
+    for file in files:
+        whole = _mapping(read_pickled(file), file)
+        path, found = _unwrap(whole, file, key)
+        tensors, dropped = _tensors(found, file, nested=bool(path))
+        state |= tensors
+    others = [name for name in _NESTINGS if path and name != path[0] and _is_weights(whole.get(name))]
+    num_bytes = save_weights(TensorWeights(state), target, metadata=write_classes(_class_names(whole)))
+    return Converted(
+        num_tensors=len(state), num_bytes=num_bytes, dropped=dropped, key=".".join(path), others=tuple(others)
+    )
 
 
-def _unwrap(value: object, source: Path) -> Mapping[object, object]:
-    """Follow the usual nesting to the mapping that contains the tensors."""
+def _mapping(value: object, source: Path) -> Mapping[object, object]:
+    if isinstance(value, Inert):
+        raise ModelError(
+            f"{source} holds a pickled object, not tensors by name; where it was made, save model.state_dict() instead "
+            "and convert that"
+        )
     if not isinstance(value, Mapping):
         raise ModelError(f"{source} holds a {type(value).__name__}, not tensors by name; save a state_dict")
-    for key in _NESTINGS:
-        inner = value.get(key)
-        if isinstance(inner, Mapping) and _holds_tensors(inner):
-            return _unwrap(inner, source)
     return value
 
 
-def _holds_tensors(value: Mapping[object, object]) -> bool:
+def _unwrap(
+    value: Mapping[object, object], source: Path, chosen: str | None
+) -> tuple[list[str], Mapping[object, object]]:  # fmt: skip
+    """Follow the usual nesting to the mapping that contains the tensors; return the keys on the way, too."""
+    if chosen is not None and not _is_weights(value.get(chosen)):
+        known = [str(key) for key, item in value.items() if _is_weights(item)]
+        raise ModelError(
+            f"{source} has no tensors under {chosen!r}{nearest(chosen, known)}; entries with tensors: "
+            f"{', '.join(known) or 'none'}"
+        )
+    for key in _NESTINGS if chosen is None else [chosen]:
+        inner = value.get(key)
+        if isinstance(inner, Mapping) and _is_weights(inner):
+            path, found = _unwrap(inner, source, None)
+            return [key, *path], found
+        if chosen is None and isinstance(inner, Inert):
+            raise ModelError(
+                f"{source} holds a pickled object under {key!r}, not tensors by name; where it was made, save its "
+                "state_dict() instead, or give another entry with --key"
+            )
+    return [], value
+
+
+def _is_weights(value: object) -> bool:
+    """Return True for a mapping with tensors, also nested."""
+    if not isinstance(value, Mapping):
+        return False
     if any(isinstance(item, Tensor) for item in value.values()):
         return True
     return any(isinstance(value.get(key), Mapping) for key in _NESTINGS)
 
 
-def _tensors(state: Mapping[object, object], source: Path) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+def _class_names(checkpoint: Mapping[object, object]) -> list[str] | None:
+    """Return the class names that a training script saved with its weights, in the order of the outputs, or None."""
+    numbers = checkpoint.get("class_to_idx")
+    if isinstance(numbers, Mapping) and sorted(numbers.values(), key=str) == sorted(range(len(numbers)), key=str):
+        return [str(name) for name in sorted(numbers, key=lambda name: int(numbers[name]))]
+    for key in ("classes", "class_names", "label_names"):
+        names = checkpoint.get(key)
+        if isinstance(names, (list, tuple)) and names and all(isinstance(name, str) for name in names):
+            return list(names)
+    return None
+
+
+def _tensors(
+    state: Mapping[object, object], source: Path, *, nested: bool
+) -> tuple[dict[str, Tensor], tuple[str, ...]]:  # fmt: skip
     """Return the tensors by clean name, and the names of everything else."""
     tensors = {str(key): value for key, value in state.items() if isinstance(value, Tensor)}
     if not tensors:
@@ -98,7 +138,11 @@ def _tensors(state: Mapping[object, object], source: Path) -> tuple[dict[str, Te
     sparse = [key for key, value in tensors.items() if value.layout != torch.strided or value.is_quantized]
     if sparse:
         raise ModelError(f"{source} holds {sparse[0]} as a sparse or quantized tensor; save it as a dense tensor")
-    for prefix in _PREFIXES:
-        if all(key.startswith(prefix) for key in tensors):
-            tensors = {key.removeprefix(prefix): value for key, value in tensors.items()}
-    return tensors, tuple(str(key) for key, value in state.items() if not isinstance(value, Tensor))
+    dropped = [str(key) for key, value in state.items() if not isinstance(value, Tensor)]
+    if _AVERAGED in tensors and all(key.startswith("module.") for key in tensors if key != _AVERAGED):
+        del tensors[_AVERAGED]
+        dropped.append(_AVERAGED)
+    prefixes = (*_PREFIXES, "model.") if nested else _PREFIXES  # a model of transformers has names in `model.`, too
+    while prefix := next((one for one in prefixes if tensors and all(key.startswith(one) for key in tensors)), None):
+        tensors = {key.removeprefix(prefix): value for key, value in tensors.items()}
+    return tensors, tuple(dropped)

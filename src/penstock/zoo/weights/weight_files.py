@@ -12,9 +12,9 @@ from torch import Tensor
 from penstock.errors import ModelError
 from penstock.files import written_whole
 from penstock.text import nearest, one_line
+from penstock.zoo.weights.pickled import SUFFIXES, looks_pickled, safetensors_name, what_it_is
 from penstock.zoo.weights.weights import ByName, Shape, Weights
 
-PICKLED_SUFFIXES = (".pth", ".pt", ".bin", ".ckpt")
 _INDEX_SUFFIX = ".safetensors.index.json"
 DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64,
@@ -108,10 +108,13 @@ def _shards(path: Path) -> list[Path]:
     if not path.exists():
         raise ModelError(f"weights file {path} not found; check the path")
     if path.name.endswith(_INDEX_SUFFIX):
-        return _indexed(path)
-    if path.suffix in PICKLED_SUFFIXES:
-        target = path.with_suffix(".safetensors")
-        raise ModelError(f"{path} is a pickled checkpoint; convert it first: penstock convert {path} -o {target}")
+        return shards_of_index(path)
+    found = what_it_is(path)
+    if found is None and (looks_pickled(path) or path.name.endswith(".bin.index.json")):
+        target = safetensors_name(path)
+        found = f"a pickled checkpoint; convert it first: penstock convert {path} -o {target}"
+    if found is not None:
+        raise ModelError(f"{path} is {found}")
     return [path]
 
 
@@ -124,15 +127,18 @@ def _inside(directory: Path) -> Path:
             raise ModelError(f"{directory} holds {len(found)} candidates ({names}); give one of the files")
         if found:
             return found[0]
-    for suffix in PICKLED_SUFFIXES:
-        for file in sorted(directory.glob(f"*{suffix}")):
+    for pattern in ("*.bin.index.json", *(f"*{suffix}" for suffix in SUFFIXES)):
+        for file in sorted(directory.glob(pattern)):
             return file  # the caller refuses it, with the command that converts it
+    if (directory / ".metadata").is_file():
+        raise ModelError(f"{directory} is {what_it_is(directory)}")
     raise ModelError(f"{directory} holds no .safetensors file and no index of shards")
 
 
-def _indexed(index: Path) -> list[Path]:
+def shards_of_index(index: Path) -> list[Path]:
+    """Return the files that an index of shards names; raises `ModelError` if one is missing or in another folder."""
     try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8-sig"))["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError) as problem:
         raise ModelError(f"{index} is not an index of shards: weight_map of file names not found") from problem
     # a shard must be next to its index: other paths are rejected

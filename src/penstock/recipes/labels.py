@@ -1,0 +1,104 @@
+"""Labels of images as classes of a model: folders are matched by name, or by number if the model has no names."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from penstock.errors import UsageError
+from penstock.zoo.data.image_set import ImageSet
+from penstock.zoo.models.models import ZooModel, count_classes
+from penstock.zoo.models.timm_models import imagenet_synsets
+
+_SYNSET = re.compile(r"n[0-9]{8}")
+_NAMES = "put a config.json with label_names, a list in the order of the model's outputs, next to the weights"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Labels:
+    """Images, the model's class of each of their labels, and the names of the model's classes.
+
+    `reason` tells why labels have no classes, so that no accuracy can be measured.
+    """
+
+    images: ImageSet
+    names: Sequence[str] = ()
+    classes: Mapping[int, int] = field(default_factory=dict)
+    reason: str | None = None
+
+
+def match_labels(model: ZooModel, images: ImageSet, order: str | None = None) -> Labels:
+    """Match the folders of images with the classes of a model.
+
+    Names are compared as they are; folders named by ImageNet's synsets match the models of these classes. Without names
+    a folder's number is its class, if there are as many; `order` numbers folders as torchvision (sorted) or natural (9
+    before 10).
+
+    Raises `UsageError` if the two orders differ and none was chosen, and for folders that are parts of a data set.
+    """
+    named, num_classes = tuple(model.class_names or ()), count_classes(model.module)
+    if order is not None and order not in ("torchvision", "natural"):
+        raise UsageError(f"--class-order must be torchvision or natural; got {order!r}")
+    if named and order is not None:
+        raise UsageError(f"{model.name} has class names, by which folders are matched; leave --class-order out")
+    if images.is_parts and not set(images.classes) <= set(named):
+        parts = " and ".join(images.classes)
+        raise UsageError(f"the folders {parts} are parts of a data set, not classes; give one of them")
+    if not images.classes:
+        return Labels(images=images, names=named)
+    by_number = len(images.classes) == num_classes
+    if not named and by_number:
+        images = _ordered(model, images, order)
+    places = {name: index for index, name in enumerate(named)}
+    if set(images.classes) <= set(places):
+        return _checked(images, named, places, num_classes)
+    if not images.by_folder and all(name.isdecimal() and int(name) < num_classes for name in images.classes):
+        return _checked(images, named, {name: int(name) for name in images.classes}, num_classes)
+    if by_number and (not named or images.classes == tuple(map(str, range(num_classes)))):
+        numbers = {name: index for index, name in enumerate(images.classes)}
+        return _checked(images, named or images.classes, numbers, num_classes)
+    if all(_SYNSET.fullmatch(name) for name in images.classes):
+        synsets = {name: index for index, name in enumerate(imagenet_synsets(num_classes))}
+        if set(images.classes) <= set(synsets):
+            return _checked(images, named, synsets, num_classes)
+    if not named:
+        last = images.classes[-1]
+        reason = (
+            f"the model has {num_classes} classes without names, and the images {len(images.classes)}, the last one "
+            f"{last}; {_NAMES}"
+        )
+    else:
+        unknown = next(name for name in images.classes if name not in places)
+        reason = (
+            f"the label {unknown} is not one of the model's {len(named)} classes ({', '.join(named[:3])} ...); rename "
+            f"it, or {_NAMES}"
+        )
+    return Labels(images=images, names=named, reason=reason)
+
+
+def check_order(model: ZooModel, images: ImageSet) -> None:
+    """Raise `UsageError` if given weights have a class for each folder, but the order of the folders is unknown."""
+    if not model.class_names and len(images.classes) == count_classes(model.module):
+        _ordered(model, images, None, "")
+
+
+def _ordered(
+    model: ZooModel, images: ImageSet, order: str | None, option: str = "give --class-order, or "
+) -> ImageSet:  # fmt: skip
+    """Return the images with their classes in the chosen order; random weights have no order."""
+    by_code = tuple(sorted(images.classes))
+    if not images.by_folder or by_code == images.classes:
+        return images
+    if order is None and not model.is_random:
+        here = next(place for place, pair in enumerate(zip(by_code, images.classes, strict=True)) if len(set(pair)) > 1)
+        raise UsageError(
+            f"class {here} is the folder {by_code[here]} in the order of torchvision (sorted), and "
+            f"{images.classes[here]} in natural order, as in timm; the weights have no class names: {option}{_NAMES}"
+        )
+    return images.reordered(by_code) if order == "torchvision" else images
+
+
+def _checked(images: ImageSet, names: Sequence[str], places: Mapping[str, int], num_classes: int) -> Labels:
+    if num_classes == 1:
+        return Labels(images=images, names=names, reason="the model has one output, which is every image's class")
+    classes = {label: places[name] for label, name in enumerate(images.classes)}
+    return Labels(images=images, names=names, classes=classes)

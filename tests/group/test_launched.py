@@ -1,0 +1,73 @@
+"""Ranks from the variables of launchers, and values that cannot be."""
+
+import pytest
+
+from penstock.errors import RunError, UsageError
+from penstock.group import board
+from penstock.group.entry import under_torchrun
+from penstock.group.launched import Launched, launcher_variables, read_launched
+from tests.processes import free_port
+
+GOOD = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
+
+
+def test_what_torchrun_sets() -> None:
+    assert read_launched(GOOD) == Launched(1, 2, "10.0.0.1", 29500)
+    assert read_launched({}) is None
+    assert read_launched({"RANK": "0", "WORLD_SIZE": "1"}) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("RANK", ""), ("RANK", "x"), ("RANK", "-1"), ("RANK", "2"), ("RANK", "1.0"), ("WORLD_SIZE", "0"),
+        ("WORLD_SIZE", ""), ("MASTER_PORT", "abc"), ("MASTER_PORT", ""), ("MASTER_PORT", "0"), ("MASTER_PORT", "70000"),
+        ("MASTER_ADDR", ""), ("LOCAL_RANK", "zero"), ("LOCAL_WORLD_SIZE", ""),
+    ],
+)  # fmt: skip
+def test_values_that_cannot_be(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for key, good in {**GOOD, name: value}.items():
+        monkeypatch.setenv(key, good)
+    with pytest.raises(UsageError, match=rf"{name} must be .*got '{value}'"):
+        under_torchrun()
+
+
+@pytest.mark.parametrize("absent", ["MASTER_ADDR", "MASTER_PORT"])
+def test_processes_that_would_each_run_alone(absent: str) -> None:
+    with pytest.raises(UsageError, match=absent):
+        read_launched({name: value for name, value in GOOD.items() if name != absent})
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+         "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"},
+        {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"},
+    ],
+)  # fmt: skip
+def test_processes_of_mpi(given: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    assert launcher_variables(given) == expected
+    for key in (*GOOD, *expected):
+        monkeypatch.setenv(key, "")  # so that it is removed again
+        monkeypatch.delenv(key)
+    for key, value in given.items():
+        monkeypatch.setenv(key, value)
+    with pytest.raises(UsageError, match="MASTER_ADDR and MASTER_PORT"):
+        under_torchrun()
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    assert under_torchrun()
+
+
+def test_one_process_of_mpi_is_alone() -> None:
+    assert launcher_variables({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}) == {}
+
+
+def test_a_rank_that_waits_says_for_whom(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(board, "_TELL_S", 0.1)
+    port = free_port()
+    with pytest.raises(RunError, match=f"127.0.0.1:{port}"):
+        board.wait_for_server("127.0.0.1", port, 0.5)
+    assert capsys.readouterr().err.count(f"waiting for rank 0 at 127.0.0.1:{port}") == 1

@@ -2,6 +2,7 @@
 
 import os
 import random
+import threading
 from collections.abc import Callable
 from random import uniform
 
@@ -83,3 +84,25 @@ def test_a_capture_leaves_the_generators_as_they_were() -> None:
     torch.manual_seed(1)
     after = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()  # type: ignore[index]
     assert after == before
+
+
+def test_other_threads_may_seed_during_a_capture() -> None:
+    inside, seeded = threading.Event(), threading.Event()
+
+    class Waits(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            inside.set()
+            seeded.wait(20.0)
+            return x * 2
+
+    def seed() -> None:
+        inside.wait(20.0)
+        torch.manual_seed(1)
+        np.random.default_rng()
+        seeded.set()
+
+    thread = threading.Thread(target=seed)
+    thread.start()
+    capture(Waits().eval(), (torch.zeros(2, 3),))
+    thread.join()
+    assert seeded.is_set()

@@ -27,7 +27,7 @@ _LEAVE_OUT = re.compile(r"\bleave\b[^.;]{0,90}?\bout\b")
 # lines and files of each room
 ROOMS: dict[str, tuple[int, int]] = {
     "bench": (677, 6),
-    "cli": (2908, 25),
+    "cli": (2910, 25),
     "cluster": (3064, 24),
     "compress": (978, 7),
     "deploy": (2001, 15),
@@ -76,9 +76,9 @@ OPTIONS = {
 }
 
 TOTALS = {
-    "lines of src": 62896,  # +3,977: silent faults of scripts, text, folders and files
+    "lines of src": 62898,  # +3,977: silent faults of scripts, text, folders and files
     "files of src": 441,  # +26
-    "lines of tests": 40463,  # +3,955: silent faults of scripts, text, folders and files
+    "lines of tests": 40464,  # +3,955: silent faults of scripts, text, folders and files
     "lines of benchmarks": 8339,  # +150: every decoder of transformers
     "keyword arguments of Pipeline": 26,
     "public names": 12,

@@ -191,6 +191,7 @@ def test_a_finished_run_that_is_resumed_has_no_epoch(tmp_path: Path) -> None:
 def test_a_lab_is_not_used_under_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"):
         monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     with pytest.raises(UsageError, match="without torchrun"):
         fit(settings(tmp_path), tmp_path / "lab.toml")

@@ -21,13 +21,13 @@ MaxLength = Annotated[
 ]
 PlanFile = Annotated[
     Path | None,
-    typer.Option("--plan", metavar="FILE", help="Plan of `profile --generate`: stages, slots, lanes, length."),
+    typer.Option("--plan", metavar="FILE", help="Plan of `profile --generate`."),
 ]
 NewTokens = Annotated[int, typer.Option("--max-new-tokens", min=1, help="Maximum tokens of an answer.")]
 Temperature = Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0: the likeliest.")]
 TopP = Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Nucleus sampling: keep this total probability.")]
 TopK = Annotated[int | None, typer.Option(min=1, help="Keep the K likeliest tokens.")]
-Runtime = Annotated[str, typer.Option(metavar="NAME", help="eager:bfloat16, onnxruntime:int4 and others.")]
+Runtime = Annotated[str, typer.Option(metavar="NAME", help="onnxruntime:int4 and others.")]
 OnLoss = Annotated[
     str | None,
     typer.Option(metavar="ACTION", help="On a lost device stop or continue. Default: continue."),

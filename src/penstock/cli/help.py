@@ -8,7 +8,8 @@ from typer.core import TyperCommand
 # the groups of all options; an option has the same meaning in every command
 GROUPS = {
     "Input and output": """
-        images data test validation prompt file system output resume num-images num-rows num-test-rows length json
+        images labels class-order data test validation prompt file system output resume num-images num-rows
+        num-test-rows length json
     """,
     "Model": "model weights pretrained seed runtime device threads training",
     "Stages": """
@@ -17,7 +18,8 @@ GROUPS = {
     """,
     "Answers": "max-new-tokens temperature top-p top-k speculate",
     "Serving": """
-        host port api-keys open name most-waiting deadline drain max-body certificate certificate-key
+        host port api-keys open allow-origin strict name most-waiting deadline drain max-body certificate
+        certificate-key
     """,
     "Aim": "aim target max-drop accuracy-floor target-speedup max-error",
     "Candidates": "rows alternate shared ratio importance everywhere round-to optimizer-state explain",

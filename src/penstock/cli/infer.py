@@ -50,7 +50,7 @@ def infer(
     ] = None,
     class_order: Annotated[
         str | None,
-        typer.Option(metavar="ORDER", help="Order of folders, for weights without names: torchvision, natural."),
+        typer.Option(metavar="ORDER", help="Order of folders: torchvision or natural."),
     ] = None,
     bind: opt.Bind = None,
     cluster: Cluster = None,

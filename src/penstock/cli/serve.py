@@ -13,7 +13,7 @@ from penstock.errors import UsageError
 
 def serve(
     model: opt.AnyModel,
-    host: Annotated[str, typer.Option(help="Listening address; 0.0.0.0 for all.")] = ("127.0.0.1"),
+    host: Annotated[str, typer.Option(help="Listening address.")] = ("127.0.0.1"),
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: any free port.")] = 8000,
     api_keys: Annotated[
         Path | None, typer.Option("--api-keys", metavar="FILE", help="API keys, one per line; mode 0600.")
@@ -27,7 +27,7 @@ def serve(
     certificate: Annotated[Path | None, typer.Option(metavar="PEM", help="TLS: the certificate.")] = None,
     certificate_key: Annotated[Path | None, typer.Option(metavar="PEM", help="TLS: its private key.")] = None,
     allow_origin: Annotated[
-        list[str] | None, typer.Option(metavar="URL", help="Origin of web pages that may call this server; * for all.")
+        list[str] | None, typer.Option(metavar="URL", help="Origin of pages that may call this; * for all.")
     ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Refuse unknown fields of requests.")] = False,
     stages: given.Stages = None,

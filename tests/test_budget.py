@@ -47,7 +47,7 @@ ROOMS: dict[str, tuple[int, int]] = {
     "stream": (1410, 10),
     "terminal": (406, 5),
     "tracing": (466, 4),
-    "train": (8360, 52),  # +1,800: rows are loaded once; inputs' gradients; scalers, groups and live tensors of stages
+    "train": (8362, 52),  # +1,800: rows are loaded once; inputs' gradients; scalers, groups and live tensors of stages
     "transport": (2198, 19),
     "zoo": (3311, 28),  # +489: checkpoints of training scripts, archives' links; quantized and unused tensors
 }
@@ -76,7 +76,7 @@ OPTIONS = {
 }
 
 TOTALS = {
-    "lines of src": 62898,  # +3,977: silent faults of scripts, text, folders and files
+    "lines of src": 62900,  # +3,977: silent faults of scripts, text, folders and files
     "files of src": 441,  # +26
     "lines of tests": 40464,  # +3,955: silent faults of scripts, text, folders and files
     "lines of benchmarks": 8339,  # +150: every decoder of transformers

@@ -140,9 +140,7 @@ class Loader:
 
     def load_own(self, samples: Sequence[int], *, short: bool) -> Any:
         """Load this process's rows of a batch for the current placement (a collective call of the replica)."""
-        (mine,) = self._parts([list(samples)])
-        self._trainer.data.short = len(mine) if short else None
-        trainer = self._trainer
+        trainer, mine = self._trainer, self._own_rows(samples, short=short)
         return trainer.exchange.batch(
             trainer.placed, len(mine), lambda: next(self._load([mine], {"num_workers": 0})), self._example
         )
@@ -221,8 +219,7 @@ class Loader:
 
     def _load_alone(self, order: list[list[int]]) -> Any:
         """Load this replica's rows of the next batch, which the other ranks have loaded before this process joined."""
-        (mine,) = self._parts([order[self.position]])
-        self._trainer.data.short = len(mine) if self._is_short(order) else None
+        mine = self._own_rows(order[self.position], short=self._is_short(order))
         return next(self._load([mine], {"num_workers": 0}))
 
     def _next(self) -> Any:
@@ -250,8 +247,7 @@ class Loader:
         """Load or receive the next batch in the current placement."""
         trainer, place = self._trainer, (self._epoch, self.position)
         placed = trainer.placed
-        (mine,) = self._parts([order[self.position]])
-        trainer.data.short = len(mine) if self._is_short(order) else None
+        mine = self._own_rows(order[self.position], short=self._is_short(order))
         now = self._reading
         if trainer.exchange.loads(placed) and (now is None or not now.continues(placed, order, place)):
             now = self._reading = _Reading(
@@ -266,6 +262,12 @@ class Loader:
         if self._iterations.go_on(iteration):
             self._epoch, self.position = iteration.place
             self._known = iteration.order
+
+    def _own_rows(self, samples: Sequence[int], *, short: bool) -> list[int]:
+        """Return this process's rows of a batch, and record whether it may be smaller than others."""
+        (mine,) = self._parts([list(samples)])
+        self._trainer.data.short = len(mine) if short else None
+        return mine
 
     def _parts(self, batches: list[list[int]]) -> list[list[int]]:
         """Return this process's rows of batches."""

@@ -164,7 +164,7 @@ class RowExchange:
         states, values, form = self._states.digests(), captured_values(*functions), _form(own.labels)
         link = self._link(ROWS, placed)
         for rank in others:
-            stages = [stage for stage, holder in enumerate(placed.replica.stages) if holder == rank]
+            stages = placed.grid.stages_of(rank)
             tensors = [own.tensors[value.name] for value in _own_inputs(graph, parts, stages)]
             leaves = list(trees.leaves(own.labels)) if len(parts) - 1 in stages else []
             described = [self._describe(leaf, tensors) for leaf in leaves]
@@ -200,7 +200,7 @@ class RowExchange:
         header = _receive_header(self._transport, source, ROWS, RowsHeader)
         layouts, sizes = [Layout.read(each) for each in header.layouts], header.sizes
         tensors = iter(_receive_all(self._transport, layouts, source, ROWS))
-        stages = [stage for stage, holder in enumerate(placed.replica.stages) if holder == rank]
+        stages = placed.grid.stages_of(rank)
         values = _own_inputs(graph, parts, stages)
         given = dict(own.tensors)
         for value, layout in zip(values, layouts, strict=False):

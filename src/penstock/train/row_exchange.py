@@ -29,6 +29,7 @@ from penstock.transport.base import DOCUMENT_BYTES, Pending, Transport, post_byt
 from penstock.transport.tags import LOADED, ROWS
 
 _PLAIN = (bool, int, float, str, type(None))
+_SMALL = 2**16  # bytes up to which tensors are sent in the message of their document
 Header = TypeVar("Header", bound=msgspec.Struct)
 
 
@@ -112,18 +113,16 @@ class RowExchange:
         Raises `TransportError` for a batch whose containers are not those of `example`.
         """
         source, others = _source(placed.replica), _others(placed.replica)
-        if source == self._transport.rank:
-            loaded = load()
-            if others:
-                self._send_batch(placed, num_rows, loaded, others)
-        else:
-            loaded = self._receive_batch(source, example)
-        self.mark(placed)
+        if source != self._transport.rank:
+            return self._receive_batch(source, example)
+        loaded = load()
+        if others:
+            self._send_batch(placed, num_rows, loaded, others)
         return loaded
 
     def _send_batch(self, placed: Arrangement, num_rows: int, loaded: Any, others: Sequence[int]) -> None:
         writer = BatchWriter(num_rows)
-        states = self._states.digests()
+        states = self._mark = self._states.digests()
         new = self._known != (placed, states)
         self._known = placed, states
         header = BatchHeader(batch=writer.describe(loaded), states=states, random=self._states.read() if new else None)
@@ -133,12 +132,14 @@ class RowExchange:
             link.send(self._transport, data, buffer, rank)
 
     def _receive_batch(self, source: int, example: Callable[[], Any]) -> Any:
-        header = _receive_header(self._transport, source, LOADED, BatchHeader)
-        tensors = _receive_all(self._transport, BatchReader.layouts(header.batch), source, LOADED)
+        header, small = _receive_header(self._transport, source, LOADED, BatchHeader)
+        tensors = _receive_all(self._transport, BatchReader.layouts(header.batch), source, LOADED, small)
         self._theirs = header.random if header.random is not None else self._theirs
-        if header.states != self._states.digests():
+        self._mark = self._states.digests()
+        if header.states != self._mark:
             try:
                 self._states.write(self._theirs)
+                self._mark = self._states.digests()
             except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
                 raise TransportError(f"rank {source} has sent invalid random states ({error}); start again") from None
         return BatchReader(self._name(source), example).rebuild(header.batch, tensors)
@@ -197,9 +198,9 @@ class RowExchange:
         functions: Sequence[Any],
     ) -> StepInputs:
         source, rank = _source(placed.replica), self._transport.rank
-        header = _receive_header(self._transport, source, ROWS, RowsHeader)
+        header, small = _receive_header(self._transport, source, ROWS, RowsHeader)
         layouts, sizes = [Layout.read(each) for each in header.layouts], header.sizes
-        tensors = iter(_receive_all(self._transport, layouts, source, ROWS))
+        tensors = iter(_receive_all(self._transport, layouts, source, ROWS, small))
         stages = placed.grid.stages_of(rank)
         values = _own_inputs(graph, parts, stages)
         given = dict(own.tensors)
@@ -271,8 +272,10 @@ class _Link:
     pending: list[Pending] = field(default_factory=list)
 
     def send(self, transport: Transport, document: bytes, buffer: Tensor, to: int) -> None:
-        self.pending.append(post_bytes(transport, document, to, self.tag))
-        if buffer.numel():
+        small = buffer.numel() <= _SMALL
+        data = document + b"\0" + buffer.numpy().tobytes() if small else document
+        self.pending.append(post_bytes(transport, data, to, self.tag))
+        if not small:
             self.pending.append(transport.send(buffer, to, self.tag))
 
     def flush(self) -> None:
@@ -282,10 +285,15 @@ class _Link:
         self.pending.clear()
 
 
-def _receive_all(transport: Transport, layouts: Sequence[Layout], source: int, tag: int) -> list[Tensor]:
+def _receive_all(transport: Transport, layouts: Sequence[Layout], source: int, tag: int, small: bytes) -> list[Tensor]:
+    """Return the tensors with these layouts; `small` are their bytes if they have come with the document."""
     buffer = buffer_for(layouts)
-    if buffer.numel():
+    if buffer.numel() > _SMALL:
         transport.receive(buffer, source, tag).wait()
+    elif len(small) != buffer.numel():
+        raise TransportError(f"rank {source} has sent {len(small)} bytes, expected {buffer.numel()}; start again")
+    elif small:
+        buffer.copy_(torch.frombuffer(bytearray(small), dtype=torch.uint8))
     return unpack_all(buffer, layouts)
 
 
@@ -293,10 +301,11 @@ def _encode(header: msgspec.Struct) -> bytes:
     return json.dumps(msgspec.to_builtins(header)).encode()  # unlike msgspec's own JSON, this keeps NaN
 
 
-def _receive_header(transport: Transport, source: int, tag: int, kind: type[Header]) -> Header:
-    data = receive_bytes(transport, source, tag, limit=DOCUMENT_BYTES)
+def _receive_header(transport: Transport, source: int, tag: int, kind: type[Header]) -> tuple[Header, bytes]:
+    """Receive a document and the bytes of the small tensors that came with it."""
+    data, _, small = receive_bytes(transport, source, tag, limit=DOCUMENT_BYTES).partition(b"\0")
     try:
-        return msgspec.convert(json.loads(data), kind)
+        return msgspec.convert(json.loads(data), kind), small
     except ValueError as error:
         raise TransportError(f"rank {source} has sent rows of an unknown form ({error}); start again") from None
 

@@ -198,3 +198,26 @@ def test_a_lab_is_no_machine(tmp_path: object, capsys: pytest.CaptureFixture[str
     assert "is a lab, whose hosts are on this machine" in capsys.readouterr().err
     assert main(["hosts", "run", file]) == 2
     assert "needs a command after --" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["check"], ["pi@board", "/opt/venv/bin/python ann/penstock"]),
+        (["push", "-r", "einops"], ["board: changed files of ann/penstock/src (", "/opt/venv gets torch", "einops"]),
+        (["push", "--no-install"], ["desk: changed files of penstock/src ("]),
+        (["measure", "--seconds", "3"], ["pi@board", "hosts measure files/cluster.toml --seconds 3.0"]),
+    ],
+)
+def test_dry_run_connects_to_no_machine(
+    words: list[str], said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setenv("PENSTOCK_SSH", f"{tmp_path}/no-such-program")
+    (tmp_path / "cluster.toml").write_text(FILE)
+    verb, *options = words
+    assert main(["hosts", verb, str(tmp_path / "cluster.toml"), "--dry-run", *options]) == 0
+    out = capsys.readouterr().out
+    for part in said:
+        assert part in out
+    assert ("gets" in out) == (verb == "push" and "--no-install" not in options)

@@ -15,7 +15,7 @@ from penstock.cli.cluster import commands_by_ssh, ends_with, is_lab, run_by_ssh,
 from penstock.cli.options import JsonFile, make_console, write_json
 from penstock.cluster.lab.signals import ended_by_signals
 from penstock.cluster.ssh.check import check_hosts
-from penstock.cluster.ssh.push import FILES, bring, fetch, push
+from penstock.cluster.ssh.push import FILES, bring, fetch, push, what_push_does
 from penstock.cluster.ssh.remote import address_of, hosts_of, on_all
 from penstock.cluster.ssh.run import PORT, RemoteRun
 from penstock.cluster.ssh.schedulers import kubernetes_manifest, slurm_script
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, help="Reach, prepare and measure the machines of a cluster.")
 
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the commands without running them.")]
 ClusterFile = Annotated[Path, typer.Argument(metavar="CLUSTER", help="Cluster file, as for `penstock plan`.")]
 
 
@@ -42,9 +43,13 @@ def _hosts() -> None:
 
 
 @app.command()
-def check(cluster: ClusterFile, json: JsonFile = None) -> None:
+def check(cluster: ClusterFile, dry_run: DryRun = False, json: JsonFile = None) -> None:
     """Check each machine, and print the command that fixes its first missing requirement."""
     spec = _machines(cluster)
+    if dry_run:
+        for host in hosts_of(spec):
+            say(f"{shlex.join(host.command(host.python, '-', host.interpreter, host.folder))}  # reads its versions")
+        return
     with working("checking all machines"):
         found = check_hosts(spec, hosts_of(spec), str(cluster))
     console = make_console()
@@ -77,11 +82,16 @@ def push_(
         typer.Option("-r", "--requirement", metavar="PACKAGE", help="Additional package; may be repeated."),
     ] = None,
     install: Annotated[bool, typer.Option(help="Install virtual environments and packages.")] = True,
+    dry_run: DryRun = False,
 ) -> None:
     """Send every machine the changed files of the source, the packages and its part of a bundle."""
-    spec = _machines(cluster)
+    hosts = hosts_of(_machines(cluster))
+    if dry_run:
+        for line in what_push_does(hosts, bundle=bundle, requirements=requirement or (), install=install):
+            say(line)
+        return
     sent = push(
-        hosts_of(spec), bundle=bundle, requirements=requirement or (), install=install,
+        hosts, bundle=bundle, requirements=requirement or (), install=install,
         tell=lambda name, what: say(f"{name}: {what}", err=True),
     )  # fmt: skip
     for name, num_bytes in sent.items():
@@ -93,7 +103,7 @@ def run(
     context: typer.Context,
     cluster: ClusterFile,
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the first machine.")] = PORT,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands without running them.")] = False,
+    dry_run: DryRun = False,
     slurm: Annotated[bool, typer.Option("--slurm", help="Print a batch script for Slurm instead.")] = False,
     kubernetes: Annotated[bool, typer.Option("--kubernetes", help="Print a manifest for Kubernetes instead.")] = False,
     setup: Annotated[bool, typer.Option("--push", help="Push before the run.")] = False,
@@ -123,9 +133,7 @@ def run(
         say(kubernetes_manifest(arguments, len(spec.devices), threads=threads))
         return
     if dry_run:
-        hosts, commands = commands_by_ssh(spec, arguments, port)
-        for host, words in zip(hosts, commands, strict=True):
-            say(shlex.join(host.command(*words)))
+        _say_commands(spec, arguments, port)
         return
     if setup:
         push(hosts_of(spec), tell=lambda name, what: say(f"{name}: {what}", err=True))
@@ -133,6 +141,12 @@ def run(
         raise UsageError("--trusted and --key exclude each other; pass one of them")
     secret = b"" if trusted else read_key(key) if key else None
     raise typer.Exit(run_by_ssh(spec, arguments, port, secret))
+
+
+def _say_commands(cluster: Cluster, arguments: Sequence[str], port: int = PORT) -> None:
+    """Print the ssh command that each machine would get."""
+    for host, words in zip(*commands_by_ssh(cluster, arguments, port), strict=True):
+        say(shlex.join(host.command(*words)))
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
@@ -194,12 +208,16 @@ def measure(
         bool, typer.Option("--update", help="Write the measured costs of messages into the profile.")
     ] = False,
     seconds: Annotated[float, typer.Option(min=0.1, help="Seconds of computation on each host.")] = 2.0,
+    dry_run: DryRun = False,
     json: JsonFile = None,
 ) -> None:
     """Measure all hosts simultaneously and the links one by one; write a cluster file for `penstock plan`."""
     from penstock.group.entry import join_torchrun, under_torchrun
     from penstock.measure.hosts import measure_hosts
 
+    if dry_run:
+        _say_commands(_machines(cluster), _measuring(seconds, profile, update=update))
+        return
     if not under_torchrun() and not is_lab(cluster):
         raise typer.Exit(_measure_by_ssh(cluster, output, profile, seconds, json, update=update))
     if not under_torchrun():
@@ -226,6 +244,13 @@ def measure(
     write_json(json, {"hosts": world.hosts, "cluster": seen, **asdict(measured)})
 
 
+def _measuring(seconds: float, profile: Path | None, *, update: bool) -> list[str]:
+    """Return the command that machines run to measure, with files that were sent to their folders."""
+    arguments = ["hosts", "measure", f"{FILES}/cluster.toml", "--seconds", str(seconds)]
+    arguments += ["--output", f"{FILES}/measured.toml", "--json", f"{FILES}/measured.json"]
+    return arguments + (["--profile", f"{FILES}/profile.json", *(["--update"] * update)] if profile else [])
+
+
 def _measure_by_ssh(
     cluster: Path, output: Path | None, profile: Path | None, seconds: float, json: Path | None, *, update: bool
 ) -> int:
@@ -233,9 +258,7 @@ def _measure_by_ssh(
     spec = read_cluster(cluster)
     hosts = hosts_of(spec)
     given = {"cluster.toml": cluster.read_bytes()} | ({"profile.json": profile.read_bytes()} if profile else {})
-    arguments = ["hosts", "measure", f"{FILES}/cluster.toml", "--seconds", str(seconds)]
-    arguments += ["--output", f"{FILES}/measured.toml", "--json", f"{FILES}/measured.json"]
-    arguments += ["--profile", f"{FILES}/profile.json", *(["--update"] if update else [])] if profile else []
+    arguments = _measuring(seconds, profile, update=update)
     on_all(hosts, lambda host: bring(host, f"{host.folder}/{FILES}", given, clean=False))
     if status := run_by_ssh(spec, arguments):
         return status

@@ -12,6 +12,7 @@ from penstock.cluster import install as install_script
 from penstock.cluster.ssh.check import is_older, torch_version
 from penstock.cluster.ssh.remote import Host, on_all, require, run_on
 from penstock.errors import ClusterError
+from penstock.units import format_bytes
 from penstock.version import LOWEST_TORCH
 
 _INSTALL_S = 3600.0
@@ -95,6 +96,25 @@ def push(
         return sent
 
     return on_all(hosts, prepare)
+
+
+def what_push_does(
+    hosts: Sequence[Host], *, bundle: Path | None = None, requirements: Sequence[str] = (), install: bool = True
+) -> list[str]:
+    """Describe what `push` would send to each machine and install there, without connecting to it."""
+    source, lines = _source_files(), []
+    for host in hosts:
+        folders = {f"{host.folder}/src": source}
+        if bundle is not None:
+            folders[f"{host.folder}/bundle"] = _bundle_files(bundle, host.name)
+        sizes = [
+            f"{folder} ({len(files)} files, {format_bytes(sum(map(len, files.values())))})"
+            for folder, files in folders.items()
+        ]
+        packages = " ".join(_packages(requirements, first=host is hosts[0]))
+        made = f"; {host.environment} gets {packages}, if missing" if install else ""
+        lines.append(f"{host.name}: changed files of {' and '.join(sizes)}{made}")
+    return lines
 
 
 def bring(host: Host, folder: str, files: Mapping[str, bytes], *, clean: bool = True) -> int:

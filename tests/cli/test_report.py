@@ -1,13 +1,15 @@
 """`penstock infer --trace` and `penstock report`: from a run to its page."""
 
+import csv
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.cli.conftest import SMALL
-from tests.report.plans import epoch, trained, write_metrics
+from tests.report.written_metrics import epoch, trained, write_metrics
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -61,7 +63,8 @@ def test_an_elastic_training_without_a_trace(penstock: Run, tmp_path: Path) -> N
     folder, file = write_metrics(tmp_path / "vit", trained()), tmp_path / "report.json"
     status, out, _ = penstock("report", folder, "--json", file)
     assert status == 0
-    assert out.splitlines()[0].startswith("12 epochs, from 4 stages × 1 replica with 0 of 12 layers frozen to 1 stage")
+    assert out.splitlines()[0].startswith("12 epochs, 120 steps, training loss 1.5 to 1.5, validation loss 1.2, acc")
+    assert out.splitlines()[1].startswith("12 epochs, from 4 stages × 1 replica with 0 of 12 layers frozen to 1 stage")
     assert "Elastic training is not traced" in out
     result = json.loads(file.read_text())
     assert [plan["frozen_layers"] for plan in result["plans"]] == [0, 4, 7, 9, 10, 11]
@@ -69,7 +72,39 @@ def test_an_elastic_training_without_a_trace(penstock: Run, tmp_path: Path) -> N
     assert (folder / "report.html").exists()
 
 
-def test_a_training_without_plans_or_trace(penstock: Run, tmp_path: Path) -> None:
-    status, _, errors = penstock("report", write_metrics(tmp_path / "vit", [epoch(0)]))
+def test_training_without_plans_or_trace(penstock: Run, tmp_path: Path) -> None:
+    folder = write_metrics(tmp_path / "vit", [*steps(1, 10), epoch(0), *steps(11, 20), epoch(1, accuracy=0.75)])
+    status, out, _ = penstock("report", folder)
+    assert status == 0
+    assert "2 epochs, 20 steps" in out
+    assert "accuracy 75.00% (best 75.00%, epoch 1), 40 images/s." in out
+    assert not (folder / "plans.csv").exists()
+    rows = list(csv.reader((folder / "epochs.csv").read_text().splitlines()))
+    assert rows[1:] == [
+        ["0", "10", "1.5", "1.2", "0.5", "40 images/s"],
+        ["1", "20", "1.5", "1.2", "0.75", "40 images/s"],
+    ]
+
+
+def test_trainings_beside_each_other(penstock: Run, tmp_path: Path) -> None:
+    names = ["one", "two"]
+    for number, name in enumerate(names):
+        folder = write_metrics(tmp_path / name, [*steps(1, 10), epoch(0, accuracy=0.5 + 0.25 * number)])
+        (folder / "settings.json").write_text(json.dumps({"lr": 10.0**-number, "seed": 0, "output": name}))
+    page, file = tmp_path / "page.html", tmp_path / "beside.json"
+    status, out, _ = penstock("report", *(tmp_path / name for name in names), "-o", page, "--json", file)
+    assert status == 0
+    assert "two: 1 epoch, 10 steps" in out
+    result = json.loads(file.read_text())
+    assert result["differences"] == [["lr", "1.0", "0.1"]]
+    assert [(row[0], row[5]) for row in result["epochs"]] == [("one", 0.5), ("two", 0.75)]
+    status, _, errors = penstock("report", tmp_path / "one", tmp_path)
     assert status == 2
     assert "run.json not found" in errors
+
+
+def steps(first: int, last: int) -> list[dict[str, Any]]:
+    return [
+        {"kind": "step", "step": step, "loss": 1.5, "learning_rate": 1e-3, "seconds": 0.1}
+        for step in range(first, last + 1)
+    ]

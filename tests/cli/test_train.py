@@ -24,7 +24,7 @@ def test_a_run_on_the_command_line(penstock: Run, tmp_path: Path) -> None:
     arguments += ["--trace", tmp_path / "trace", "--json", tmp_path / "out.json"]
     status, out, err = penstock("train", VIT, *arguments)
     assert (status, err) == (0, "")
-    assert "1 processes; model, checkpoints and metrics are in" in out
+    assert "1 process; model, checkpoints and metrics are in" in out
     assert json.loads((tmp_path / "out.json").read_text())["epochs"][0]["unit"] == "images"
     status, out, err = penstock("train", VIT, *arguments[:-4], "--resume")
     assert (status, err, out.count("\n")) == (0, "", 1)

@@ -23,8 +23,8 @@ def test_commands_name_verbs() -> None:
             assert verb in main_module._HELP, (page.name, verb)
 
 
-@pytest.mark.parametrize("page", ["api", "differences", "inference", "start"])
-def test_python_that_stands_alone_runs(page: str) -> None:
+@pytest.mark.parametrize("page", ["api", "differences", "inference", "own-loop", "start"])
+def test_python_that_stands_alone_runs(page: str, tmp_path: Path) -> None:
     (code, *_) = re.findall(r"```python\n(import .*?)```", (ROOT / "docs" / f"{page}.md").read_text(), re.DOTALL)
-    done = run_python("-c", code, deadline_s=120.0)
+    done = run_python("-c", f"import os; os.chdir({str(tmp_path)!r})\n{code}", deadline_s=120.0)
     assert done.status == 0, done.stderr

@@ -12,7 +12,7 @@ from penstock.recipes.data_formats import make_task
 from penstock.recipes.launch import fit
 from penstock.recipes.settings import FitSettings, elastic_options, read_settings, write_settings
 from penstock.recipes.several import ablation_runs
-from penstock.report.training.plans import read_plans
+from penstock.report.training.metrics import read_metrics
 from penstock.spec.cluster import Cluster, Device, write_cluster
 from penstock.spec.profile import write_profile
 from penstock.train.captured import Captured
@@ -134,7 +134,9 @@ def test_a_run_that_was_killed_goes_on_as_if_it_had_not_been(whole: Path, costs:
         plans = lines(folder / "run", "plan")
         assert {(plan["epoch"], plan["frozen_layers"]) for plan in plans} == set(enumerate(FREEZE)), moment
         assert resumed in [plan["step"] for plan in plans], (moment, at)
-        read = read_plans(folder / "run")
+        metrics = read_metrics(folder / "run")
+        assert metrics is not None
+        read = metrics.timeline
         assert read is not None
         assert len(read.plans) == len(plans)
         assert [span.plan.frozen_layers for span in read.spans() if span.begin < span.end] == FREEZE
@@ -142,7 +144,7 @@ def test_a_run_that_was_killed_goes_on_as_if_it_had_not_been(whole: Path, costs:
 
 def test_the_lines_of_plans_are_what_a_report_reads(costs: Path, tmp_path: Path) -> None:
     result = fit(elastic(tmp_path, costs, keep_cache=True, epochs=5))
-    read = read_plans(tmp_path / "run")
+    read = read_metrics(tmp_path / "run")
     assert read is not None
     assert [plan.step for plan in read.plans] == [STEPS * epoch for epoch in range(5)]
     assert [plan.frozen_layers for plan in read.plans] == [*FREEZE, 2]

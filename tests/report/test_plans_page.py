@@ -8,21 +8,22 @@ import pytest
 
 from penstock.plan.schedule.schedules import gpipe
 from penstock.report.page.plan_figures import plans_figure, plans_lines, plans_table
-from penstock.report.run_report import PlansReport, Report, write_any_report
-from penstock.report.training.plans import PlanTimeline, read_plans
+from penstock.report.run_report import Report, TrainingReport, write_any_report
+from penstock.report.training.metrics import PlanTimeline, read_metrics
 from penstock.tracing.trace import write_run
 from tests.report import samples
-from tests.report.plans import WHY, epoch, plan, trained, write_metrics
 from tests.report.test_hostile import PAYLOADS
 from tests.report.test_page import asks_for_nothing, browser, can_be_read_without_seeing, fits_a_phone, opened
+from tests.report.written_metrics import WHY, epoch, plan, trained, write_metrics
 
 __all__ = ["browser"]
 
 
 def timeline(folder: Path, lines: list[dict[str, Any]]) -> PlanTimeline:
-    found = read_plans(write_metrics(folder, lines))
+    found = read_metrics(write_metrics(folder, lines))
     assert found is not None
-    return found
+    assert found.timeline is not None
+    return found.timeline
 
 
 def test_the_rows_one_below_the_other(tmp_path: Path) -> None:
@@ -89,16 +90,16 @@ def test_in_words(tmp_path: Path, lines: list[dict[str, Any]], words: list[str])
 def test_without_a_trace_the_page_has_the_plans(browser: Any, tmp_path: Path) -> None:
     folder = write_metrics(tmp_path / "vit", trained())
     report = write_any_report(folder)
-    assert isinstance(report, PlansReport)
+    assert isinstance(report, TrainingReport)
     assert report.lead[-1] == ("Elastic training is not traced, so there is no account of lost time.")
-    assert {file.name for file in report.files} == {"report.html", "tables.md", "plans.csv"}
+    assert {file.name for file in report.files} == {"report.html", "tables.md", "plans.csv", "epochs.csv"}
     page = opened(browser, folder / "report.html")
-    assert page.find_element("css selector", "h1").text == "The plans of vit"
+    assert page.find_element("css selector", "h1").text == "Training in vit"
     assert len(page.find_elements("css selector", "#figure-plans .barlayer .point")) == 3
     ticks = page.find_elements("css selector", "#figure-plans .xtick text")
     assert [tick.text for tick in ticks] == [str(number) for number in range(12)]
     asks_for_nothing(page)
-    can_be_read_without_seeing(page, least=1)
+    can_be_read_without_seeing(page, least=2)
     for dark in (False, True):
         fits_a_phone(page, dark)
 

@@ -11,7 +11,7 @@ from penstock.cli.options import JsonFile, make_console, write_json
 from penstock.errors import UsageError
 from penstock.report.beside import write_beside
 from penstock.report.page.tables import show
-from penstock.report.run_report import PlansReport, write_any_report
+from penstock.report.run_report import TrainingReport, write_any_report
 from penstock.terminal.progress import working
 
 
@@ -20,7 +20,7 @@ def report(
         list[Path],
         typer.Argument(
             metavar="RUN...",
-            help="Folder of --trace or of an elastic training run; several folders of streams are compared.",
+            help="Folder of --trace or of penstock train; several folders of one kind are compared.",
         ),
     ],
     output: Annotated[
@@ -29,7 +29,7 @@ def report(
     pictures: Annotated[bool, typer.Option(help="PNG and SVG files of the figures.")] = True,
     json: JsonFile = None,
 ) -> None:
-    """Write a run's page, its trace for Perfetto, tables and pictures, and print the breakdown; or compare runs."""
+    """Write a run's page, tables and pictures, and print where its time went or how it learned; or compare runs."""
     console = make_console()
     if len(runs) > 1:
         _beside(runs, output or Path("beside.html"), json)
@@ -44,7 +44,7 @@ def report(
     result: dict[str, Any] = {
         "plans": [msgspec.to_builtins(plan) for plan in made.plans], "files": [str(file) for file in made.files]
     }  # fmt: skip
-    if not isinstance(made, PlansReport):
+    if not isinstance(made, TrainingReport):
         account = made.account
         console.print(f"{'devices together':28} {account.num_times:7.3f}", markup=False)
         for item in account.lines:
@@ -66,7 +66,7 @@ def _beside(runs: list[Path], output: Path, json: Path | None) -> None:
         made = write_beside(runs, output)
     for line in made.lead:
         console.print(line, markup=False, soft_wrap=True)
-    differences, operators = made.tables
+    differences, *others = made.tables
     what, *names = differences.columns
     table = Table(what, *(Column(name, overflow="fold", justify="right") for name in names))
     for row in differences.rows:
@@ -74,7 +74,7 @@ def _beside(runs: list[Path], output: Path, json: Path | None) -> None:
     console.print(table)
     write_json(json, {
         "runs": names, "differences": [list(row) for row in differences.rows],
-        "operators": [list(row) for row in operators.rows],
+        **{table.key: [list(row) for row in table.rows] for table in others},
         "files": [str(file) for file in made.files],
     })  # fmt: skip
     console.print(f"the page is {output}", markup=False, soft_wrap=True)

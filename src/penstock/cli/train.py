@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -222,7 +223,12 @@ def _show_one(result: "FitResult", json: Path | None) -> None:
     console.print(table)
     if result.new_tensors:
         console.print(f"not in the given weights, newly initialized: {', '.join(result.new_tensors)}", markup=False)
-    console.print(f"{result.num_processes} processes; model, checkpoints and metrics are in {result.settings.folder}")
+    processes = f"{result.num_processes} process{'es' * (result.num_processes != 1)}"
+    folder = result.settings.folder
+    console.print(
+        f"{processes}; model, checkpoints and metrics are in {folder}; for its curves: penstock report "
+        f"{shlex.quote(str(folder))}", markup=False, soft_wrap=True,
+    )  # fmt: skip
 
 
 def _number(value: float | None) -> str:

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from penstock.recipes.metrics import (
 from penstock.recipes.settings import FitSettings, elastic_options, plan_of, survival_options
 from penstock.recipes.tasks import Task
 from penstock.terminal.live import FitProgress
-from penstock.terminal.notes import note
+from penstock.terminal.notes import note, say
 from penstock.terminal.progress import working
 from penstock.train.arrangement import TrainOptions
 from penstock.train.evaluate import evaluate_all
@@ -141,6 +141,7 @@ class _Fit:
         self._folder = RunFolder(settings, self._world.rank, self._first)
         self._epochs: list[EpochResult] = []
         self._num_changes = 0
+        self._say: Callable[[str], None] = say  # of the first process, beside its progress
         self._steps: dict[int, _StepNote] = {}  # steps of epochs that have not ended or may be repeated
         if settings.resume and settings.join is None:
             losses = self._folder.losses(self._first - self._loader.position, self._first)
@@ -151,6 +152,12 @@ class _Fit:
         if self._world.rank == FEEDER:
             fields = dataclasses.asdict(change)
             self._folder.write("plan", step=fields.pop("step"), **fields)
+            cached = ", outputs of frozen layers cached" if change.cached else ""
+            self._say(
+                f"epoch {change.epoch}: {change.frozen_layers} of {change.num_layers} layers frozen, {change.stages} "
+                f"stage{'s' * (change.stages != 1)} x {change.replicas} replica{'s' * (change.replicas != 1)}{cached}: "
+                f"{change.why}"
+            )
 
     def _make_optimizer(self, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
         given = self._settings
@@ -210,6 +217,7 @@ class _Fit:
             unit, shown = self._task.unit, self._world.rank == FEEDER
             look = self._trainer.watch.stage_states if self._settings.live else None
             with FitProgress(self._num_steps, unit, shown=shown, done=self._first, look=look) as progress:
+                self._say = progress.say
                 while self._trainer.step < self._num_steps:
                     self._iterate(progress)
             if self._settings.save:
@@ -230,9 +238,10 @@ class _Fit:
         for inputs, labels, begin in self._batches():
             loss = float(self._pipe.train_step(inputs, labels, self._task.loss_fn))
             self._note_changes()
+            learning_rate = self._optimizer.param_groups[0]["lr"]
             if self._update():
                 continue
-            self._note(loss, time.perf_counter() - begin)
+            self._note(loss, learning_rate, time.perf_counter() - begin)
             epoch = self._steps[self._trainer.step].epoch
             notes = self._notes_of(epoch)
             counted_s = sum(each.counted_s for each in notes)
@@ -285,7 +294,7 @@ class _Fit:
             self._scheduler.step()
         return False
 
-    def _note(self, loss: float, seconds: float) -> None:
+    def _note(self, loss: float, learning_rate: float, seconds: float) -> None:
         report: StepReport = self._pipe.last_step
         epoch, rows = self._loader.epoch, self._loader.last_rows
         warm = self._trainer.step - self._first > min(WARM_UP, self._num_steps - self._first - 1)
@@ -295,7 +304,7 @@ class _Fit:
             sent_bytes=report.sent_bytes,
         )  # fmt: skip
         self._folder.write(
-            "step", step=self._trainer.step, loss=loss, seconds=seconds, warm_up=not warm,
+            "step", step=self._trainer.step, loss=loss, learning_rate=learning_rate, seconds=seconds, warm_up=not warm,
             synchronizations_per_s=report.num_synchronizations / seconds, **dataclasses.asdict(report),
         )  # fmt: skip
 
@@ -327,6 +336,8 @@ class _Fit:
         )  # fmt: skip
         self._epochs.append(result)
         self._folder.write("epoch", **msgspec.structs.asdict(result))
+        if self._world.rank == FEEDER:
+            self._say(str(result))
         self._best = first["best"]  # a process that has joined does not know it
         if (self._settings.save or self._is_checkpoint_due()) and not self._checkpoint():
             return

@@ -70,6 +70,12 @@ class EpochResult(msgspec.Struct, frozen=True, kw_only=True):
     peak_memory_bytes: list[int]
     sent_bytes: list[int]
 
+    def __str__(self) -> str:
+        validated = [] if self.validation_loss is None else [f"validation loss {self.validation_loss:.4f}"]
+        right = [] if self.accuracy is None else [f"accuracy {self.accuracy:.2%}"]
+        rate = [f"{self.units_per_s:.1f} {self.unit}/s"] if self.units_per_s else []
+        return f"epoch {self.epoch}: {', '.join([f'loss {self.train_loss:.4f}', *validated, *right, *rate])}"
+
 
 class FitResult(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a run."""

@@ -1,20 +1,24 @@
-"""The page that compares several runs: differences, timelines, and operators of each run."""
+"""The page that compares several runs: differences, timelines and operators of streams, curves of training runs."""
 
+import json
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
-from penstock.errors import UsageError
+from penstock.errors import DataError, UsageError
 from penstock.files import write_whole
 from penstock.report.page.figures import Figure, loads, timeline
+from penstock.report.page.learning_figures import learning_figure, learning_lines
 from penstock.report.page.page import Text, make_page
 from penstock.report.page.tables import Cell, Table, markdown, predicted_loads, stage_table
 from penstock.report.run_report import profiled_lines
 from penstock.report.stream.account import shape_of
 from penstock.report.stream.measured import MeasuredStream, measure_stream
+from penstock.report.training.metrics import METRICS_FILE, read_metrics
 from penstock.tracing.trace import Run, Span, read_run
 from penstock.units import format_bytes, format_seconds
 
@@ -78,22 +82,32 @@ class Beside:
 
 
 def write_beside(folders: Sequence[str | os.PathLike[str]], file: str | os.PathLike[str]) -> Beside:
-    """Write a page that compares several streams with the first.
+    """Write a page that compares several streams with the first, or the metrics of several training runs.
 
     Example:
         write_beside(["runs/serial", "runs/four"], "beside.html").lead
 
     Writes the page, and next to it the tables as Markdown. Raises `DataError` if a folder has no complete run,
-    `UsageError` for a training run, or if the page cannot be written.
+    `UsageError` for a training run beside a stream, or if the page cannot be written.
     """
-    named = _read([Path(folder) for folder in folders])
-    lead = _lead(named)
-    tables = [differences(named), operators(named)]
-    figures = [
-        replace(figure, key=f"{figure.key}{index}", title=f"{each.name}: {figure.title}")
-        for index, each in enumerate(named) for figure in _figures(each)
-    ]  # fmt: skip
-    page = make_page(" beside ".join(each.name for each in named), lead, figures, tables, [_how(named)])
+    places = [Path(folder) for folder in folders]
+    trained = [read_metrics(place) for place in places]
+    names = [place.resolve().name for place in places]
+    if len(set(names)) < len(names):
+        names = [str(place) for place in places]
+    if all(trained):
+        runs = [(name, metrics) for name, metrics in zip(names, trained, strict=True) if metrics is not None]
+        lead = [f"{name}: {line}" for name, metrics in runs for line in learning_lines(metrics)]
+        tables, figures, texts = [_settings(names, places)], [learning_figure(runs)], list[Text]()
+    else:
+        named = _read(names, places)
+        lead, tables, texts = _lead(named), [differences(named), operators(named)], [_how(named)]
+        figures = [
+            replace(figure, key=f"{figure.key}{index}", title=f"{each.name}: {figure.title}")
+            for index, each in enumerate(named) for figure in _figures(each)
+        ]  # fmt: skip
+    page = make_page(" beside ".join(names), lead, figures, tables, texts)
+    tables += [figure.table for figure in figures if figure.key == "learning"]
     place = Path(file)
     files = {place: page, place.with_suffix(".md"): markdown(tables)}
     try:
@@ -104,16 +118,32 @@ def write_beside(folders: Sequence[str | os.PathLike[str]], file: str | os.PathL
     return Beside(tuple(lead), tuple(tables), tuple(files))
 
 
-def _read(folders: Sequence[Path]) -> list[Named]:
-    names = [folder.resolve().name for folder in folders]
-    if len(set(names)) < len(names):
-        names = [str(folder) for folder in folders]
+def _settings(names: Sequence[str], folders: Sequence[Path]) -> Table:
+    """Return the settings that differ between training runs."""
+    found: list[dict[str, Any]] = []
+    for folder in folders:
+        file = folder / "settings.json"
+        try:
+            document = json.loads(file.read_bytes()) if file.exists() else {}
+        except (OSError, ValueError, RecursionError):
+            document = None
+        if not isinstance(document, dict):
+            raise DataError(f"{file} is not the settings of a training run; copy the run's folder again")
+        found.append(document)
+    keys = [key for key in dict.fromkeys(key for each in found for key in each) if key != "output"]
+    rows = [(key, *(json.dumps(each.get(key)) for each in found)) for key in keys]
+    differing = tuple(row for row in rows if len(set(row[1:])) > 1)
+    return Table("settings", "Settings that differ", ("setting", *names), differing)
+
+
+def _read(names: Sequence[str], folders: Sequence[Path]) -> list[Named]:
     found = []
     for name, folder in zip(names, folders, strict=True):
         run = read_run(folder)
         if run.facts.kind != "stream":
             raise UsageError(
-                f"{folder} is a training run; only streams can be compared, such as those of infer --trace"
+                f"{folder} is a training run without {METRICS_FILE}, or beside a stream; compare streams of infer "
+                "--trace, or folders of penstock train"
             )
         found.append(Named(name, run, measure_stream(run)))
     return found

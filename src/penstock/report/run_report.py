@@ -11,6 +11,7 @@ from penstock.plan.schedule.schedules import SCHEDULES
 from penstock.report.page.chrome import write_chrome_trace
 from penstock.report.page.figures import Figure, loads, memory, throughput, timeline, waterfall
 from penstock.report.page.generation_tables import generation_tables
+from penstock.report.page.learning_figures import learning_figure, learning_lines
 from penstock.report.page.page import Text, make_page
 from penstock.report.page.pictures import Picture, draw_pictures, stream_picture
 from penstock.report.page.plan_figures import plans_figure, plans_lines
@@ -29,7 +30,7 @@ from penstock.report.page.training_figures import training_figures, training_pic
 from penstock.report.stream.account import Account, make_account, shape_of
 from penstock.report.stream.advice import Advice, advise, advise_memory
 from penstock.report.stream.measured import measure_stream
-from penstock.report.training.plans import PlanLine, PlanTimeline, read_plans
+from penstock.report.training.metrics import PlanLine, RunMetrics, read_metrics
 from penstock.report.training.steps import measure_training
 from penstock.report.training.training_account import advise_training, make_training_account
 from penstock.tracing.trace import RUN_FILE, Run, read_run
@@ -47,16 +48,16 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True)
-class PlansReport:
-    """The report of an elastic training run without a trace."""
+class TrainingReport:
+    """The report of a training run without a trace."""
 
     lead: tuple[str, ...]
     files: tuple[Path, ...]
     plans: tuple[PlanLine, ...]
 
 
-def write_any_report(folder: str | os.PathLike[str], *, pictures: bool = True) -> Report | PlansReport:
-    """Write the report of a traced run; without a trace, the report of an elastic training run's plans.
+def write_any_report(folder: str | os.PathLike[str], *, pictures: bool = True) -> Report | TrainingReport:
+    """Write the report of a traced run, or of a training run's metrics if there is no trace.
 
     Example:
         write_any_report("runs/one").files
@@ -64,8 +65,8 @@ def write_any_report(folder: str | os.PathLike[str], *, pictures: bool = True) -
     Raises as `write_report` does.
     """
     place = Path(folder)
-    plans = None if (place / RUN_FILE).is_file() else read_plans(place)
-    return write_report(place, pictures=pictures) if plans is None else write_plans_report(place, plans)
+    metrics = None if (place / RUN_FILE).is_file() else read_metrics(place)
+    return write_report(place, pictures=pictures) if metrics is None else write_training_report(place, metrics)
 
 
 def write_report(folder: str | os.PathLike[str], *, pictures: bool = True) -> Report:
@@ -80,16 +81,20 @@ def write_report(folder: str | os.PathLike[str], *, pictures: bool = True) -> Re
     """
     place = Path(folder)
     run = read_run(place)
-    plans = read_plans(place)
+    metrics = read_metrics(place)
     found = stream_contents(run) if run.facts.kind == "stream" else training_contents(run)
     figures = [figure for figure in found.figures if figure is not None]
-    figures += [plans_figure(plans)] if plans is not None else []
+    figures += metrics_figures(metrics, place) if metrics is not None else []
     lead = [*found.lead, *profiled_lines(run)]
     advice, to_do = found.advice, [*found.advice.to_do, *advise_memory(run)]
     texts = [Text("advice", "What to do", to_do)] if to_do else []
     # the lead already names the largest cause
     page = make_page(found.title, [*lead, *advice.known[1:]], figures, found.tables, texts)
-    tables = [account_table(found.account), *(f.table for f in figures if f.key in {"loads", "plans"}), *found.tables]
+    tables = [
+        account_table(found.account),
+        *(f.table for f in figures if f.key in {"loads", "learning", "plans"}),
+        *found.tables,
+    ]
     files = _write_files(place, page, tables)
     try:
         files.append(place / "trace.json")
@@ -97,21 +102,28 @@ def write_report(folder: str | os.PathLike[str], *, pictures: bool = True) -> Re
     except OSError as error:
         raise _not_written(place, error) from None
     files += draw_pictures(place, found.account, found.picture) if pictures else []
-    return Report(found.account, tuple(lead), (*advice.known, *to_do), tuple(files), plans.plans if plans else ())
+    return Report(found.account, tuple(lead), (*advice.known, *to_do), tuple(files), metrics.plans if metrics else ())
 
 
-def write_plans_report(folder: Path, timeline: PlanTimeline) -> PlansReport:
-    """Write the page and the tables of an elastic training run without a trace.
+def write_training_report(folder: Path, metrics: RunMetrics) -> TrainingReport:
+    """Write the page and the tables of a training run without a trace.
 
     Raises `UsageError` if a package is not installed, or the folder cannot be written.
     """
-    lead = [
-        *plans_lines(timeline),
-        "Elastic training is not traced, so there is no account of lost time.",
-    ]
-    figure = plans_figure(timeline)
-    page = make_page(f"The plans of {folder.resolve().name}", lead, [figure], [], [])
-    return PlansReport(tuple(lead), tuple(_write_files(folder, page, [figure.table])), timeline.plans)
+    lead = learning_lines(metrics)
+    if metrics.timeline is not None:
+        lead += [*plans_lines(metrics.timeline), "Elastic training is not traced, so there is no account of lost time."]
+    figures = metrics_figures(metrics, folder)
+    page = make_page(f"Training in {folder.resolve().name}", lead, figures, [], [])
+    files = _write_files(folder, page, [figure.table for figure in figures])
+    return TrainingReport(tuple(lead), tuple(files), metrics.plans)
+
+
+def metrics_figures(metrics: RunMetrics, folder: Path) -> list[Figure]:
+    """Draw the curves of a training run, and its plans if it is elastic."""
+    plans = metrics.timeline
+    curves = [learning_figure([(folder.resolve().name, metrics)])] if metrics.steps or metrics.epochs else []
+    return curves + ([plans_figure(plans)] if plans is not None else [])
 
 
 def _write_files(place: Path, page: str, tables: Sequence[Table]) -> list[Path]:

@@ -174,6 +174,11 @@ class FitProgress:
         if self._view is not None:
             self._view.advance(0, text)
 
+    def say(self, text: str) -> None:
+        """Print a line that stays."""
+        if self._shown:
+            self._console.print(plain(text), markup=False, soft_wrap=True)
+
     def _line(self) -> str:
         return how_far(self._done, self._left, "steps", time.monotonic() - self._began_s) + self._now
 

@@ -1,5 +1,6 @@
 """The page's figures as plotly JSON; plotly's script is embedded in the page."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -240,3 +241,35 @@ def memory(run: Run) -> Figure | None:
     table = Table("memory", "Peak memory", ("process", "MB"), tuple(rows))
     alt = "Memory of each process: " + ", ".join(f"{row[0]} {row[1]} MB at most" for row in rows) + "."
     return Figure("memory", "Memory", alt, data, layout, table)
+
+
+# relative height of a row of `rows_of_axes`, the gap between rows, and the pixels of a height of 1
+ROW, _GAP, _PIXELS = 1.0, 0.28, 130
+
+
+def rows_of_axes(
+    rows: Sequence[tuple[float, Sequence[dict[str, Any]], dict[str, Any]]], xaxis: dict[str, Any]
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Place rows below each other over one x axis; a row is its height, its traces and its y axis."""
+    data: list[dict[str, Any]] = []
+    layout: dict[str, Any] = {}
+    heights = sum(height for height, _, _ in rows) + _GAP * (len(rows) - 1)
+    top = heights
+    for number, (height, traces, axis) in enumerate(rows, 1):
+        name = f"y{number if number > 1 else ''}"
+        data += [{**trace, "xaxis": "x", "yaxis": name} for trace in traces]
+        layout[name.replace("y", "yaxis")] = {
+            **axis, "domain": [max(0.0, round((top - height) / heights, 4)), round(top / heights, 4)], "anchor": "x",
+            "fixedrange": True,
+        }  # fmt: skip
+        top -= height + _GAP
+    return data, layout | {
+        "height": round(100 + _PIXELS * heights), "margin": {"l": 50, "r": 25, "t": 40, "b": 50},
+        "hovermode": "closest", "dragmode": "pan",
+        "xaxis": {**xaxis, "anchor": f"y{len(rows)}", "showgrid": False, "zeroline": False},
+    }  # fmt: skip
+
+
+def finite(value: float | None) -> float | None:
+    """Return a number that JSON can represent, else None."""
+    return value if value is not None and math.isfinite(value) else None

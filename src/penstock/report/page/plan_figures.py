@@ -1,19 +1,16 @@
 """The timeline of an elastic training run's plans: frozen layers, stages, replicas, and results of epochs."""
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
-from penstock.report.page.figures import KEPT, PALETTE, TEXT_INSIDE, Figure
+from penstock.report.page.figures import KEPT, PALETTE, ROW, TEXT_INSIDE, Figure, finite, rows_of_axes
 from penstock.report.page.tables import Cell, Table
-from penstock.report.training.plans import PlanLine, PlanSpan, PlanTimeline
+from penstock.report.training.metrics import PlanLine, PlanSpan, PlanTimeline
 from penstock.units import format_bytes, format_seconds
 
 _COLUMNS = ("epoch", "frozen", "layers", "stages × replicas", "cached", "units/s", "accuracy", "migrate s", "moved",
             "fill s", "why")  # fmt: skip
-# relative heights of the rows, and the gap between rows
-_BAND, _ROW, _GAP = 0.45, 1.0, 0.28
-_PIXELS = 130  # height of a row
+_BAND = 0.45  # relative height of the row of stages and replicas
 # colours of the palette with enough contrast with white
 _COLORS = tuple(PALETTE[place] for place in (0, 1, 4, 5, 6, 2))
 # with more epochs, plotly chooses which are labelled
@@ -23,29 +20,16 @@ _MAX_TICKS = 20
 def plans_figure(timeline: PlanTimeline) -> Figure:
     """Draw plans and results in rows with a common epoch axis."""
     spans = [span for span in timeline.spans() if span.begin < span.end]
-    rows = [(_ROW, *_frozen(spans)), (_BAND, *_bands(spans))]
-    rows += [(_ROW, *drawn) for drawn in (_rates(timeline), _accuracies(timeline)) if drawn is not None]
-    data: list[dict[str, Any]] = []
-    layout: dict[str, Any] = {}
-    heights = sum(height for height, _, _ in rows) + _GAP * (len(rows) - 1)
-    top = heights
-    for number, (height, trace, axis) in enumerate(rows, 1):
-        name = f"y{number if number > 1 else ''}"
-        data.append({**trace, "xaxis": "x", "yaxis": name})
-        layout[name.replace("y", "yaxis")] = {
-            **axis, "domain": [max(0.0, round((top - height) / heights, 4)), round(top / heights, 4)], "anchor": "x",
-            "fixedrange": True,
-        }  # fmt: skip
-        top -= height + _GAP
-    titles = [str(axis["title"]["text"]).replace("<br>", " ") for _, _, axis in rows]
+    rows = [(ROW, *_frozen(spans)), (_BAND, *_bands(spans))]
+    rows += [(ROW, *drawn) for drawn in (_rates(timeline), _accuracies(timeline)) if drawn is not None]
     first, last = spans[0].begin, spans[-1].end
-    layout |= {
-        "height": round(100 + _PIXELS * heights), "margin": {"l": 50, "r": 25, "t": 40, "b": 50},
-        "showlegend": False, "hovermode": "closest", "dragmode": "pan",
-        "uniformtext": {"minsize": 9, "mode": "hide"}, "bargap": 0,
-        "xaxis": {"title": {"text": "epoch"}, "range": [first - 0.5, last - 0.5], "anchor": f"y{len(rows)}",
-                  "showgrid": False, "zeroline": False, **({"dtick": 1} if last - first <= _MAX_TICKS else {})},
-    }  # fmt: skip
+    data, layout = rows_of_axes(
+        [(height, [trace], axis) for height, trace, axis in rows],
+        {"title": {"text": "epoch"}, "range": [first - 0.5, last - 0.5],
+         **({"dtick": 1} if last - first <= _MAX_TICKS else {})},
+    )  # fmt: skip
+    layout |= {"showlegend": False, "uniformtext": {"minsize": 9, "mode": "hide"}, "bargap": 0}
+    titles = [str(axis["title"]["text"]).replace("<br>", " ") for _, _, axis in rows]
     return Figure("plans", "Timeline of plans", _alt(spans, titles), data, layout, plans_table(timeline))
 
 
@@ -56,12 +40,12 @@ def plans_table(timeline: PlanTimeline) -> Table:
     for span in timeline.spans():
         plan = span.plan
         kept = (plan.frozen_layers, plan.num_layers, _size(plan), "yes" if plan.cached else "no")
-        cost = (_finite(plan.migrate_s), format_bytes(plan.moved_bytes), _finite(plan.fill_s), plan.why)
+        cost = (finite(plan.migrate_s), format_bytes(plan.moved_bytes), finite(plan.fill_s), plan.why)
         # including a plan that was replaced immediately
         numbers = [n for n in epochs if span.begin <= n < span.end and n > span.begin]
         for number in (span.begin, *numbers):
             reached = epochs.get(number) if span.begin < span.end else None
-            got = (_finite(reached.units_per_s), _finite(reached.accuracy)) if reached else (None, None)
+            got = (finite(reached.units_per_s), finite(reached.accuracy)) if reached else (None, None)
             rows.append((number, *kept, *got, *(cost if number == span.begin else (None, None, None, None))))
     return Table("plans", "The plans, epoch by epoch", _COLUMNS, tuple(rows))
 
@@ -124,11 +108,11 @@ def _bands(spans: Sequence[PlanSpan]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def _rates(timeline: PlanTimeline) -> tuple[dict[str, Any], dict[str, Any]] | None:
     unit = timeline.epochs[0].unit if timeline.epochs else ""
-    return _line([(e.epoch, _finite(e.units_per_s)) for e in timeline.epochs], f"{unit}/s", PALETTE[4], "tozero")
+    return _line([(e.epoch, finite(e.units_per_s)) for e in timeline.epochs], f"{unit}/s", PALETTE[4], "tozero")
 
 
 def _accuracies(timeline: PlanTimeline) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    return _line([(e.epoch, _finite(e.accuracy)) for e in timeline.epochs], "accuracy", PALETTE[1], "normal")
+    return _line([(e.epoch, finite(e.accuracy)) for e in timeline.epochs], "accuracy", PALETTE[1], "normal")
 
 
 def _line(
@@ -175,8 +159,3 @@ def _alt(spans: Sequence[PlanSpan], titles: Sequence[str]) -> str:
         f"Epochs {spans[0].begin} to {spans[-1].end - 1} from left to right, {_way([span.plan for span in spans])}; "
         f"from the top {', '.join(titles)}. Striped plans cache the outputs of frozen layers."
     )
-
-
-def _finite(value: float | None) -> float | None:
-    """Return a number that JSON can represent, else None."""
-    return value if value is not None and math.isfinite(value) else None

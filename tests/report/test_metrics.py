@@ -1,4 +1,4 @@
-"""Plans and epochs as the lines of a training's metrics say, in order of steps."""
+"""Steps, epochs and plans as the lines of a training's metrics say, in order of steps."""
 
 import json
 from pathlib import Path
@@ -7,23 +7,29 @@ from typing import Any
 import pytest
 
 from penstock.errors import DataError
-from penstock.report.training.plans import EpochLine, PlanTimeline, read_plans
-from tests.report.plans import epoch, plan, trained, write_metrics
+from penstock.report.training.metrics import EpochLine, PlanTimeline, StepLine, read_metrics
+from tests.report.written_metrics import epoch, plan, trained, write_metrics
+
+
+def timeline(tmp_path: Path, lines: list[dict[str, Any]]) -> PlanTimeline:
+    metrics = read_metrics(write_metrics(tmp_path, lines))
+    assert metrics is not None
+    assert metrics.timeline is not None
+    return metrics.timeline
 
 
 def spans(tmp_path: Path, lines: list[dict[str, Any]]) -> list[tuple[int, int, int]]:
     """Of each plan the frozen layers, and the epochs that it was for."""
-    timeline = read_plans(write_metrics(tmp_path, lines))
-    assert timeline is not None
-    return [(span.plan.frozen_layers, span.begin, span.end) for span in timeline.spans()]
+    return [(span.plan.frozen_layers, span.begin, span.end) for span in timeline(tmp_path, lines).spans()]
 
 
 def test_a_training_read(tmp_path: Path) -> None:
-    timeline = read_plans(write_metrics(tmp_path, trained()))
-    assert isinstance(timeline, PlanTimeline)
-    assert [line.frozen_layers for line in timeline.plans] == [0, 4, 7, 9, 10, 11]
-    assert timeline.epochs[0] == EpochLine(epoch=0, step=10, unit="images", units_per_s=30.0, accuracy=0.9 - 0.6)
-    assert len(timeline.epochs) == 12
+    found = timeline(tmp_path, trained())
+    assert [line.frozen_layers for line in found.plans] == [0, 4, 7, 9, 10, 11]
+    assert found.epochs[0] == EpochLine(
+        epoch=0, step=10, unit="images", units_per_s=30.0, train_loss=1.5, validation_loss=1.2, accuracy=0.9 - 0.6
+    )
+    assert len(found.epochs) == 12
 
 
 @pytest.mark.parametrize(
@@ -47,16 +53,19 @@ def test_which_epochs_plans_were_for(tmp_path: Path, lines: list[dict[str, Any]]
 
 
 def test_without_plans_there_is_no_timeline(tmp_path: Path) -> None:
-    assert read_plans(tmp_path) is None
-    assert read_plans(write_metrics(tmp_path, [epoch(0)])) is None
+    assert read_metrics(tmp_path) is None
+    found = read_metrics(write_metrics(tmp_path, [{"kind": "step", "step": 1, "loss": 1.5, "seconds": 2.0}, epoch(0)]))
+    assert found is not None
+    assert found.timeline is None
+    assert found.steps == (StepLine(step=1, loss=1.5),)
 
 
 def test_a_line_that_was_not_finished_is_left_out(tmp_path: Path) -> None:
     with (write_metrics(tmp_path, [plan(), epoch(0)]) / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "plan", "st')
-    timeline = read_plans(tmp_path)
-    assert timeline is not None
-    assert (len(timeline.plans), len(timeline.epochs)) == (1, 1)
+    found = read_metrics(tmp_path)
+    assert found is not None
+    assert (len(found.plans), len(found.epochs)) == (1, 1)
 
 
 def test_losses_that_are_no_numbers_are_read(tmp_path: Path) -> None:
@@ -82,7 +91,7 @@ def test_lines_that_no_training_writes(tmp_path: Path, line: str, message: str) 
     file = write_metrics(tmp_path, [plan()]) / "metrics.jsonl"
     file.write_text(file.read_text() + line + "\n")
     with pytest.raises(DataError, match=message) as error:
-        read_plans(tmp_path)
+        read_metrics(tmp_path)
     assert str(error.value).startswith(f"line 2 of {file} is not a line")
     assert str(error.value).endswith("remove it, or copy the file again")
 
@@ -90,4 +99,4 @@ def test_lines_that_no_training_writes(tmp_path: Path, line: str, message: str) 
 def test_what_is_no_text(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_bytes(b"\xff\xfe\n")
     with pytest.raises(DataError, match=r"metrics\.jsonl cannot be read"):
-        read_plans(tmp_path)
+        read_metrics(tmp_path)

@@ -1,4 +1,4 @@
-"""Plans of an elastic training run and results of its epochs, read from its metrics."""
+"""Steps, epochs and plans of a training run, read from its metrics."""
 
 import json
 import os
@@ -40,13 +40,23 @@ class PlanLine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EpochLine(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of a finished epoch's line that is shown with plans; `step` is the epoch's last step."""
+    """The part of a finished epoch's line that is shown; `step` is the epoch's last step."""
 
     epoch: Count
     step: Count
     unit: str
     units_per_s: float
+    train_loss: float | None = None
+    validation_loss: float | None = None
     accuracy: float | None = None
+
+
+class StepLine(msgspec.Struct, frozen=True, kw_only=True):
+    """The part of a step's line that is shown."""
+
+    step: Count
+    loss: float
+    learning_rate: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +89,25 @@ class PlanTimeline:
         return next((e.epoch for e in self.epochs if e.step > plan.step), self.epochs[-1].epoch + 1)
 
 
-def read_plans(folder: str | os.PathLike[str]) -> PlanTimeline | None:
-    """Read the plans in a training run's folder; None if it has no metrics, or metrics without plans.
+@dataclass(frozen=True, slots=True)
+class RunMetrics:
+    """Steps, epochs and plans of a run, each in the order of steps; without elastic training there are no plans."""
+
+    steps: tuple[StepLine, ...]
+    epochs: tuple[EpochLine, ...]
+    plans: tuple[PlanLine, ...]
+
+    @property
+    def timeline(self) -> PlanTimeline | None:
+        """The plans with the epochs; None if there are no plans."""
+        return PlanTimeline(self.plans, self.epochs) if self.plans else None
+
+
+def read_metrics(folder: str | os.PathLike[str]) -> RunMetrics | None:
+    """Read the metrics in a training run's folder; None if it has none.
 
     Example:
-        read_plans("runs/vit").plans[-1].frozen_layers
+        read_metrics("runs/vit").epochs[-1].accuracy
 
     Raises `DataError` for lines that are not metrics; an incomplete last line is ignored.
     """
@@ -95,8 +119,11 @@ def read_plans(folder: str | os.PathLike[str]) -> PlanTimeline | None:
     except (OSError, ValueError) as error:
         raise DataError(f"{file} cannot be read ({error}); copy the run's folder again") from None
     found = [_read(file, number, line) for number, line in enumerate(lines, 1) if line.endswith("\n")]
-    plans, epochs = _of_kind(file, found, "plan", PlanLine), _of_kind(file, found, "epoch", EpochLine)
-    return PlanTimeline(plans, epochs) if plans else None
+    made = RunMetrics(
+        _of_kind(file, found, "step", StepLine), _of_kind(file, found, "epoch", EpochLine),
+        _of_kind(file, found, "plan", PlanLine),
+    )  # fmt: skip
+    return made if made != RunMetrics((), (), ()) else None
 
 
 def _read(file: Path, number: int, line: str) -> tuple[int, dict[str, Any]]:

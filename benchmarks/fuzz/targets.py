@@ -27,7 +27,7 @@ from penstock.deploy.documents import (
     write_document,
 )
 from penstock.engine.counters import read_counters
-from penstock.engine.job import Rotation, StageOptions, StagesJob
+from penstock.engine.job import StageOptions, StagesJob
 from penstock.errors import ClusterError, ProgramError, RunError
 from penstock.graph.capture import capture
 from penstock.graph.program import StageProgram, read_program, write_program
@@ -232,7 +232,7 @@ def _index() -> CheckpointIndex:
 
 def _jobs(programs: list[Any]) -> list[Document]:
     serving = StagesJob(
-        source="weights", number=3, ranks=(Rotation((1,), (0,)), Rotation((1, 2), (0, 1, 1))), sizes={"batch": 2},
+        source="weights", number=3, ranks=(1, 2), sizes={"batch": 2},
         options=StageOptions(threads=1), device_names=("a", "b", "c"), programs={0: [json.dumps(programs[0])]},
     )  # fmt: skip
     alone = RunBaseline(
@@ -272,7 +272,7 @@ def _read_hello(data: bytes) -> None:
 
 
 def _plan() -> Plan:
-    stages = (Stage(devices=("a",)), Stage(devices=("name:1",)))
+    stages = (Stage(device="a"), Stage(device="name:1"))
     sets = (CutSet(cuts=("blocks.1:after",), weight=0.25), CutSet(cuts=("blocks.2:after",), weight=0.75))
     loads = tuple(DeviceLoad(device=name, load_s=0.1, memory_bytes=1e6) for name in ("a", "name:1"))
     prediction = Prediction(

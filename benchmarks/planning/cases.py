@@ -25,8 +25,8 @@ from penstock.zoo.models.models import load_model
 TINY = "timm:deit_tiny_patch16_224"
 RESNET = "timm:resnet50"
 _UNEVEN = (0.5, 0.35, 0.25, 0.15)
-_ONE_PIPELINE = {"replicas": False, "shared": False, "rows": [1]}
-_NOT_SHARED = {"shared": False, "rows": [1]}
+_ONE_PIPELINE = {"replicas": False, "rows": [1]}
+_ROW = {"rows": [1]}
 
 
 def lab_cases() -> list[tuple[Case, dict[str, Any]]]:
@@ -49,7 +49,7 @@ def lab_cases() -> list[tuple[Case, dict[str, Any]]]:
         (Case(name="six hosts", hosts=6, cpu=0.22, **short), _ONE_PIPELINE),
         (Case(name="uneven with one cut set", cpu=_UNEVEN, **short), one_cut_set),
         (Case(name="microbatches of 4", **fours), {**_ONE_PIPELINE, "rows": [4]}),
-        (Case(name="two replicas of tiny", hosts=2, **tiny), _NOT_SHARED),
+        (Case(name="two replicas of tiny", hosts=2, **tiny), _ROW),
         (Case(name="tiny on a slow link", bandwidth="20 Mbit/s", **tiny), _ONE_PIPELINE),
         (Case(name="tiny on an uneven pair", hosts=2, cpu=(0.5, 0.2), **tiny), _ONE_PIPELINE),
         (Case(name="little memory", hosts=2, **short), {**_ONE_PIPELINE, "spare_bytes": 30e6}),

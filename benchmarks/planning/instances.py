@@ -74,7 +74,7 @@ def best_by_force(problem: Problem) -> float:
         for cuts in combinations(range(1, problem.num_units), size - 1):
             bounds = list(pairwise([0, *cuts, problem.num_units]))
             for order in permutations(range(len(problem.devices)), size):
-                division = tuple(Placed((n,), start, end) for n, (start, end) in zip(order, bounds, strict=True))
+                division = tuple(Placed(n, start, end) for n, (start, end) in zip(order, bounds, strict=True))
                 if fits_all(problem, division):
                     best = min(best, bottleneck_s(problem, division))
     return best

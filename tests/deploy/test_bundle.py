@@ -5,7 +5,6 @@ import shutil
 from functools import partial
 from pathlib import Path
 
-import msgspec
 import pytest
 import torch
 from torch import nn
@@ -44,7 +43,7 @@ def plan_for(graph: Graph, devices: tuple[str, ...] = ("a", "b")) -> Plan:
     prediction = Prediction(
         rows_per_s=10.0, bound_rows_per_s=10.0, latency_s=0.2, num_rows=10, total_s=1.0, limit="a", devices=loads
     )
-    stages = tuple(Stage(devices=(name,)) for name in devices)
+    stages = tuple(Stage(device=name) for name in devices)
     return Plan(
         model="deit", graph=graph_fingerprint(graph), profile="p", cluster="c", microbatch_rows=ROWS,
         pipelines=(Pipeline(stages=stages, cut_sets=sets),), loader="a", writer="a", prediction=prediction,
@@ -83,21 +82,6 @@ def test_it_runs_from_the_parts_bit_for_bit(bundle: tuple[nn.Module, Plan, Path]
             list(pipe.stream([(inputs[0], inputs[0])]))
         with pytest.raises(UsageError, match="the plan's"):
             list(pipe.stream([torch.randn(ROWS + 1, 3, 32, 32)]))
-
-
-def test_devices_that_share_a_stage_have_a_part_each(tmp_path: Path) -> None:
-    model, graph = captured()
-    plan = plan_for(graph, ("a", "b", "c"))
-    middle = msgspec.structs.replace(plan.pipelines[0].cut_sets[0], weight=1.0)
-    stages = (Stage(devices=("a",)), Stage(devices=("b", "c"), shares=(0.25, 0.75)))
-    plan = msgspec.structs.replace(plan, pipelines=(Pipeline(stages=stages, cut_sets=(middle,)),))
-    write_bundle(tmp_path, graph, plan, partial(load_state, graph, weights=ModuleWeights(model)))
-    inputs = [torch.randn(1 + index % ROWS, 3, 32, 32) for index in range(9)]
-    with penstock.BundledPipeline(tmp_path, threads=1) as pipe, torch.no_grad():
-        for x, (result,) in zip(inputs, pipe.stream(inputs), strict=True):
-            assert torch.equal(result, model(x))
-        parts = [(report.stage, report.device, report.num_microbatches) for report in pipe.last_report.stages]
-    assert parts == [(0, "worker 1", 9), (1, "worker 2", 2), (1, "worker 3", 7)]
 
 
 def test_a_part_of_another_plan_is_refused(bundle: tuple[nn.Module, Plan, Path]) -> None:

@@ -13,7 +13,7 @@ from penstock.deploy.jobs import FromWeights, send_stages
 from penstock.deploy.state import load_state
 from penstock.engine.channels import LocalChannel
 from penstock.engine.driver import Microbatch
-from penstock.engine.job import Rotation, StagesJob
+from penstock.engine.job import StagesJob
 from penstock.errors import ConnectionBroken, PenstockError, RunError, UsageError
 from penstock.graph.ops import State
 from penstock.group.world import assign_stages
@@ -299,7 +299,7 @@ def test_own_stages_of_the_feeding_process(thirds: Divided) -> None:
     with memory_world(1) as world:
         world.feeder.devices = [0, 1]
         deployment = thirds.deploy(world.feeder)
-        assert [ranks.items for ranks in deployment.pipelines[0].job.ranks] == [(0,), (0,), (1,)]
+        assert deployment.pipelines[0].job.ranks == (0, 0, 1)
         check(thirds, deployment, tower_inputs(20))
         deployment.close()
     inputs = tower_inputs(9)
@@ -357,7 +357,7 @@ def test_weights_are_loaded_one_at_a_time(thirds: Divided) -> None:
     with memory_world(3) as world:
         job = StagesJob(
             number=0,
-            ranks=(Rotation((1,)), Rotation((2,)), Rotation((3,))),
+            ranks=(1, 2, 3),
             sizes={"batch": 2},
             device_names=tuple(world.feeder.names),
         )

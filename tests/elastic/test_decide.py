@@ -43,7 +43,7 @@ def situation(cluster: Cluster = TWO, *, frozen: int = 4, **changes: Any) -> Sit
 
 
 def stages(decision: Decision) -> list[list[str]]:
-    return [[stage.devices[0] for stage in pipeline.stages] for pipeline in decision.plan.pipelines]
+    return [[stage.device for stage in pipeline.stages] for pipeline in decision.plan.pipelines]
 
 
 def test_the_same_situation_has_the_same_decision() -> None:

@@ -12,12 +12,11 @@ from penstock.deploy.state import load_state
 from penstock.engine.counters import ACTIVATIONS, GRADIENTS, Counters
 from penstock.engine.executor import OwnStages, serve_stream
 from penstock.engine.forward_stage import ForwardStage
-from penstock.engine.job import Rotation, StagesJob
+from penstock.engine.job import StagesJob
 from penstock.engine.observer import Observer, StageReport
 from penstock.engine.wiring import Channels, Opening, feeder_links, open_channels
 from penstock.errors import ConnectionBroken, PenstockError, RunError, TransportError
 from penstock.plan.schedule.actions import forward_only
-from penstock.plan.schedule.round_robin import RoundRobin
 from penstock.tracing.record import FEEDER_STAGE
 from penstock.transport.memory_network import MemoryNetwork
 from penstock.transport.messages import CLOSE, DATA, END, Message
@@ -37,7 +36,7 @@ class Stages:
         self.network = MemoryNetwork(2)
         job = StagesJob(
             number=0,
-            ranks=(Rotation((1,)), Rotation((1,))),
+            ranks=(1, 1),
             sizes={"batch": 2},
             device_names=("feeder", "host1"),
         )
@@ -47,7 +46,7 @@ class Stages:
             for index, turns in enumerate(divided.programs)
         }
         self.own = OwnStages(made_world(self.network, 1), job, runtimes)
-        ranks = {FEEDER_STAGE: RoundRobin([0]), 0: RoundRobin([1]), 1: RoundRobin([1])}
+        ranks = {FEEDER_STAGE: 0, 0: 1, 1: 1}
         opening = Opening(ranks=ranks, own=[FEEDER_STAGE], sizes=job.sizes, number=0)
         channels = open_channels(self.network.transports[0], feeder_links(divided.programs), opening)
         self.outlet = channels.senders[FEEDER_STAGE, ACTIVATIONS]

@@ -48,7 +48,7 @@ def test_units_are_faster_as_the_whole_model_is() -> None:
     profile = make_profile([1.0, 3.0])
     factor = column.forward_s[0] / column.eager_s[0]
     problem = Problem(profile, make_cluster(2.0), Setting(), {"a": column})
-    assert problem.own_s(0, Placed((0,), 1, 2)) == pytest.approx(3.0 * factor / 2.0)
+    assert problem.own_s(0, Placed(0, 1, 2)) == pytest.approx(3.0 * factor / 2.0)
     assert factor_at(profile, column, 5) == factor
 
 

@@ -66,41 +66,23 @@ def random_problem(seed: int, *, max_units: int = 10, max_devices: int = 4, trai
     return Problem(profile, cluster, setting, faster)
 
 
-def every_division(problem: Problem, *, share: bool = False) -> Iterator[Division]:
-    """Every order of every selection of devices with every division into stages; with `share`, in groups."""
+def every_division(problem: Problem) -> Iterator[Division]:
+    """Every order of every selection of devices with every division into stages."""
     numbers = range(len(problem.devices))
     for size in range(1, len(problem.devices) + 1):
         for order in permutations(numbers, size):
-            for groups in _groupings(order) if share else [tuple((number,) for number in order)]:
-                for cuts in combinations(range(1, problem.num_units), len(groups) - 1):
-                    bounds = [0, *cuts, problem.num_units]
-                    division = tuple(
-                        Placed(group, bounds[index], bounds[index + 1]) for index, group in enumerate(groups)
-                    )
-                    if fits_all(problem, division):
-                        yield division
+            for cuts in combinations(range(1, problem.num_units), size - 1):
+                bounds = [0, *cuts, problem.num_units]
+                division = tuple(Placed(number, bounds[index], bounds[index + 1]) for index, number in enumerate(order))
+                if fits_all(problem, division):
+                    yield division
 
 
-def best_by_force(problem: Problem, value: str = "pace", *, share: bool = False) -> dict[int, float]:
+def best_by_force(problem: Problem, value: str = "pace") -> dict[int, float]:
     """The best pace or latency for each number of devices."""
     best: dict[int, float] = {}
-    for division in every_division(problem, share=share):
-        size = sum(len(stage.devices) for stage in division)
+    for division in every_division(problem):
+        size = len(division)
         seconds = bottleneck_s(problem, division) if value == "pace" else latency_s(problem, division)
         best[size] = min(best.get(size, float("inf")), seconds)
     return {size: seconds for size, seconds in sorted(best.items()) if seconds < float("inf")}
-
-
-def _groupings(order: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], ...]]:
-    """Divide an order into groups; of the orders within a group only the rising one."""
-    for cuts in range(2 ** (len(order) - 1)):
-        groups, group = [], [order[0]]
-        for index, number in enumerate(order[1:]):
-            if cuts >> index & 1:
-                groups.append(tuple(group))
-                group = [number]
-            else:
-                group.append(number)
-        groups.append(tuple(group))
-        if all(list(g) == sorted(g) for g in groups):
-            yield tuple(groups)

@@ -26,7 +26,7 @@ def problem(*weights: tuple[tuple[str, int], ...], devices: int = 2, **more: Any
 
 def test_a_ring_of_replicas() -> None:
     given = problem((("w", A_SECOND),), devices=4, latency_s=0.01)
-    whole = [(Placed((number,), 0, 1),) for number in range(4)]
+    whole = [(Placed(number, 0, 1),) for number in range(4)]
     (bucket,) = make_buckets(given, whole)
     assert (bucket.devices, bucket.num_bytes) == ((0, 1, 2, 3), A_SECOND)
     # six parts, a quarter each, one after the other
@@ -38,14 +38,14 @@ def test_a_ring_of_replicas() -> None:
 
 def test_a_small_bucket_goes_to_all_at_once() -> None:
     given = problem((("w", 8 * 2**10),), devices=4, latency_s=0.01, feed_s=0.001, result_s=0.002)
-    (bucket,) = make_buckets(given, [(Placed((number,), 0, 1),) for number in range(4)])
+    (bucket,) = make_buckets(given, [(Placed(number, 0, 1),) for number in range(4)])
     wire_s = 3 * 8 * 2**10 / A_SECOND
     # one hop, and the CPU time of three messages sent and three received
     assert bucket.seconds(given) == pytest.approx(wire_s + 0.01 + 3 * 0.003)
 
 
 def test_every_device_tells_all_others_how_its_step_went() -> None:
-    parted = [(Placed((0,), 0, 1), Placed((1,), 1, 2), Placed((2,), 2, 3))]
+    parted = [(Placed(0, 0, 1), Placed(1, 1, 2), Placed(2, 2, 3))]
     weights = [((name, 4),) for name in "abc"]
     free, costly = (play_step(problem(*weights, devices=3, **more), parted, [2])
                     for more in ({}, {"latency_s": 0.01, "feed_s": 0.001, "result_s": 0.002}))  # fmt: skip
@@ -55,7 +55,7 @@ def test_every_device_tells_all_others_how_its_step_went() -> None:
 
 def test_backwards_hide_the_wire_but_not_the_cpu_time() -> None:
     weights = ((("a", A_SECOND // 2),), (("b", BUCKET_BYTES),))
-    pair = [(Placed((0,), 0, 2),), (Placed((1,), 0, 2),)]
+    pair = [(Placed(0, 0, 2),), (Placed(1, 0, 2),)]
     given = problem(*weights)
     late, early = make_buckets(given, pair)
     assert (late.first_units, early.first_units) == ({0: 1, 1: 1}, {0: 0, 1: 0})
@@ -72,17 +72,17 @@ def test_backwards_hide_the_wire_but_not_the_cpu_time() -> None:
 
 def test_a_bucket_waits_for_the_last_of_its_devices() -> None:
     given = problem((("w", A_SECOND),))
-    stage = Placed((0,), 0, 1)
-    buckets = make_buckets(given, [(stage,), (Placed((1,), 0, 1),)])
+    stage = Placed(0, 0, 1)
+    buckets = make_buckets(given, [(stage,), (Placed(1, 0, 1),)])
     last = {0: [LastBackward(stage, 1.0, 3.0)], 1: [LastBackward(stage, 5.0, 7.0)]}
     assert all_reduced_s(given, buckets, last) == pytest.approx(8.0)
 
 
 def test_a_weight_of_two_stages_is_added_up_without_replicas() -> None:
     given = problem((("tied", A_SECOND),), (("own", A_SECOND),), (("tied", A_SECOND), ("last", A_SECOND)))
-    alone = (Placed((0,), 0, 3),)
+    alone = (Placed(0, 0, 3),)
     assert make_buckets(given, [alone]) == []
-    parted = (Placed((0,), 0, 2), Placed((1,), 2, 3))
+    parted = (Placed(0, 0, 2), Placed(1, 2, 3))
     (bucket,) = make_buckets(given, [parted])
     assert (bucket.devices, bucket.num_bytes, bucket.first_units) == ((0, 1), A_SECOND, {0: 0, 1: 2})
 
@@ -90,8 +90,8 @@ def test_a_weight_of_two_stages_is_added_up_without_replicas() -> None:
 def test_pipelines_with_other_cuts_share_no_buckets_across_them() -> None:
     given = problem(*[((name, 4 * 2**10),) for name in "abcd"], devices=4)
     divisions = [
-        (Placed((0,), 0, 2), Placed((1,), 2, 4)),
-        (Placed((2,), 0, 3), Placed((3,), 3, 4)),
+        (Placed(0, 0, 2), Placed(1, 2, 4)),
+        (Placed(2, 0, 3), Placed(3, 3, 4)),
     ]
     buckets = make_buckets(given, divisions)
     assert [bucket.devices for bucket in buckets] == [(1, 3), (1, 2), (0, 2)]
@@ -100,7 +100,7 @@ def test_pipelines_with_other_cuts_share_no_buckets_across_them() -> None:
 
 def test_update_and_loading_come_behind_the_sums() -> None:
     given = problem((("w", A_SECOND),), (("v", 3 * A_SECOND),), update_s_per_byte=1.0 / A_SECOND, loader_s_per_row=0.5)
-    parted = [(Placed((0,), 0, 1), Placed((1,), 1, 2))]
+    parted = [(Placed(0, 0, 1), Placed(1, 1, 2))]
     step = play_step(given, parted, [2])
     # plain SGD touches a third of what AdamW does; both ends load two rows
     assert step.step_s - step.all_reduced_s == pytest.approx(1.0 + 2 * 0.5)

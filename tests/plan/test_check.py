@@ -39,8 +39,8 @@ NONSENSE: list[tuple[str, Callable[[Any], object], str]] = [
     ("loader", lambda d: d.update(loader=""), "loader of a plan must be 1 to 128 letters, digits or .*; got ''"),
     (
         "a device outside of its folder",
-        lambda d: _first(d)["stages"][0].update(devices=["../../x"]),
-        r"stages\[0\].devices of a plan must be 1 to 128 letters, digits or .*; got '../../x'; correct it",
+        lambda d: _first(d)["stages"][0].update(device="../../x"),
+        r"stages\[0\].device of a plan must be 1 to 128 letters, digits or .*; got '../../x'; correct it",
     ),
     (
         "a writer that is a path",
@@ -89,13 +89,8 @@ NONSENSE: list[tuple[str, Callable[[Any], object], str]] = [
     ),
     (
         "a device twice",
-        lambda d: _first(d)["stages"][1].update(devices=["a"]),
-        r"pipelines\[0\].stages\[0\].devices of a plan must be a device that holds no other stage; got 'a'",
-    ),
-    (
-        "shares",
-        lambda d: _first(d)["stages"][0].update(shares=[0.5, 0.5]),
-        r"pipelines\[0\].stages\[0\].shares of a plan must have a share for each of 1 devices; got 2",
+        lambda d: _first(d)["stages"][1].update(device="a"),
+        r"pipelines\[0\].stages\[0\].device of a plan must be a device that holds no other stage; got 'a'",
     ),
     ("share", lambda d: _first(d).update(share=0.8), r"pipelines\[\*\].share of a plan must add up to 1; got 1.05"),
     (

@@ -71,7 +71,7 @@ def test_rotation_keeps_to_the_memory() -> None:
 def test_a_model_that_fits_every_device_is_replicated() -> None:
     profile = make_profile([1.0, 5.0, 1.0], [0, 50, 50, 0], send_s_per_byte=0.01, receive_s_per_byte=0.01)
     choice = choose(profile, make_cluster(1, 0.5, 0.25), Request())
-    assert choice.best.kind in {"replicas", "shared stages"}
+    assert choice.best.kind == "replicas"
     assert choice.plan.prediction.rows_per_s == pytest.approx(1.75 / 7)
 
 
@@ -218,7 +218,7 @@ def test_what_the_feeder_keeps_crosses_no_link() -> None:
     assert made.devices == ("a", "b")
     assert made.prediction.rows_per_s == pytest.approx(1.0)
     # side by side the other one's input crosses, one in ten seconds, and the feeder's own does not
-    assert rates_of(Problem(profile, cluster, Setting()), [(Placed((n,), 0, 2),) for n in (0, 1)]) == [
+    assert rates_of(Problem(profile, cluster, Setting()), [(Placed(n, 0, 2),) for n in (0, 1)]) == [
         pytest.approx(0.5),
         pytest.approx(0.1),
     ]
@@ -260,16 +260,14 @@ def test_each_device_computes_on_the_fastest_runtime_that_it_has() -> None:
     assert parse_cluster(write_cluster(cluster)).devices == cluster.devices
     request = replace(PLAIN, max_error=0.02)
     plan = make_plan(profile, cluster, request)
-    used = {stage.devices[0]: stage.runtime for stage in plan.pipelines[0].stages}
+    used = {stage.device: stage.runtime for stage in plan.pipelines[0].stages}
     assert used == {"a": "openvino", "b": "onnxruntime", "c": "eager"}
     assert plan.prediction.rows_per_s == pytest.approx(0.5)  # eight, four and two units in two seconds
     assert [load.load_s for load in plan.prediction.devices] == [pytest.approx(2.0)] * 3
     assert predict(plan, profile, cluster).prediction.rows_per_s == pytest.approx(0.5)
     fewer = plan_again(plan, profile, cluster, missing={"c"})
-    found = {stage.devices[0]: stage.runtime for each in fewer.pipelines for stage in each.stages}
+    found = {stage.device: stage.runtime for each in fewer.pipelines for stage in each.stages}
     assert found == {name: used[name] for name in "ab"}
-    shared = make_plan(profile, cluster, replace(request, shared=True))
-    assert {stage.runtime for stage in shared.pipelines[0].stages} == {"eager"}
     wrong = Cluster(devices=tuple(msgspec.structs.replace(device, runtimes=("abacus",)) for device in devices))
     with pytest.raises(PlanError, match=r"a has the runtime abacus, .*; profile again"):
         make_plan(profile, wrong, request)

@@ -8,7 +8,7 @@ from penstock.plan.cost.predict import StageTimes, result_times, steady_s
 
 
 def stage(*compute: float, wire: float = 0.0) -> StageTimes:
-    return StageTimes(compute_s=(compute,), wire_s=(wire,) * len(compute))
+    return StageTimes(compute_s=compute, wire_s=(wire,) * len(compute))
 
 
 def test_two_equal_stages() -> None:
@@ -28,11 +28,6 @@ def test_the_wire_is_hidden_behind_compute_until_it_is_the_slowest() -> None:
 
 def test_differences_between_cut_sets_are_absorbed_by_queues() -> None:
     assert steady_s([stage(1.0, 2.0), stage(2.0, 1.0)], (0, 1)) == pytest.approx(1.5)
-
-
-def test_devices_that_share_a_stage() -> None:
-    both = StageTimes(compute_s=((2.0,), (2.0,)), wire_s=(0.0,), order=(0, 1))
-    assert steady_s([both], (0,)) == pytest.approx(1.0)
 
 
 def test_a_slow_feeder() -> None:

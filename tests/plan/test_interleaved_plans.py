@@ -47,7 +47,7 @@ def test_steps_are_those_of_the_formulas() -> None:
 def test_stages_are_interleaved_and_devices_are_balanced() -> None:
     plan = make_plan(trained(11), make_cluster(1, 1), Request(schedule="interleaved", num_microbatches=4))
     (pipeline,) = plan.pipelines
-    assert [stage.devices[0] for stage in pipeline.stages] == ["a", "b"] * (len(pipeline.stages) // 2)
+    assert [stage.device for stage in pipeline.stages] == ["a", "b"] * (len(pipeline.stages) // 2)
     assert sorted(load.load_s for load in plan.prediction.devices) == [15.0, 18.0]
     assert predict(plan, trained(11), make_cluster(1, 0.5)).prediction.rows_per_s < plan.prediction.rows_per_s
 
@@ -60,7 +60,7 @@ def test_a_fast_device_gets_more() -> None:
 def test_memory_of_a_device_with_several_stages() -> None:
     setting = Setting(schedule="interleaved", num_microbatches=2, optimizer_state_factor=2.0)
     problem = Problem(trained(4, weights=100, kept=7), make_cluster(1, 1), setting)
-    division = tuple(Placed((i % 2,), i, i + 1) for i in range(4))
+    division = tuple(Placed(i % 2, i, i + 1) for i in range(4))
     # weights four times; the first device has both microbatches on both stages before it goes back
     assert interleaved_memory(problem, division) == {0: 2 * 400 + 4 * 7, 1: 2 * 400 + 3 * 7}
     small = Problem(trained(4, weights=100, kept=7), make_cluster(1, 1, memory_bytes=820), setting)
@@ -80,7 +80,7 @@ def test_zero_bubble_keeps_as_many_microbatches_on_every_stage() -> None:
 
 def test_halves_of_a_backward_are_played() -> None:
     problem = Problem(trained(2), make_cluster(1, 1), Setting(schedule="zero-bubble", num_microbatches=2))
-    played = simulate_step(problem, (Placed((0,), 0, 1), Placed((1,), 1, 2)))
+    played = simulate_step(problem, (Placed(0, 0, 1), Placed(1, 1, 2)))
     assert {span.action.kind: span.end_s - span.begin_s for own in played.spans for span in own} == {
         "F": 1.0, "I": 1.0, "W": 1.0
     }  # fmt: skip

@@ -92,7 +92,7 @@ def test_the_three_things_that_may_set_the_pace() -> None:
     # its link in is slower than its computing: (1 + 40 * 0.02 + 20 * 0.01) / 0.5
     assert problem.load_s(1, 1, 2) == pytest.approx(4.0)
     assert problem.limit(1, 1, 2) in {"compute", "link in"}
-    halves = (Placed((0,), 0, 1), Placed((1,), 1, 2))
+    halves = (Placed(0, 0, 1), Placed(1, 1, 2))
     assert bottleneck_s(problem, halves) == pytest.approx(4.0)
     # the way through: both stages, 40 bytes to b and 20 back, each at b's 10 bytes per second
     assert latency_s(problem, halves) == pytest.approx((1 + 0.4) + 4.0 + 4.0 + 2.0)
@@ -117,7 +117,7 @@ def test_a_narrow_place_between_two_devices() -> None:
         devices=make_cluster(1, 1).devices, links=(Link(between=("a", "b"), bandwidth_bytes_per_s=2.0, latency_s=0.5),)
     )
     problem = Problem(profile, cluster, Setting())
-    halves = (Placed((0,), 0, 1), Placed((1,), 1, 2))
+    halves = (Placed(0, 0, 1), Placed(1, 1, 2))
     assert bottleneck_s(problem, halves) == pytest.approx(4.0)
     assert latency_s(problem, halves) == pytest.approx(1 + 4.5 + 1 + 0.5)
 

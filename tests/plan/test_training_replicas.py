@@ -36,7 +36,7 @@ def every_step(problem: Problem) -> Iterator[tuple[float, list[Division], list[i
     divisions = list(every_division(problem.for_replica(1)))
     for number in range(2, min(total, len(problem.devices)) + 1):
         for chosen in combinations(divisions, number):
-            devices = [stage.devices[0] for division in chosen for stage in division]
+            devices = [stage.device for division in chosen for stage in division]
             if len(set(devices)) < len(devices):
                 continue
             for edges in combinations(range(1, total), number - 1):

@@ -35,7 +35,7 @@ def problem_of(
 
 
 def one_each(count: int) -> tuple[Placed, ...]:
-    return tuple(Placed((index,), index, index + 1) for index in range(count))
+    return tuple(Placed(index, index, index + 1) for index in range(count))
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
@@ -65,7 +65,7 @@ def test_no_step_is_faster_than_its_busiest_device(seed: int) -> None:
     problem = random_problem(seed, trains=True)
     count = min(len(problem.devices), problem.num_units)
     bounds = [round(index * problem.num_units / count) for index in range(count + 1)]
-    division = tuple(Placed((i,), a, b) for i, (a, b) in enumerate(pairwise(bounds)))
+    division = tuple(Placed(i, a, b) for i, (a, b) in enumerate(pairwise(bounds)))
     least = max(problem.own_s(i, stage) for i, stage in enumerate(division)) * (problem.setting.num_microbatches or 1)
     assert least * (1 - 1e-9) <= simulate_step(problem, division).makespan_s < math.inf
 

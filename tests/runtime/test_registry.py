@@ -45,7 +45,7 @@ def test_a_plan_s_runtime_is_read(change: dict[str, str], message: str) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)).eval()
     graph = capture(model, (torch.randn(1, 4),))
     cut = next(iter(Cuts(graph))).name
-    stages = (Stage(devices=("a",)), Stage(devices=("b",), **change))  # type: ignore[arg-type]
+    stages = (Stage(device="a"), Stage(device="b", **change))  # type: ignore[arg-type]
     plan = Plan(
         model="two", graph=graph_fingerprint(graph), profile="", cluster="", microbatch_rows=1,
         pipelines=(Pipeline(stages=stages, cut_sets=(CutSet(cuts=(cut,)),)),), loader="a", writer="a",

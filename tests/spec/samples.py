@@ -44,13 +44,13 @@ def make_plan() -> Plan:
         pipelines=(
             Pipeline(
                 share=0.75,
-                stages=(Stage(devices=("a",)), Stage(devices=("b",))),
+                stages=(Stage(device="a"), Stage(device="b")),
                 cut_sets=(
                     CutSet(cuts=("unit0:after",), weight=0.5),
                     CutSet(cuts=("unit1:after",), weight=0.5),
                 ),
             ),
-            Pipeline(share=0.25, stages=(Stage(devices=("c",)),), cut_sets=(CutSet(cuts=()),)),
+            Pipeline(share=0.25, stages=(Stage(device="c"),), cut_sets=(CutSet(cuts=()),)),
         ),
         loader="a",
         writer="a",

@@ -148,7 +148,7 @@ def planned(model: nn.Module, devices: int, pipelines: int, *, rotating: bool = 
         model="Passing", graph=graph_fingerprint(graph), profile="0" * 16, cluster="0" * 16, microbatch_rows=2,
         pipelines=tuple(
             PlannedPipeline(
-                stages=tuple(Stage(devices=(name,)) for name in each),
+                stages=tuple(Stage(device=name) for name in each),
                 cut_sets=tuple(CutSet(cuts=tuple(cuts), weight=1 / len(sets)) for cuts in sets),
                 share=1 / pipelines,
             )

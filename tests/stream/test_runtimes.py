@@ -76,9 +76,9 @@ def test_a_runtime_for_each_stage(world: World, model: nn.Module) -> None:
         Request(rows=(2,), alternate=False, replicas=False, max_error=0.1),
     )  # fmt: skip
     (pipeline,) = plan.pipelines
-    assert {stage.devices[0]: stage.runtime for stage in pipeline.stages} == {"a": "onnxruntime", "b": "eager"}
+    assert {stage.device: stage.runtime for stage in pipeline.stages} == {"a": "onnxruntime", "b": "eager"}
     found = []
-    for chosen in (plan, msgspec.structs.replace(plan, pipelines=computed_like(plan.pipelines, Stage(devices=())))):
+    for chosen in (plan, msgspec.structs.replace(plan, pipelines=computed_like(plan.pipelines, Stage(device="")))):
         with penstock.Pipeline(model, (images()[0],), plan=chosen, world=world, threads=1) as pipe:
             found.append(torch.cat(list(pipe.stream(images()))))
     mixed, eager = found

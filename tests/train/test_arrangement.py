@@ -47,13 +47,13 @@ def plan_for(given: Captured, parts: Parts, schedule: str = "1f1b") -> Plan:
     devices = iter(f"d{index % dealt}" for index in range(20))
     pipelines = tuple(
         Pipeline(
-            stages=tuple(Stage(devices=(next(devices),)) for _ in range(len(places) + 1)),
+            stages=tuple(Stage(device=next(devices)) for _ in range(len(places) + 1)),
             cut_sets=(CutSet(cuts=tuple(names[int(place * len(names))] for place in places)),),
             share=count / total,
         )
         for count, places in parts
     )
-    names_used = dict.fromkeys(stage.devices[0] for p in pipelines for stage in p.stages)
+    names_used = dict.fromkeys(stage.device for p in pipelines for stage in p.stages)
     loads = tuple(DeviceLoad(device=name, load_s=1.0, memory_bytes=1.0) for name in names_used)
     return Plan(
         model=given.graph.model, graph=graph_fingerprint(given.graph), profile="", cluster="", microbatch_rows=2,

@@ -54,7 +54,6 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
     alternate: Annotated[bool, Meta(description="Rotate microbatches over several cut sets.", extra=_BOTH)] = True
     replicas: Annotated[bool, Meta(description="Also consider parallel pipelines.", extra=_BOTH)] = True
-    shared: Annotated[bool, Meta(description="Also consider stages that several devices share.", extra=_BOTH)] = False
     max_error: Annotated[
         float | None,
         Meta(
@@ -82,7 +81,7 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
             aim=cast(PlanAim, self.aim), target_rows_per_s=self.target, num_rows=self.num_rows, depth=self.depth,
             rows=tuple(parse_numbers(self.rows, "--rows")) if self.rows else (),
             schedule=self.schedule, num_microbatches=self.microbatches, batch_rows=self.batch_size,
-            optimizer_state_factor=state, alternate=self.alternate, replicas=self.replicas, shared=self.shared,
+            optimizer_state_factor=state, alternate=self.alternate, replicas=self.replicas,
             recording_bytes=float(RECORDING_BYTES) if self.trace else 0.0, max_error=self.max_error,
         )  # fmt: skip
 

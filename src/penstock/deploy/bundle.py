@@ -65,9 +65,9 @@ def write_bundle(folder: Path, graph: Graph, plan: Plan, load: LoadState) -> lis
     written = []
     for number, (pipeline, programs) in enumerate(zip(plan.pipelines, pipelines, strict=True)):
         for index, (stage, of_stage) in enumerate(zip(pipeline.stages, programs, strict=True)):
-            for device in stage.devices:
-                part = Part(plan=fingerprint(plan), device=device, pipeline=number, stage=index, programs=(), files={})
-                written.append(_write_part(folder / device, part, of_stage, load))
+            device = stage.device
+            part = Part(plan=fingerprint(plan), device=device, pipeline=number, stage=index, programs=(), files={})
+            written.append(_write_part(folder / device, part, of_stage, load))
     return written
 
 

@@ -14,12 +14,12 @@ from penstock.engine.counters import ACTIVATIONS, Counters
 from penstock.engine.deployed_pipeline import DeployedPipeline
 from penstock.engine.driver import JOIN_S, Driver, Microbatch, finish_stream, stream_through
 from penstock.engine.executor import OwnStages
-from penstock.engine.job import Rotation, StagesJob
+from penstock.engine.job import StagesJob
 from penstock.engine.observer import StreamReport
 from penstock.engine.stall import StallWatch
 from penstock.engine.tracers import FeederTracer
 from penstock.engine.wiring import feeder_links, stream_links
-from penstock.errors import ConnectionBroken, TransportError, UsageError
+from penstock.errors import ConnectionBroken, TransportError
 from penstock.graph.program import StageProgram
 from penstock.group.direct import go_direct
 from penstock.group.world import World, assign_stages
@@ -120,27 +120,23 @@ class Deployment:
 
 def deploy_pipeline(
     world: World, programs: Sequence[Sequence[StageProgram]], source: Source, run: RunOptions, *,
-    sizes: Mapping[str, int], ranks: Sequence[int | RoundRobin[int]] | None = None, number: int = 0,
+    sizes: Mapping[str, int], ranks: Sequence[int] | None = None, number: int = 0,
     runtimes: Sequence[RuntimeChoice] = (), order: Sequence[int] = (0,), tracer: FeederTracer | None = None,
     index: int = 0,
 ) -> DeployedPipeline:  # fmt: skip
     """Send each device its stages of a pipeline, and connect the driver to them.
 
     `programs` has the programs of each stage, by number: one, or one for each set of cuts. Microbatches use the numbers
-    in `order`, which repeats. `ranks` has for each stage the rank that holds the stage, or several ranks that share it.
+    in `order`, which repeats. `ranks` has for each stage the rank that holds it.
     `index` is the pipeline's among those of a `Deployment`.
     """
-    rotations = [
-        Rotation(each.items, each.order) if isinstance(each, RoundRobin) else Rotation((each,))
-        for each in ranks or assign_stages(world, len(programs))
-    ]
+    holders = tuple(ranks or assign_stages(world, len(programs)))
     job = StagesJob(
-        number=number, ranks=tuple(rotations), sizes=dict(sizes), device_names=tuple(world.names),
+        number=number, ranks=holders, sizes=dict(sizes), device_names=tuple(world.names),
         options=run.of_stages(), runtimes=tuple(runtimes) or (run.runtime,) * len(programs),
         trace=tracer.tracing if tracer is not None else None, torch_settings=dict(read_settings()),
     )  # fmt: skip
-    _check_shared(job)
-    check_operators(world, [ranks.items for ranks in rotations], programs)
+    check_operators(world, [{rank} for rank in holders], programs)
     try:
         send_stages(world.transport, job, programs, source, compare=world.membership is not None)
         device = find_device(run.device, world.position) if FEEDER in job.holders else HOST
@@ -161,7 +157,7 @@ def deploy_pipeline(
             sum(state.value.num_bytes({}) for program in each for state in program.caches) for each in programs
         ],
         channels=own.channels, watch=_watch(world, job, programs, run.stall_s, counters), counters=counters,
-        window=(depth + 1) * sum(len(ranks.items) for ranks in job.ranks) + depth, tracer=tracer,
+        window=(depth + 1) * len(job.ranks) + depth, tracer=tracer,
     )  # fmt: skip
     if stages:
         ready = threading.Event()
@@ -177,7 +173,7 @@ def _watch(
     world: World, job: StagesJob, programs: Sequence[Sequence[StageProgram]], stall_s: float, counters: Counters
 ) -> StallWatch:
     """Watch for a stream that no longer moves; `counters` are the driver's."""
-    holders = {index: {rank: world.names[rank] for rank in ranks.items} for index, ranks in enumerate(job.ranks)}
+    holders = {index: {rank: world.names[rank]} for index, rank in enumerate(job.ranks)}
     return StallWatch(
         job.number, sorted(stream_links(dict(enumerate(programs)), len(programs)), key=lambda link: link.number),
         [holders | {FEEDER_STAGE: {FEEDER: world.names[FEEDER]}}], world.health.statuses,
@@ -202,14 +198,3 @@ def _join(pipeline: DeployedPipeline) -> None:
     if pipeline.executor is not None:
         pipeline.executor.join(JOIN_S)
         pipeline.executor = None
-
-
-def _check_shared(job: StagesJob) -> None:
-    """Raise `UsageError` if a rank that shares a stage holds another stage: they could deadlock at a stream's end."""
-    for rank in sorted({rank for ranks in job.ranks if len(ranks.items) > 1 for rank in ranks.items}):
-        stages = job.stages_of(rank)
-        if len(stages) > 1:
-            raise UsageError(
-                f"a device that shares a stage must hold no other stage; rank {rank} would hold the stages "
-                f"{', '.join(map(str, stages))}; give each stage to a separate device"
-            )

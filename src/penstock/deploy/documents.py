@@ -63,17 +63,11 @@ def read_document(data: bytes, num_ranks: int) -> Document:
 
 
 def _check_stages(document: StagesJob, num_ranks: int) -> None:
-    for rotation in document.ranks:
-        if not rotation.order or not rotation.items or max(rotation.order) >= len(rotation.items):
-            raise ProgramError(
-                f"the job has {len(rotation.items)} ranks for a stage, numbered from 0, but its rotation order uses "
-                f"{max(rotation.order, default='none')}; start again"
-            )
-        if max(rotation.items) >= num_ranks:
-            raise ProgramError(
-                f"a stage's rank must be below {num_ranks}, the number of processes; got {max(rotation.items)}; "
-                "start again"
-            )
+    if not document.ranks or max(document.ranks) >= num_ranks:
+        raise ProgramError(
+            f"a stage's rank must be below {num_ranks}, the number of processes; got "
+            f"{max(document.ranks, default='no stage')}; start again"
+        )
     for index, programs in document.programs.items():
         if not 0 <= index < len(document.ranks):
             raise ProgramError(

@@ -16,7 +16,7 @@ from penstock.errors import PlanError
 from penstock.graph.graph import Graph
 from penstock.graph.ops import Ref
 from penstock.group.world import World, assign_stages
-from penstock.plan.schedule.round_robin import RoundRobin, round_robin
+from penstock.plan.schedule.round_robin import round_robin
 from penstock.runtime.registry import RuntimeChoice
 from penstock.spec.fields import fingerprint
 from penstock.spec.plan import Pipeline, Plan
@@ -32,14 +32,8 @@ def place(
 
     `ranks` has the rank of each device if known, `largest` the sizes of the largest microbatch except its rows, which
     are in the plan. Pipelines use job numbers from `number` on. Raises `PlanError` if the plan is for another model or
-    names a missing device, and if a trace is requested but devices share a stage.
+    names a missing device.
     """
-    shared = [stage for pipeline in plan.pipelines for stage in pipeline.stages if len(stage.devices) > 1]
-    if shared and tracer is not None:
-        raise PlanError(
-            f"a trace needs one device per stage; {', '.join(shared[0].devices)} share a stage in this plan; "
-            "plan without --shared, or run without a trace"
-        )
     if graph.keeps_caches and (
         len(plan.pipelines) > 1 or any(len(pipeline.cut_sets) > 1 for pipeline in plan.pipelines)
     ):
@@ -53,9 +47,8 @@ def place(
     run = msgspec.structs.replace(run, depth=plan.depth)
     pipelines = [
         deploy_pipeline(
-            world, programs, FromWeights(load), run, sizes=sizes, ranks=_places(pipeline, ranks),
-            number=number + index, runtimes=_runtimes(pipeline), order=order_of(pipeline), tracer=tracer,
-            index=index,
+            world, programs, FromWeights(load), run, sizes=sizes, ranks=_holders(pipeline, ranks),
+            number=number + index, runtimes=_runtimes(pipeline), order=order_of(pipeline), tracer=tracer, index=index,
         )
         for index, (pipeline, programs) in enumerate(zip(plan.pipelines, divide_plan(graph, plan), strict=True))
     ]  # fmt: skip
@@ -89,12 +82,12 @@ def place_bundle(world: World, folder: Path, run: RunOptions, *, number: int = 0
     run = msgspec.structs.replace(run, depth=plan.depth)
     pipelines = []
     for index, pipeline in enumerate(plan.pipelines):
-        names = {ranks[name]: name for stage in pipeline.stages for name in stage.devices}
+        names = {ranks[stage.device]: stage.device for stage in pipeline.stages}
         source, order = FromBundle(folder, fingerprint(plan), names), order_of(pipeline)
         pipelines.append(
             deploy_pipeline(
                 world, interfaces(interface, len(pipeline.stages), len(pipeline.cut_sets)), source, run, sizes=sizes,
-                ranks=_places(pipeline, ranks), number=number + index, runtimes=_runtimes(pipeline), order=order,
+                ranks=_holders(pipeline, ranks), number=number + index, runtimes=_runtimes(pipeline), order=order,
             )
         )  # fmt: skip
     return Deployment(world, pipelines, _order(plan))
@@ -105,18 +98,13 @@ def _order(plan: Plan) -> tuple[int, ...]:
     return round_robin([pipeline.share for pipeline in plan.pipelines])
 
 
+def _holders(pipeline: Pipeline, ranks: Mapping[str, int]) -> list[int]:
+    """Return the rank of each stage."""
+    return [ranks[stage.device] for stage in pipeline.stages]
+
+
 def _runtimes(pipeline: Pipeline) -> list[RuntimeChoice]:
     return [RuntimeChoice(stage.runtime, stage.precision, stage.keep) for stage in pipeline.stages]
-
-
-def _places(pipeline: Pipeline, ranks: Mapping[str, int]) -> list[RoundRobin[int]]:
-    """Return the ranks that alternate on each stage, in the order of their shares, without ranks that have none."""
-    places = []
-    for stage in pipeline.stages:
-        order = round_robin(stage.shares)
-        taking_part = sorted(set(order))
-        places.append(RoundRobin([ranks[stage.devices[i]] for i in taking_part], [taking_part.index(i) for i in order]))
-    return places
 
 
 def name_devices(world: World) -> dict[str, int]:

@@ -32,11 +32,11 @@ def plan_of(placed: Arrangement, costs: Costs, captured: Captured, *, rows: int,
     for replica in placed.grid.replicas:
         ranks = replica.stages[placed.skipped :]
         own = tuple(cut for cut, (before, after) in zip(cuts, pairwise(ranks), strict=True) if before != after)
-        stages = tuple(Stage(devices=(names[rank],)) for rank, _ in groupby(ranks))
+        stages = tuple(Stage(device=names[rank]) for rank, _ in groupby(ranks))
         pipelines.append(
             Pipeline(stages=stages, cut_sets=(CutSet(cuts=own),), share=(replica.num_microbatches or 0) / total)
         )
-    used = dict.fromkeys(name for p in pipelines for stage in p.stages for name in stage.devices)
+    used = dict.fromkeys(stage.device for p in pipelines for stage in p.stages)
     feeder = costs.cluster.feeding.name
     return Plan(
         model=captured.graph.model, graph=graph_fingerprint(captured.graph), profile=fingerprint(costs.profile),

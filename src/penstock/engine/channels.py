@@ -61,10 +61,6 @@ class Formats:
 class Receiver(Protocol):
     """An ordered source of messages."""
 
-    @property
-    def width(self) -> int:
-        """Number of END messages that close one stream, one per rank at the other end."""
-
     def take(self) -> Message:
         """Wait for the next message; its tensors are valid until `release`."""
 
@@ -77,10 +73,6 @@ class Receiver(Protocol):
 
 class Sender(Protocol):
     """An ordered sink of messages."""
-
-    @property
-    def width(self) -> int:
-        """Number of END messages that close one stream, one per rank at the other end."""
 
     def put(self, message: Message) -> int:
         """Send a message and return the bytes sent over a link; the tensors are copied before this returns."""
@@ -103,8 +95,6 @@ class Apart:
 
 class RemoteReceiver:
     """A receiver from another rank, with `depth` receives posted ahead."""
-
-    width = 1
 
     def __init__(
         self, transport: Transport, source: int, tag: int, formats: Formats, num_bytes: int, depth: int, *,
@@ -166,8 +156,6 @@ class RemoteReceiver:
 class RemoteSender:
     """A sender to another rank, with up to `depth` sends in flight."""
 
-    width = 1
-
     def __init__(
         self, transport: Transport, to: int, tag: int, formats: Formats, num_bytes: int, depth: int, *,
         pinned: bool = False, apart: Apart | None = None,
@@ -227,8 +215,6 @@ class RemoteSender:
 
 class LocalChannel:
     """Both ends of a link within one process; copies like a remote sender. Without a depth, sends never block."""
-
-    width = 1
 
     def __init__(self, depth: int | None) -> None:
         # SimpleQueue runs no Python code while waiting or passing items; free places are counted by tokens

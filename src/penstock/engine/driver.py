@@ -186,7 +186,7 @@ class Driver:
             while True:
                 message = self._entry.take()
                 self._pipeline.counters.sent_bytes += self._sender.put(message)
-                self._pipeline.counters.sent[ACTIVATIONS] += 1 if message.kind == DATA else self._sender.width
+                self._pipeline.counters.sent[ACTIVATIONS] += 1
                 if message.kind != DATA:
                     return
         except Exception as error:
@@ -201,7 +201,7 @@ class Driver:
                 kept = replace(message, tensors=tensors)
                 if kept.kind != CLOSE:  # no receive may stay posted after CLOSE
                     self._receiver.release()
-                self._pipeline.counters.taken[ACTIVATIONS] += 1 if kept.kind == DATA else self._receiver.width
+                self._pipeline.counters.taken[ACTIVATIONS] += 1
                 self._results.put(kept)
                 if self._heard is not None:
                     self._heard()

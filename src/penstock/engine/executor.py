@@ -17,7 +17,6 @@ from penstock.errors import ConnectionBroken, OutOfMemory, RunError, TransportEr
 from penstock.group.world import World
 from penstock.memory import is_out_of_memory
 from penstock.plan.schedule.actions import STAGE_KINDS, Action
-from penstock.plan.schedule.round_robin import RoundRobin
 from penstock.runtime.registry import StageRuntime
 from penstock.tensors import HOST, copy_exactly
 from penstock.text import first_line
@@ -107,11 +106,7 @@ def _take(receiver: Receiver, action: Action, kind: str, stage: Stage, observer:
     """Take an action's message, END or CLOSE; raise `TransportError` if the message is not the expected one."""
     with _naming(action):
         message = receiver.take()
-    # END carries the number of microbatches: with round-robin, this device's next microbatch may be later
-    expected = message.kind == CLOSE or (
-        message.index <= action.microbatch if message.kind == END else message.index == action.microbatch
-    )
-    if not expected:
+    if message.kind != CLOSE and message.index != action.microbatch:
         raise TransportError(
             f"stage {action.stage} expected microbatch {action.microbatch}, got {message}: a message was lost or "
             "repeated; start again"
@@ -119,7 +114,7 @@ def _take(receiver: Receiver, action: Action, kind: str, stage: Stage, observer:
     if message.kind == DATA and stage.keeps_inputs:  # kept inputs must not occupy the buffer of the next message
         message.tensors = [copy_exactly(tensor, stage.device) for tensor in message.tensors]
         receiver.release()
-    observer.took(action, kind, message, receiver.width)
+    observer.took(action, kind, message)
     return message
 
 
@@ -147,8 +142,8 @@ def _run(
 def _pass_on(action: Action, message: Message, channels: Channels, observer: Observer) -> None:
     """Forward END or CLOSE to the next stage, with the observer's report on this stage."""
     receiver, sender = channels.receivers[action.stage, ACTIVATIONS], channels.senders[action.stage, ACTIVATIONS]
-    ended = replace(message, body=observer.ended(action, message, receiver.width))
-    observer.sent(action, ACTIVATIONS, sender.width, num_bytes=sender.put(ended))
+    ended = replace(message, body=observer.ended(action, message))
+    observer.sent(action, ACTIVATIONS, num_bytes=sender.put(ended))
     if message.kind == END:
         receiver.release()
 
@@ -171,9 +166,8 @@ class OwnStages:
         programs = {index: [runtime.program for runtime in each] for index, each in runtimes.items()}
         links.update({link.number: link for link in stream_links(programs, len(job.ranks))})
         devices = [stage.device for stage in self.stages.values()]
-        ranks = {index: RoundRobin(each.items, each.order) for index, each in enumerate(job.ranks)}
         opening = Opening(
-            ranks={FEEDER_STAGE: RoundRobin([FEEDER])} | ranks,
+            ranks={FEEDER_STAGE: FEEDER} | dict(enumerate(job.ranks)),
             own=[*self.stages, *([FEEDER_STAGE] if feeds else [])], sizes=job.sizes, number=job.number,
             depth=job.options.depth, device=devices[0] if devices else HOST, direct=direct,
         )  # fmt: skip

@@ -17,16 +17,6 @@ Rank = Annotated[int, Meta(ge=0, le=2**20)]
 Short = Annotated[str, Meta(max_length=256)]
 
 
-class Rotation(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Ranks that share a stage (usually a single rank), and the order in which microbatches visit them."""
-
-    items: tuple[Rank, ...]
-    order: tuple[Number, ...] = (0,)
-
-    def __getitem__(self, microbatch: int) -> int:
-        return self.items[self.order[microbatch % len(self.order)]]
-
-
 class StageOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Options for computing stages, sent to all processes of a job; `RunOptions` adds the driver's own options.
 
@@ -53,7 +43,7 @@ class StagesJob(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag
     """
 
     number: Number
-    ranks: tuple[Rotation, ...]
+    ranks: tuple[Rank, ...]  # of each stage
     sizes: dict[Short, Count]
     device_names: tuple[str, ...]
     options: StageOptions = StageOptions()
@@ -75,18 +65,16 @@ class StagesJob(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag
     @property
     def holders(self) -> frozenset[int]:
         """Ranks that hold a stage."""
-        return frozenset(rank for ranks in self.ranks for rank in ranks.items)
+        return frozenset(self.ranks)
 
     def stages_of(self, rank: int) -> list[int]:
         """Return the stages that a rank holds, in order."""
-        return [index for index, ranks in enumerate(self.ranks) if rank in ranks.items]
+        return [index for index, holder in enumerate(self.ranks) if holder == rank]
 
     def runtime_of(self, stage: int) -> RuntimeChoice:
         """Return the runtime of a stage."""
         return self.runtimes[stage] if self.runtimes else EAGER
 
     def schedule(self, rank: int) -> Iterator[Action]:
-        """Yield endless forwards of this rank's stages, for each microbatch that is assigned to the rank."""
-        for action in forward_only(self.stages_of(rank)):
-            if self.ranks[action.stage][action.microbatch] == rank:
-                yield action
+        """Yield endless forwards of this rank's stages."""
+        yield from forward_only(self.stages_of(rank))

@@ -73,10 +73,10 @@ class Observer:
         self.counters[action.stage].doing = awaits or COMPUTING
         self._since, self._since_cpu_s = self.clock(), time.thread_time()
 
-    def took(self, action: Action, kind: str, message: Message, width: int = 1) -> None:
+    def took(self, action: Action, kind: str, _message: Message) -> None:
         """Record the arrival of an action's message."""
         counters, seconds, now_s = self.counters[action.stage], self.seconds[action.stage], self.clock()
-        counters.taken[kind] += width if message.kind != DATA else 1
+        counters.taken[kind] += 1
         counters.doing = COMPUTING
         if seconds.num_microbatches:
             seconds.wait_s += now_s - self._since
@@ -119,17 +119,17 @@ class Observer:
         recorder.span("compute", stage, microbatch, self._since, now_s, action.kind, cpu_s=cpu_s)
         recorder.sample(now_s)
 
-    def sent(self, action: Action, kind: str, width: int = 1, *, num_bytes: int = 0) -> None:
-        """Record that an action's output was sent, as one message or as the end of a stream to `width` ranks."""
-        self.counters[action.stage].sent[kind] += width
+    def sent(self, action: Action, kind: str, *, num_bytes: int = 0) -> None:
+        """Record that an action's output, or the end of a stream, was sent."""
+        self.counters[action.stage].sent[kind] += 1
         self.counters[action.stage].sent_bytes += num_bytes
         now_s = self.clock()
         self.seconds[action.stage].send_s += now_s - self._since
         self._since = now_s
 
-    def ended(self, action: Action, message: Message, width: int) -> bytes:
+    def ended(self, action: Action, message: Message) -> bytes:
         """Record the end of a stream at a stage; returns the body of the END message to forward."""
-        self.counters[action.stage].num_run += width
+        self.counters[action.stage].num_run += 1
         self.counters[action.stage].doing = ""
         return message.body
 
@@ -205,9 +205,9 @@ class StreamObserver(Observer):
         self.alone: dict[int, Alone] = {}
         self.forget()
 
-    def took(self, action: Action, kind: str, message: Message, width: int = 1) -> None:
+    def took(self, action: Action, kind: str, message: Message) -> None:
         """Record the arrival of an action's message; keep the first message of each program."""
-        super().took(action, kind, message, width)
+        super().took(action, kind, message)
         if message.kind == DATA:
             if not self.seconds[action.stage].num_microbatches:
                 self._began_cpu_s[action.stage] = time.process_time()
@@ -226,7 +226,7 @@ class StreamObserver(Observer):
             tensors = [copy_exactly(tensor, self._stages[stage].device) for tensor in message.tensors]
             kept[message.program] = replace(message, tensors=tensors)
 
-    def ended(self, action: Action, message: Message, width: int) -> bytes:
+    def ended(self, action: Action, message: Message) -> bytes:
         """Record the end of a stream at a stage, and add its report."""
         index, stage = action.stage, self._stages[action.stage]
         body = message.body
@@ -236,7 +236,7 @@ class StreamObserver(Observer):
                 self.alone[index] = measure_baseline(
                     index, stage.runtimes, self.kept[index], self.num_run[index], others=self._others
                 )
-        super().ended(action, message, width)
+        super().ended(action, message)
         return body
 
     def _report(self, index: int) -> StageReport:

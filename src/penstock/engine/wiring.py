@@ -22,10 +22,8 @@ from penstock.engine.channels import (
 )
 from penstock.engine.counters import ACTIVATIONS, GRADIENTS
 from penstock.engine.placement import Replica
-from penstock.engine.sharing import RoundRobinReceiver, RoundRobinSender, sources_of
 from penstock.graph.program import StageProgram
 from penstock.graph.training_parts import TrainingPart
-from penstock.plan.schedule.round_robin import RoundRobin
 from penstock.tensors import HOST
 from penstock.tracing.record import FEEDER_STAGE, Recorder, Track
 from penstock.transport.base import Transport
@@ -123,13 +121,13 @@ def _track(recorder: Recorder | None, stage: int, kind: str) -> Track | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opening:
-    """Options for opening channels: `ranks` has the ranks of each stage and of the driver, `own` this process's stages.
+    """Options for opening channels: `ranks` has the rank of each stage and of the driver, `own` this process's stages.
 
     Both ends have buffers for `depth` messages of microbatches up to `sizes`. With `direct`, tensors between stages are
     sent from `device` to device. `number` is unique to this set of channels.
     """
 
-    ranks: Mapping[int, RoundRobin[int]]
+    ranks: Mapping[int, int]
     own: Sequence[int]
     sizes: Mapping[str, int]
     number: int
@@ -143,18 +141,12 @@ def open_channels(transport: Transport, links: Sequence[Link], opening: Opening)
     channels = Channels()
     for link in sorted(links, key=lambda link: link.number):
         if link.source in opening.own:
-            targets = opening.ranks[link.target]
-            sending = [_open(RemoteSender, transport, link, rank, opening, channels) for rank in targets.items]
-            shared = len(sending) > 1
-            channels.senders[link.source, link.kind] = (
-                RoundRobinSender(RoundRobin(sending, targets.order)) if shared else sending[0]
-            )
+            to = opening.ranks[link.target]
+            channels.senders[link.source, link.kind] = _open(RemoteSender, transport, link, to, opening, channels)
         if link.target in opening.own:
-            before, here = opening.ranks[link.source], opening.ranks[link.target]
-            taking = [_open(RemoteReceiver, transport, link, rank, opening, channels) for rank in before.items]
-            shared = len(taking) > 1
-            channels.receivers[link.target, link.kind] = (
-                RoundRobinReceiver(taking, sources_of(before, here, transport.rank)) if shared else taking[0]
+            source = opening.ranks[link.source]
+            channels.receivers[link.target, link.kind] = _open(
+                RemoteReceiver, transport, link, source, opening, channels
             )
     return channels
 
@@ -204,7 +196,7 @@ class GrowingChannels:
         self.generation += 1
         stages = self._replica.stages
         opening = Opening(
-            ranks={stage: RoundRobin([rank]) for stage, rank in enumerate(stages)},
+            ranks=dict(enumerate(stages)),
             own=[stage for stage, rank in enumerate(stages) if rank == self._transport.rank], sizes=self._sizes,
             number=training_set(self.generation, evaluates=self._evaluates), device=self._direct or HOST,
             direct=self._direct is not None,

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from penstock.errors import PlanError
-from penstock.plan.cost.pipeline_cost import bottleneck_bound_s, bottleneck_s, shared_load_s
+from penstock.plan.cost.pipeline_cost import bottleneck_bound_s, bottleneck_s
 from penstock.plan.cost.predict import predict_pipelines
-from penstock.plan.cost.problem import Division, Placed, Problem
+from penstock.plan.cost.problem import Division, Problem
 from penstock.plan.cost.stage_cost import Setting
 from penstock.plan.schedule.schedules import DEFAULT_SCHEDULE, interleaves
 from penstock.plan.search.exact import best_divisions
@@ -29,10 +29,10 @@ class Request:
 
     `aim` is throughput, latency or the fewest devices for `target_rows_per_s`. `rows` are the microbatch sizes to
     choose from, by default the profile's sizes. `num_rows` is the length of the predicted stream. `replicas` allows
-    parallel pipelines, `shared` allows stages that devices share round-robin. A training step has `num_microbatches`
-    microbatches, or as many as make up `batch_rows`, over all replicas. `recording_bytes` are kept free on every device
-    for a trace. With `max_error`, a stage uses the fastest runtime of its device whose outputs have at most this
-    relative error compared with eager. A model that generates has `lanes`, by default as many as its stages need.
+    parallel pipelines. A training step has `num_microbatches` microbatches, or as many as make up `batch_rows`, over
+    all replicas. `recording_bytes` are kept free on every device for a trace. With `max_error`, a stage uses the
+    fastest runtime of its device whose outputs have at most this relative error compared with eager. A model that
+    generates has `lanes`, by default as many as its stages need.
 
     >>> Request(aim="latency").depth
     2
@@ -49,7 +49,6 @@ class Request:
     optimizer_state_factor: float = 0.0
     alternate: bool = True
     replicas: bool = True
-    shared: bool = False
     recording_bytes: float = 0.0
     max_error: float | None = None
     lanes: int | None = None
@@ -93,10 +92,9 @@ class Request:
         )  # fmt: skip
 
 
-Kind = Literal["stages", "shared stages", "replicas", "rotating cuts"]
+Kind = Literal["stages", "replicas", "rotating cuts"]
 # plans within this relative difference count as equal: then fewer devices are better
 EQUAL = 1e-3
-_SHARE_EFFORT = 300_000_000
 _BOUNDED_EFFORT = 5_000_000_000
 
 
@@ -116,7 +114,7 @@ class Candidate:
     @property
     def num_devices(self) -> int:
         """Number of devices that hold stages."""
-        return len({name for pipeline in self.pipelines for stage in pipeline.stages for name in stage.devices})
+        return len({stage.device for pipeline in self.pipelines for stage in pipeline.stages})
 
     @property
     def rows(self) -> int:
@@ -127,16 +125,13 @@ class Candidate:
 def candidates_of(problem: Problem, request: Request) -> list[Candidate]:
     """Return the plans worth comparing for one microbatch size.
 
-    These are the best pipeline for each number of devices, stages that devices share, and parallel pipelines.
+    These are the best pipeline for each number of devices, and parallel pipelines.
     """
     if interleaves(problem.setting.schedule):
         return _interleaved(problem, request)
     found = _single(problem, request)
-    if request.aim != "latency" and len(problem.devices) > 1:
-        if request.shared and not problem.setting.trains:
-            found += _shared(problem, request)
-        if request.replicas:
-            found += _replicas(problem, request)
+    if request.replicas and request.aim != "latency" and len(problem.devices) > 1:
+        found += _replicas(problem, request)
     if problem.setting.trains or problem.setting.generates:
         # with very many devices the search did not know the number of stages, on which memory may depend
         found = [candidate for candidate in found if fits(candidate.prediction, problem.cluster)]
@@ -249,15 +244,6 @@ def _fewer(problem: Problem, request: Request) -> list[Candidate]:
     return found
 
 
-def _shared(problem: Problem, request: Request) -> list[Candidate]:
-    """Return pipelines in which devices share a stage."""
-    found = best_divisions(problem, share=True, effort=_SHARE_EFFORT)
-    if not found:
-        return []
-    kept = [d for _, d in found.values() if any(len(stage.devices) > 1 for stage in d)]
-    return [as_candidate(problem, "shared stages", ((1.0, division),), request, exact=True) for division in kept]
-
-
 def _replicas(problem: Problem, request: Request) -> list[Candidate]:
     """Return whole pipelines in parallel."""
     if problem.setting.trains:
@@ -283,21 +269,6 @@ def _replicas_that_train(problem: Problem, request: Request) -> list[Candidate]:
 
 def _pipeline(problem: Problem, division: Division, share: float) -> Pipeline:
     names = problem.profile.cuts
-    stages = tuple(
-        Stage(devices=tuple(problem.devices[number].name for number in stage.devices), shares=_shares(problem, stage))
-        for stage in division
-    )
+    stages = tuple(Stage(device=problem.devices[stage.device].name) for stage in division)
     cuts = tuple(names[stage.start - 1] for stage in division[1:])
     return Pipeline(stages=stages, cut_sets=(CutSet(cuts=cuts),), share=share)
-
-
-def _shares(problem: Problem, stage: Placed) -> tuple[float, ...]:
-    """Return shares proportional to speed for devices that share a stage; the driver computes in its remaining time."""
-    if len(stage.devices) == 1:
-        return (1.0,)
-    pace = shared_load_s(problem, stage)
-    parts = []
-    for number in stage.devices:
-        spent = problem.feeding_only_s() if number == problem.feeder else 0.0
-        parts.append((pace - spent) / problem.own_load_s(number, stage))
-    return tuple(part / sum(parts) for part in parts)

@@ -9,7 +9,7 @@ from penstock.errors import PlanError
 from penstock.plan.schedule.schedules import DEFAULT_SCHEDULE, SCHEDULES, interleaves
 from penstock.spec.cluster import Cluster
 from penstock.spec.fields import NAME_RULE, fingerprint, is_name, read_bytes
-from penstock.spec.plan import Pipeline, Plan, Stage, decode_plan
+from penstock.spec.plan import Pipeline, Plan, decode_plan
 from penstock.spec.profile import Profile
 
 # tolerance for sums of weights and shares, which are floats
@@ -51,7 +51,7 @@ def check_plan(plan: Plan) -> None:
         _refuse("pipelines", "have at least one pipeline", [])
     _check_parts("pipelines[*].share", [pipeline.share for pipeline in plan.pipelines])
     for index, pipeline in enumerate(plan.pipelines):
-        _check_pipeline(f"pipelines[{index}]", pipeline, plan)
+        _check_pipeline(f"pipelines[{index}]", pipeline)
     _check_devices_once(plan)
     _check_prediction(plan)
 
@@ -141,11 +141,14 @@ def _check_devices_once(plan: Plan) -> None:
             _refuse(where, "be a device that holds no other stage", repr(name))
 
 
-def _check_pipeline(where: str, pipeline: Pipeline, plan: Plan) -> None:
+def _check_pipeline(where: str, pipeline: Pipeline) -> None:
     if not pipeline.stages:
         _refuse(f"{where}.stages", "have at least one stage", [])
     for index, stage in enumerate(pipeline.stages):
-        _check_stage(f"{where}.stages[{index}]", stage, plan)
+        _check_name(f"{where}.stages[{index}].device", stage.device)
+        if not stage.runtime:
+            wanted = "be the name of a runtime, such as eager"
+            _refuse(f"{where}.stages[{index}].runtime", wanted, repr(stage.runtime))
     if not pipeline.cut_sets:
         _refuse(f"{where}.cut_sets", "have at least one cut set", [])
     _check_parts(f"{where}.cut_sets[*].weight", [cut_set.weight for cut_set in pipeline.cut_sets])
@@ -159,22 +162,6 @@ def _check_pipeline(where: str, pipeline: Pipeline, plan: Plan) -> None:
     sets = [cut_set.cuts for cut_set in pipeline.cut_sets]
     if len(set(sets)) < len(sets):
         _refuse(f"{where}.cut_sets", "have each cut set once", f"{len(sets)} of which {len(set(sets))} differ")
-    if len(sets) > 1 and any(len(stage.devices) > 1 for stage in pipeline.stages):
-        _refuse(f"{where}.cut_sets", "have one cut set if devices share a stage", f"{len(sets)}")
-
-
-def _check_stage(where: str, stage: Stage, plan: Plan) -> None:
-    if not stage.devices:
-        _refuse(f"{where}.devices", "have at least one device", [])
-    for name in stage.devices:
-        _check_name(f"{where}.devices", name)
-    if len(stage.shares) != len(stage.devices):
-        _refuse(f"{where}.shares", f"have a share for each of {len(stage.devices)} devices", len(stage.shares))
-    _check_parts(f"{where}.shares", stage.shares)
-    if len(stage.devices) > 1 and plan.trains:
-        _refuse(f"{where}.devices", f"be one device with the schedule {plan.schedule}", ", ".join(stage.devices))
-    if not stage.runtime:
-        _refuse(f"{where}.runtime", "be the name of a runtime, such as eager", repr(stage.runtime))
 
 
 def _check_prediction(plan: Plan) -> None:
@@ -206,8 +193,7 @@ def _check_parts(where: str, parts: Sequence[float]) -> None:
 def _device_places(plan: Plan) -> Iterator[tuple[str, str]]:
     for index, pipeline in enumerate(plan.pipelines):
         for number, stage in enumerate(pipeline.stages):
-            for name in stage.devices:
-                yield f"pipelines[{index}].stages[{number}].devices", name
+            yield f"pipelines[{index}].stages[{number}].device", stage.device
 
 
 def _check_name(field: str, name: str) -> None:

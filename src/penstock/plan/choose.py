@@ -55,11 +55,11 @@ def choose(profile: Profile, cluster: Cluster, request: Request) -> Choice:
             raise PlanError(
                 f"training with {request.schedule} needs another profile than of generation; use profile --training"
             )
-        request = replace(request, replicas=False, alternate=False, shared=False)
+        request = replace(request, replicas=False, alternate=False)
     candidates: list[Candidate] = []
     columns: Columns = {}
-    if request.max_error is not None:  # devices that share a stage must use the same runtime
-        columns = columns_within(profile, cluster, request.max_error, alike=request.shared)
+    if request.max_error is not None:
+        columns = columns_within(profile, cluster, request.max_error)
     problems = [Problem(profile, cluster, setting, columns) for setting in request.settings(profile)]
     for problem in problems:
         candidates += candidates_of(problem, request)

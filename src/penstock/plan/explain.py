@@ -226,7 +226,7 @@ def _runner_up(choice: Choice) -> list[str]:
 
 def _replica_line(choice: Choice) -> list[str]:
     everything = (choice.best, *choice.others)
-    kinds = {"stages": ("stages", "rotating cuts"), "replicas": ("replicas", "shared stages")}
+    kinds = {"stages": ("stages", "rotating cuts"), "replicas": ("replicas",)}
     best = {
         name: max((c for c in everything if c.kind in members), key=lambda c: c.prediction.rows_per_s, default=None)
         for name, members in kinds.items()

@@ -130,13 +130,13 @@ class _Opened:
         world, found = self._pipeline.world, []
         states = iter([state for state in self.states() if state.computes])
         for pipeline in self._pipeline.deployment.pipelines:
-            for index, (ranks, num_bytes) in enumerate(zip(pipeline.job.ranks, pipeline.stage_bytes, strict=True)):
-                for rank, state in zip(ranks.items, states, strict=False):
-                    found.append(
-                        {"stage": index, "device": world.names[rank], "memory_bytes": num_bytes,
-                         "microbatches": state.computed, "busy_s": state.busy_s, "sent_bytes": state.sent_bytes,
-                         "queue": state.queue}
-                    )  # fmt: skip
+            held = zip(pipeline.job.ranks, pipeline.stage_bytes, states, strict=False)
+            found += [
+                {"stage": index, "device": world.names[rank], "memory_bytes": num_bytes,
+                 "microbatches": state.computed, "busy_s": state.busy_s, "sent_bytes": state.sent_bytes,
+                 "queue": state.queue}
+                for index, (rank, num_bytes, state) in enumerate(held)
+            ]  # fmt: skip
         return found
 
     def told_changes(self) -> list[dict[str, Any]]:

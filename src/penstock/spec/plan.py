@@ -20,14 +20,13 @@ class CutSet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Stage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One stage: the devices that share its microbatches round-robin, and each device's fraction.
+    """One stage, on a device.
 
     With an interleaved schedule a device holds several stages of a pipeline, far apart in the model. With int8 the
     layers in `keep`, a list of module paths, stay in float32.
     """
 
-    devices: tuple[str, ...]
-    shares: tuple[float, ...] = (1.0,)
+    device: str
     precision: Precision = "float32"
     runtime: str = "eager"
     keep: tuple[str, ...] = ()
@@ -104,7 +103,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     Example:
         plan = read_plan("plan.json")
-        plan.pipelines[0].stages[1].devices, plan.prediction.rows_per_s
+        plan.pipelines[0].stages[1].device, plan.prediction.rows_per_s
     """
 
     model: str
@@ -141,7 +140,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     @property
     def devices(self) -> tuple[str, ...]:
         """Names of the devices with stages, without repetition, in the order of pipelines and stages."""
-        names = (name for pipeline in self.pipelines for stage in pipeline.stages for name in stage.devices)
+        names = (stage.device for pipeline in self.pipelines for stage in pipeline.stages)
         return tuple(dict.fromkeys(names))
 
     @property

@@ -159,7 +159,7 @@ def _describe(
     between = [cut.name for cut, before, after in zip(cuts, places, places[1:], strict=False) if before != after]
     devices = [by_rank[rank] for rank in dict.fromkeys(places)]
     runtime = run.runtime
-    stage = Stage(devices=(), runtime=runtime.name, precision=cast(Precision, runtime.precision), keep=runtime.keep)
+    stage = Stage(device="", runtime=runtime.name, precision=cast(Precision, runtime.precision), keep=runtime.keep)
     replanner.begin(between, devices, rows, run.depth, stage)
 
 

@@ -46,7 +46,7 @@ class Replanner:
 
     def begin(self, cuts: Sequence[str], devices: Sequence[str], rows: int, depth: int, stage: Stage) -> None:
         """Record stages that were placed without a plan, one on each device; `stage` has their runtime and options."""
-        stages = tuple(msgspec.structs.replace(stage, devices=(name,)) for name in devices)
+        stages = tuple(msgspec.structs.replace(stage, device=name) for name in devices)
         self._plan = Plan(
             model=self.profile.model, graph=self.profile.graph, profile=fingerprint(self.profile), cluster="",
             microbatch_rows=rows, pipelines=(Pipeline(stages=stages, cut_sets=(CutSet(cuts=tuple(cuts)),)),),
@@ -107,9 +107,8 @@ class Replanner:
                     ends = [0, *(names.index(cut) for cut in cut_set.cuts), len(taken)]
                     start, stop = list(pairwise(ends))[index]
                     seconds += cut_set.weight / total * sum(taken[start:stop])
-                for name in stage.devices:
-                    factor = factor_at(profile, columns.get(name), plan.microbatch_rows)
-                    found[name] = found.get(name, 0.0) + seconds * factor
+                factor = factor_at(profile, columns.get(stage.device), plan.microbatch_rows)
+                found[stage.device] = found.get(stage.device, 0.0) + seconds * factor
         return found
 
     def _cluster_of(self, present: Sequence[str], gone: Sequence[str], speeds: Mapping[str, float]) -> Cluster:

@@ -343,7 +343,7 @@ def stream_facts(
     world = deployment.world
     return RunFacts(
         kind="stream", model=model, cuts=tuple(cuts), threads=threads, depth=parts[0].job.options.depth,
-        ranks=tuple(ranks.items[0] for part in parts for ranks in part.job.ranks),
+        ranks=tuple(rank for part in parts for rank in part.job.ranks),
         pipelines=tuple(len(part.job.ranks) for part in parts), turns=deployment.order,
         devices=tuple(world.names), hosts=tuple(world.hosts), bandwidths=tuple(world.bandwidths),
         num_microbatches=report.num_microbatches, num_rows=report.num_rows, total_s=report.total_s,

@@ -146,7 +146,7 @@ def plan_grid(plan: Plan, ranks: Mapping[str, int], places: Mapping[str, int]) -
     cuts = sorted({name for names in own for name in names}, key=places.__getitem__)
     replicas = []
     for pipeline, names, count in zip(plan.pipelines, own, plan.microbatches, strict=True):
-        holders = [ranks[stage.devices[0]] for stage in pipeline.stages]
+        holders = [ranks[stage.device] for stage in pipeline.stages]
         before = accumulate((name in names for name in cuts), initial=0)
         replicas.append(Replica(tuple(dict.fromkeys(holders)), tuple(holders[number] for number in before), count))
     return Grid(tuple(replicas)), cuts

@@ -69,7 +69,7 @@ def test_frozen_weights_take_memory_without_training_too() -> None:
 
 def test_frozen_weights_are_neither_added_up_nor_updated() -> None:
     cluster = make_cluster(1, 1)
-    whole = (Placed((0,), 0, 4),), (Placed((1,), 0, 4),)
+    whole = (Placed(0, 0, 4),), (Placed(1, 0, 4),)
     setting = Setting(schedule="gpipe", num_microbatches=4, replicated=True)
     profile = line(update_s_per_byte=0.03, sum_s_per_byte=0.01)
     plain = play_step(Problem(profile, cluster, setting), whole, [2, 2])
@@ -162,7 +162,7 @@ def steps(draw: st.DrawFn) -> tuple[Problem, tuple[Placed, ...], str]:
         stage_overhead_s=rng.choice([0, 0, 0.5]), send_s_per_byte=rng.choice([0, 0, 0.05]),
     )  # fmt: skip
     cuts = sorted(draw(st.sets(st.integers(1, num - 1), max_size=3)))
-    stages = tuple(Placed((n,), a, b) for n, (a, b) in enumerate(pairwise([0, *cuts, num])))
+    stages = tuple(Placed(n, a, b) for n, (a, b) in enumerate(pairwise([0, *cuts, num])))
     devices = tuple(
         Device(name=f"d{n}", speed=rng.choice([0.5, 1, 2]), memory_bytes=2**40, latency_s=rng.choice([0, 0.5]),
                bandwidth_bytes_per_s=rng.choice([None, 5.0]))
@@ -206,7 +206,7 @@ def test_a_cache_that_costs_nothing_makes_no_step_slower(given_: tuple[Problem, 
     frozen = play_step(Problem(profile, problem.cluster, problem.setting), [stages], count)
     end = place_of(profile, boundary)
     left = tuple(
-        Placed(stage.devices, max(stage.start - end, 0), stage.end - end) for stage in stages if stage.end > end
+        Placed(stage.device, max(stage.start - end, 0), stage.end - end) for stage in stages if stage.end > end
     )
     cached = play_step(Problem(cache(profile, boundary), problem.cluster, problem.setting), [left], count)
     assert cached.step_s <= frozen.step_s + parted_s(problem, stages) + 1e-9

@@ -120,7 +120,7 @@ def _first_units(divisions: Sequence[Division], units: Sequence[int]) -> dict[in
     for division in divisions:
         starts = [stage.start for stage in division]
         for unit in units:
-            found.setdefault(division[bisect_right(starts, unit) - 1].devices[0], unit)
+            found.setdefault(division[bisect_right(starts, unit) - 1].device, unit)
     return found
 
 

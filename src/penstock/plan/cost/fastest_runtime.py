@@ -16,10 +16,10 @@ Columns = Mapping[str, RuntimeColumn]
 _EAGER = "eager"
 
 
-def columns_within(profile: Profile, cluster: Cluster, max_error: float, *, alike: bool = False) -> Columns:
+def columns_within(profile: Profile, cluster: Cluster, max_error: float) -> Columns:
     """Return each device's fastest runtime with a relative output error of at most `max_error`.
 
-    Devices for which eager is fastest are left out. With `alike`, only runtimes that all devices have are considered.
+    Devices for which eager is fastest are left out.
 
     Example:
         columns_within(profile, cluster, 0.02)["board2"].name
@@ -36,8 +36,6 @@ def columns_within(profile: Profile, cluster: Cluster, max_error: float, *, alik
                 f"{name} has the runtime {unknown[0]}, which was not found in the profile; profile again with "
                 f"--runtime {unknown[0]}, or leave it out of the cluster file"
             )
-    if alike:
-        has = dict.fromkeys(has, set.intersection(*has.values()))
     found = {name: _fastest(profile, max_error, names) for name, names in has.items()}
     return {name: column for name, column in found.items() if column is not None}
 
@@ -52,13 +50,13 @@ def columns_of(plan: Plan, profile: Profile) -> Columns | None:
             continue
         if name not in known:
             return None
-        found |= dict.fromkeys(stage.devices, known[name])
+        found[stage.device] = known[name]
     return found
 
 
 def computed_on(pipelines: Sequence[Pipeline], columns: Columns) -> tuple[Pipeline, ...]:
-    """Return pipelines with each stage's runtime set to the runtime of its devices."""
-    return _with_runtimes(pipelines, lambda stage: columns.get(stage.devices[0], stage))
+    """Return pipelines with each stage's runtime set to the runtime of its device."""
+    return _with_runtimes(pipelines, lambda stage: columns.get(stage.device, stage))
 
 
 def computed_like(pipelines: Sequence[Pipeline], like: Stage) -> tuple[Pipeline, ...]:

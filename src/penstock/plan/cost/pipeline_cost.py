@@ -5,95 +5,39 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
-from penstock.plan.cost.problem import LEAST_S, Division, Placed, Problem
+from penstock.plan.cost.problem import Division, Problem
 from penstock.plan.cost.stage_cost import Vector
-
-
-def shared_load_s(problem: Problem, stage: Placed) -> float:
-    """Return the pace of a stage: the load of its device, or of several devices that share it in proportion to speed.
-
-    If the driver is one of several, driving has priority, and it takes as many microbatches as it can in addition.
-    """
-    if len(stage.devices) == 1:
-        return problem.load_s(stage.devices[0], stage.start, stage.end)
-    rate, spent = 0.0, 0.0
-    for number in stage.devices:
-        own = problem.own_load_s(number, stage)
-        rate += 1 / own
-        if number == problem.feeder:
-            # the other devices take a part of its input and output, for any position of this stage
-            spent = problem.feeding_only_s() / own
-    pace = (1 + spent) / rate
-    if spent and pace <= problem.feeding_only_s() * (1 + 1e-9):
-        return math.inf  # driving leaves the driver no time: the stage is faster without it
-    return pace
-
-
-def shared_block(problem: Problem, members: list[tuple[int, int]], starts: slice, ends: slice) -> Vector:
-    """Return the pace of stages that devices share; `members` has a number and a count for each kind of device."""
-    rate: Vector | float = 0.0
-    spent: Vector | float = 0.0
-    possible: NDArray[np.bool_] = np.ones(1, dtype=np.bool_)
-    for number, times in members:
-        terms = problem.terms(number)
-        own = terms.own[0][0][starts, None] + terms.own[0][1][None, ends]
-        for first, last in terms.own[1:]:
-            np.maximum(own, first[starts, None] + last[None, ends], out=own)
-        fits = problem.cost_block(number, 0, starts, ends) < np.inf
-        possible = possible & fits
-        # empty stages have no cost; the caller excludes them
-        own = np.where(fits, own, 1.0)
-        rate = rate + times / np.maximum(own, LEAST_S)
-        if number == problem.feeder:
-            spent = problem.feeding_only_s() / np.maximum(own, LEAST_S)
-    if sum(times for _, times in members) == 1:
-        return problem.cost_block(members[0][0], 0, starts, ends)
-    pace = np.where(possible, (1 + spent) / rate, np.inf)
-    if any(number == problem.feeder for number, _ in members):
-        pace[pace <= problem.feeding_only_s() * (1 + 1e-9)] = np.inf
-    return pace
 
 
 def bottleneck_s(problem: Problem, division: Division) -> float:
     """Return the seconds between microbatches of a full pipeline, set by its busiest device or link."""
-    pace = max(shared_load_s(problem, stage) for stage in division)
+    pace = max(problem.load_s(stage.device, stage.start, stage.end) for stage in division)
     for one, other in pairwise(division):
-        if len(one.devices) == len(other.devices) == 1:
-            between = problem.byte_s(one.devices[0], other.devices[0])
-            pace = max(pace, float(problem.costs.crossing[one.end]) * between)
-    if not any(problem.feeder in stage.devices for stage in division):
+        between = problem.byte_s(one.device, other.device)
+        pace = max(pace, float(problem.costs.crossing[one.end]) * between)
+    if not any(stage.device == problem.feeder for stage in division):
         pace = max(pace, problem.feeding_only_s())
     return pace
 
 
 def latency_s(problem: Problem, division: Division) -> float:
-    """Return the seconds from sending a microbatch into an empty pipeline until its result arrives.
-
-    If devices share a stage, the slowest counts.
-    """
+    """Return the seconds from sending a microbatch into an empty pipeline until its result arrives."""
     costs, feeder = problem.costs, problem.feeder
     total = costs.feeding_s / problem.devices[feeder].speed
-    places = [(feeder,), *(stage.devices for stage in division), (feeder,)]
+    places = [feeder, *(stage.device for stage in division), feeder]
     bounds = [*(stage.start for stage in division), problem.num_units]
-    for (senders, receivers), boundary in zip(pairwise(places), bounds, strict=True):
-        total += max(
-            problem.transfer_s(one, other, boundary) + problem.latency_s(one, other)
-            for one in senders
-            for other in receivers
-        )
-    for stage in division:
-        total += max(problem.own_s(number, stage) for number in stage.devices)
+    for (one, other), boundary in zip(pairwise(places), bounds, strict=True):
+        total += problem.transfer_s(one, other, boundary) + problem.latency_s(one, other)
+    total += sum(problem.own_s(stage.device, stage) for stage in division)
     return total
 
 
 def fits_all(problem: Problem, division: Division) -> bool:
     """Return True if every device of a pipeline has the memory for its stage."""
     return all(
-        problem.fits(number, stage.start, stage.end, in_flight)
+        problem.fits(stage.device, stage.start, stage.end, in_flight)
         for stage, in_flight in zip(division, problem.in_flight(division), strict=True)
-        for number in stage.devices
     )
 
 
@@ -106,8 +50,8 @@ def bottleneck_bound_s(problem: Problem, *, share: bool = False, numbers: Sequen
     """Return a lower bound on the seconds between microbatches of any plan on these devices.
 
     Each device can at most run the stage with the most work that it can do within that time, anywhere in the model;
-    together the devices must run the whole model. Memory and links are ignored. With `share`, devices may share stages
-    or whole pipelines; then devices can be filled completely, and only the total work counts. `numbers` are the usable
+    together the devices must run the whole model. Memory and links are ignored. With `share`, devices may share
+    microbatches; then devices can be filled completely, and only the total work counts. `numbers` are the usable
     devices, by default all.
 
     Example:

@@ -8,7 +8,6 @@ microbatches `m`, stages `s` and `depth` buffers on both sides of a cut:
     sending   begins when m is done, the link is free, and the next stage has a buffer:  done[s + 1][m - depth]
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice, pairwise
@@ -32,14 +31,12 @@ from penstock.spec.profile import Profile
 class StageTimes:
     """Seconds of a stage: compute for each cut set, and its incoming link.
 
-    `compute_s[server][cut_set]`: several servers are devices that share the stage round-robin, in the order `order`.
     `wire_s[cut_set]` is the wire time of a message from the previous stage, `latency_s` its additional latency.
     """
 
-    compute_s: tuple[tuple[float, ...], ...]
+    compute_s: tuple[float, ...]
     wire_s: tuple[float, ...]
     latency_s: float = 0.0
-    order: tuple[int, ...] = (0,)
 
 
 def result_times(
@@ -51,14 +48,13 @@ def result_times(
     `rotation` has the cut set of each microbatch, `feed_s` the seconds per microbatch of a driver without a stage,
     `back_s[cut_set]` the seconds of the message back to the driver.
 
-    >>> stage = StageTimes(compute_s=((1.0,),), wire_s=(0.0,))
+    >>> stage = StageTimes(compute_s=(1.0,), wire_s=(0.0,))
     >>> result_times([stage, stage], (0,), 3)
     [2.0, 3.0, 4.0]
     """
     channels = [
         Channel(
-            wire_s=[stage.wire_s[cut_set] for cut_set in rotation], latency_s=stage.latency_s,
-            at_receiver=depth * len(stage.compute_s),
+            wire_s=[stage.wire_s[cut_set] for cut_set in rotation], latency_s=stage.latency_s, at_receiver=depth
         )
         for stage in stages
     ]  # fmt: skip
@@ -66,14 +62,10 @@ def result_times(
     lines = []
     for stage, source, target in zip(stages, channels, [*channels[1:], None], strict=True):
         if target is not None:
-            target.at_sender = depth * len(stage.compute_s)
-        jobs = [
-            [Job(seconds=seconds, source=source, target=target, device=server) for seconds in own]
-            for server, own in enumerate(stage.compute_s)
-        ]
-        period = min(math.lcm(len(stage.order), len(rotation)), num_microbatches)
-        round_ = [jobs[stage.order[m % len(stage.order)]][rotation[m % len(rotation)]] for m in range(period)]
-        lines.append(Line(list(islice(cycle(round_), num_microbatches)), len(stage.compute_s)))
+            target.at_sender = depth
+        jobs = [Job(seconds=seconds, source=source, target=target) for seconds in stage.compute_s]
+        round_ = [jobs[cut_set] for cut_set in rotation]
+        lines.append(Line(list(islice(cycle(round_), num_microbatches))))
     play(lines)
     return [end + back_s[rotation[m % len(rotation)] % len(back_s)] for m, end in enumerate(lines[-1].ends)]
 
@@ -85,8 +77,7 @@ def steady_s(
 
     This includes the time lost because short queues do not absorb all differences between cut sets.
     """
-    longest = max(len(stage.order) for stage in stages)
-    length = max(len(rotation) * longest, 2 * len(stages) + 2)
+    length = max(len(rotation), 2 * len(stages) + 2)
     times = result_times(stages, rotation, rounds * length, depth=depth, feed_s=feed_s)
     half = rounds // 2 * length
     return (times[-1] - times[half - 1]) / (len(times) - half)
@@ -159,7 +150,7 @@ def predict_pipelines(
         times = _stage_times(problem, line, feeding[0])
         order = round_robin(line.weights)
         # seconds per microbatch of a driver without a stage in this pipeline
-        elsewhere = not any(problem.feeder in stage.devices for stage in line.divisions[0])
+        elsewhere = not any(stage.device == problem.feeder for stage in line.divisions[0])
         feed_s = max(feeding) / line.pipeline.share if elsewhere else 0.0
         holds.append((line.pipeline.share * _line_bottleneck_s(problem, line, len(lines), times, order, feed_s),
                       _slowest(problem, line)))  # fmt: skip
@@ -167,7 +158,7 @@ def predict_pipelines(
         total_s = max(total_s, _stream_s(problem, line, times, order, feed_s, count))
         loads += _loads(problem, line, feeding[0])
     # a stage on the driver takes the driver's CPU seconds, minus those of saved messages
-    computes = any(problem.feeder in stage.devices for line in lines for stage in line.divisions[0])
+    computes = any(stage.device == problem.feeder for line in lines for stage in line.divisions[0])
     feeding_s = max(feeding[1:] if computes else feeding)
     holds.append((feeding_s, f"feeding on {problem.devices[problem.feeder].name}"))
     slowest_s, limit = max(holds, key=lambda hold: hold[0])
@@ -182,33 +173,28 @@ def predict_pipelines(
 def divisions_of(problem: Problem, pipeline: Pipeline) -> tuple[Division, ...]:
     """Return a pipeline with numbers instead of names: a division for each cut set."""
     places = {name: index for index, name in enumerate(problem.profile.cuts, 1)}
-    devices = [tuple(problem.numbers[name] for name in stage.devices) for stage in pipeline.stages]
+    devices = [problem.numbers[stage.device] for stage in pipeline.stages]
     bounds = ([0, *(places[name] for name in cut_set.cuts), problem.num_units] for cut_set in pipeline.cut_sets)
     return tuple(
-        tuple(Placed(numbers, start, end) for numbers, (start, end) in zip(devices, pairwise(own), strict=True))
+        tuple(Placed(number, start, end) for number, (start, end) in zip(devices, pairwise(own), strict=True))
         for own in bounds
     )
 
 
 def _stage_times(problem: Problem, line: _Line, feeding_s: float) -> list[StageTimes]:
     found: list[StageTimes] = []
-    share = line.pipeline.share
-    for index, stage in enumerate(line.pipeline.stages):
+    before = problem.feeder
+    for index in range(len(line.pipeline.stages)):
         placed = [division[index] for division in line.divisions]
-        servers = []
-        for number, part in zip(placed[0].devices, stage.shares, strict=True):
-            feeds = number == problem.feeder
-            # the driver's work for other devices is spread over the microbatches that it computes itself
-            extra = feeding_s / (part * share) if feeds else 0.0
-            servers.append(tuple(problem.own_s(number, p) + extra for p in placed))
-        senders = line.divisions[0][index - 1].devices if index else (problem.feeder,)
-        pairs = [(one, other) for one in senders for other in placed[0].devices]
-        wires = [sum(problem.transfer_s(*pair, p.start) for pair in pairs) / len(pairs) for p in placed]
-        # devices that share a stage have separate links
-        wires = [wire / min(len(senders), len(placed[0].devices)) for wire in wires]
-        latency = max(problem.latency_s(*pair) for pair in pairs)
-        order = round_robin(stage.shares)
-        found.append(StageTimes(compute_s=tuple(servers), wire_s=tuple(wires), latency_s=latency, order=order))
+        number = placed[0].device
+        # the driver's work for other devices is spread over the microbatches that it computes itself
+        extra = feeding_s / line.pipeline.share if number == problem.feeder else 0.0
+        found.append(StageTimes(
+            compute_s=tuple(problem.own_s(number, p) + extra for p in placed),
+            wire_s=tuple(problem.transfer_s(before, number, p.start) for p in placed),
+            latency_s=problem.latency_s(before, number),
+        ))  # fmt: skip
+        before = number
     return found
 
 
@@ -226,10 +212,9 @@ def _line_bottleneck_s(
 
 def _link_bottleneck_s(problem: Problem, division: Division) -> float:
     return max(
-        float(first[stage.start] + last[stage.end]) / len(stage.devices)
+        float(first[stage.start] + last[stage.end])
         for stage in division
-        for number in stage.devices
-        for first, last in problem.terms(number).pairs()[1:]
+        for first, last in problem.terms(stage.device).pairs()[1:]
     )
 
 
@@ -237,9 +222,8 @@ def _stream_s(
     problem: Problem, line: _Line, times: Sequence[StageTimes], order: Sequence[int], feed_s: float, count: int
 ) -> float:
     """Return the seconds of a pipeline for `count` microbatches, including filling and draining."""
-    ends = line.divisions[0][-1].devices
-    back = max(problem.transfer_s(n, problem.feeder, problem.num_units) + problem.latency_s(n, problem.feeder)
-               for n in ends)  # fmt: skip
+    end = line.divisions[0][-1].device
+    back = problem.transfer_s(end, problem.feeder, problem.num_units) + problem.latency_s(end, problem.feeder)
     simulated = min(count, _MAX_MICROBATCHES)
     results = result_times(times, order, simulated, depth=problem.setting.depth, feed_s=feed_s, back_s=(back,))
     half = simulated // 2
@@ -251,17 +235,16 @@ def _slowest(problem: Problem, line: _Line) -> str:
     """Name the bottleneck of a pipeline."""
     found: list[tuple[float, str]] = []
     for index in range(len(line.pipeline.stages)):
-        for number in line.divisions[0][index].devices:
-            name = problem.devices[number].name
-            placed = [division[index] for division in line.divisions]
-            load = sum(w * problem.load_s(number, p.start, p.end) for w, p in zip(line.weights, placed, strict=True))
-            what = problem.limit(number, placed[0].start, placed[0].end)
-            found.append((load / len(placed[0].devices), f"{what} of {name} (stage {index})"))
+        placed = [division[index] for division in line.divisions]
+        number = placed[0].device
+        load = sum(w * problem.load_s(number, p.start, p.end) for w, p in zip(line.weights, placed, strict=True))
+        what = problem.limit(number, placed[0].start, placed[0].end)
+        found.append((load, f"{what} of {problem.devices[number].name} (stage {index})"))
     for one, other in pairwise(line.divisions[0]):
-        seconds = problem.byte_s(one.devices[0], other.devices[0]) * float(problem.costs.crossing[one.end])
-        names = " and ".join(problem.devices[stage.devices[0]].name for stage in (one, other))
+        seconds = problem.byte_s(one.device, other.device) * float(problem.costs.crossing[one.end])
+        names = " and ".join(problem.devices[stage.device].name for stage in (one, other))
         found.append((seconds, f"the link between {names}"))
-    if not any(problem.feeder in stage.devices for stage in line.divisions[0]):
+    if not any(stage.device == problem.feeder for stage in line.divisions[0]):
         found.append((problem.feeding_only_s(), f"feeding on {problem.devices[problem.feeder].name}"))
     return max(found, key=lambda item: item[0])[1]
 
@@ -269,13 +252,13 @@ def _slowest(problem: Problem, line: _Line) -> str:
 def _loads(problem: Problem, line: _Line, feeding_s: float) -> list[DeviceLoad]:
     loads: list[DeviceLoad] = []
     counts = problem.in_flight(line.divisions[0])
-    for index, (stage, in_flight) in enumerate(zip(line.pipeline.stages, counts, strict=True)):
+    for index, in_flight in enumerate(counts):
         placed = [division[index] for division in line.divisions]
-        for number, part in zip(placed[0].devices, stage.shares, strict=True):
-            own = sum(w * problem.own_s(number, p) for w, p in zip(line.weights, placed, strict=True))
-            load_s = own * part * line.pipeline.share + (feeding_s if number == problem.feeder else 0.0)
-            need = union_bytes(problem, number, placed, in_flight)
-            loads.append(DeviceLoad(device=problem.devices[number].name, load_s=load_s, memory_bytes=need))
+        number = placed[0].device
+        own = sum(w * problem.own_s(number, p) for w, p in zip(line.weights, placed, strict=True))
+        load_s = own * line.pipeline.share + (feeding_s if number == problem.feeder else 0.0)
+        need = union_bytes(problem, number, placed, in_flight)
+        loads.append(DeviceLoad(device=problem.devices[number].name, load_s=load_s, memory_bytes=need))
     return loads
 
 

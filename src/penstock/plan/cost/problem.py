@@ -13,9 +13,9 @@ from penstock.spec.profile import Profile
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A placed stage: the numbers of its devices, and its first and last boundary."""
+    """A placed stage: the number of its device, and its first and last boundary."""
 
-    devices: tuple[int, ...]
+    device: int
     start: int
     end: int
 
@@ -142,9 +142,9 @@ class Problem:
     def feeding_s(self, division: Division) -> list[float]:
         """Return the driver's seconds per microbatch of a pipeline: CPU, link out and link in.
 
-        Messages at ends of the pipeline that are on the driver cross no link; if it shares a stage, some do.
+        Messages at ends of the pipeline that are on the driver cross no link.
         """
-        own = next((stage for stage in division if stage.devices == (self.feeder,)), None)
+        own = next((stage for stage in division if stage.device == self.feeder), None)
         start, end = (own.start, own.end) if own is not None else (-1, 0)
         return [float(a[start] + b[end]) for a, b in self.terms(self.feeder).feeding[:3]]
 

@@ -45,7 +45,7 @@ def simulate_step(problem: Problem, division: Division, num_microbatches: int | 
         simulate_step(problem, division).makespan_s
     """
     setting, costs = problem.setting, problem.costs
-    holders = [stage.devices[0] for stage in division]
+    holders = [stage.device for stage in division]
     devices = devices_of(division)
     own_s = [problem.own_s(number, stage) for number, stage in zip(holders, division, strict=True)]
     forward = [
@@ -61,7 +61,7 @@ def simulate_step(problem: Problem, division: Division, num_microbatches: int | 
     # with interleaved stages, there are several cuts between two devices, of about the same size
     cuts: dict[frozenset[int], list[int]] = defaultdict(list)
     for before, after in pairwise(division):
-        cuts[frozenset((before.devices[0], after.devices[0]))].append(after.start)
+        cuts[frozenset((before.device, after.device))].append(after.start)
 
     def transfer(source: int, to: int, _kind: Crossing) -> float:
         one, other = devices[source], devices[to]
@@ -75,7 +75,7 @@ def simulate_step(problem: Problem, division: Division, num_microbatches: int | 
 
 def devices_of(division: Division) -> list[int]:
     """Return the devices of a training pipeline, without duplicates, in the order of its schedule."""
-    return list(dict.fromkeys(stage.devices[0] for stage in division))
+    return list(dict.fromkeys(stage.device for stage in division))
 
 
 def play_step(problem: Problem, divisions: Sequence[Division], counts: Sequence[int]) -> Step:
@@ -95,7 +95,7 @@ def play_step(problem: Problem, divisions: Sequence[Division], counts: Sequence[
         # the last action of a stage is for its last microbatch
         spans = {span.action.stage: span for own in played.spans for span in own if span.action.kind != "F"}
         for index, stage in enumerate(division):
-            device, span = stage.devices[0], spans[index]
+            device, span = stage.device, spans[index]
             # with a split backward, gradients of weights are final only when all are computed
             begin_s = span.begin_s if span.action.kind == "B" else span.end_s
             last[device].append(LastBackward(stage, begin_s, span.end_s))
@@ -145,7 +145,7 @@ def memory_in_training(problem: Problem, division: Division) -> dict[int, float]
     if len(devices_of(division)) < len(division):
         return interleaved_memory(problem, division)
     return {
-        stage.devices[0]: problem.memory_bytes(stage.devices[0], stage.start, stage.end, in_flight)
+        stage.device: problem.memory_bytes(stage.device, stage.start, stage.end, in_flight)
         for stage, in_flight in zip(division, problem.in_flight(division), strict=True)
     }
 
@@ -160,7 +160,7 @@ def _loads(
         own = problem.for_replica(count) if len(divisions) > 1 else problem
         for device, memory_bytes in memory_in_training(own, division).items():
             all_reduce_s = sum(bucket.cpu_s(problem, device) for bucket in buckets if device in bucket.devices)
-            own_s = sum(problem.own_s(device, stage) for stage in division if stage.devices == (device,))
+            own_s = sum(problem.own_s(device, stage) for stage in division if stage.device == device)
             loads.append(DeviceLoad(
                 device=problem.devices[device].name, load_s=(own_s * count + all_reduce_s) / total,
                 memory_bytes=memory_bytes,
@@ -174,7 +174,7 @@ def _limit(problem: Problem, divisions: Sequence[Division], loads: Sequence[Devi
     if step.all_reduced_s - step.computed_s > step.computed_s:
         return "the all-reduces of gradients"
     stages = (enumerate(division) for division in divisions)
-    places = {problem.devices[stage.devices[0]].name: index for each in stages for index, stage in each}
+    places = {problem.devices[stage.device].name: index for each in stages for index, stage in each}
     return f"compute of {busiest.device} (stage {places[busiest.device]})"
 
 
@@ -189,7 +189,7 @@ def interleaved_memory(problem: Problem, division: Division) -> dict[int, float]
     needs = {}
     for device, actions in zip(devices, schedule, strict=True):
         first, last = problem.terms(device).memory
-        own = [stage for stage in division if stage.devices == (device,)]
+        own = [stage for stage in division if stage.device == device]
         process = float(first[-1] - costs.messages_bytes()[-1])
         messages = sum(float(first[stage.start] + last[stage.end]) - process for stage in own)
         working = [float(costs.working_bytes[stage.start, stage.end]) for stage in own]

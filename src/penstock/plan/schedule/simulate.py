@@ -78,8 +78,7 @@ class Job:
     """A job of a line: its seconds, the channel of its input message, and the channel of its result.
 
     It takes message `message`, by default the next message. `after_s` are further seconds before the device's next job,
-    for which no message waits; they also pass while the device waits for a buffer. `device` is the index in a line with
-    several devices.
+    for which no message waits; they also pass while the device waits for a buffer.
     """
 
     seconds: float
@@ -87,21 +86,17 @@ class Job:
     target: Channel | None = None
     after_s: float = 0.0
     message: int | None = None
-    device: int = 0
 
 
 class Line:
-    """Jobs in order, with the times at which each begins, has computed, and has written its result.
+    """Jobs of a device in order, with the times at which each begins, has computed, and has written its result."""
 
-    Jobs on different devices of a line overlap, but results are sent in order.
-    """
-
-    def __init__(self, jobs: Sequence[Job], num_devices: int = 1) -> None:
+    def __init__(self, jobs: Sequence[Job]) -> None:
         self.jobs = jobs
         self.begins: list[float] = []
         self.computed: list[float] = []
         self.ends: list[float] = []
-        self._free = [0.0] * num_devices
+        self._free = 0.0
 
     @property
     def finished(self) -> bool:
@@ -110,13 +105,13 @@ class Line:
 
     def advance(self) -> bool:
         """Advance until a job's dependency is unknown; return True on any progress."""
-        jobs, begins, computed, ends, free = self.jobs, self.begins, self.computed, self.ends, self._free
+        jobs, begins, computed, ends = self.jobs, self.begins, self.computed, self.ends
         before = len(begins) + len(ends)
         while (at := len(ends)) < len(jobs):
             job = jobs[at]
             source, target = job.source, job.target
             if len(begins) == at:
-                begin = free[job.device]
+                begin = self._free
                 if source is not None:
                     number = len(source.taken) if job.message is None else job.message
                     arrived = source.sent[number] if number < len(source.sent) else source.sent_s(number)
@@ -133,9 +128,7 @@ class Line:
                 if room is None:
                     break
                 end = room if room > end else end
-            free[job.device] = max(end, done + job.after_s)
-            if ends and ends[-1] > end:
-                end = ends[-1]
+            self._free = max(end, done + job.after_s)
             ends.append(end)
             if source is not None:
                 source.passed.append(end)

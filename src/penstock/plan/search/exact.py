@@ -20,7 +20,6 @@ from typing import Literal
 
 import numpy as np
 
-from penstock.plan.cost.pipeline_cost import shared_block
 from penstock.plan.cost.problem import Division, Placed, Problem
 from penstock.plan.cost.stage_cost import Vector
 
@@ -28,8 +27,6 @@ from penstock.plan.cost.stage_cost import Vector
 EFFORT = 2_000_000_000
 # overhead of a step of the recurrence, as a number of stages
 _STEP = 30_000
-# maximum number of devices that share a stage in any mixture of kinds, to limit the number of mixtures
-_MAX_MIXTURES = 64
 
 Aim = Literal["pace", "latency"]
 _State = tuple[int, ...]
@@ -50,24 +47,22 @@ class _Window:
 
 
 def best_divisions(
-    problem: Problem, *, aim: Aim = "pace", at_most_s: float = math.inf, share: bool = False, effort: int = EFFORT,
+    problem: Problem, *, aim: Aim = "pace", at_most_s: float = math.inf, effort: int = EFFORT,
     numbers: Sequence[int] | None = None,
 ) -> dict[int, tuple[float, Division]] | None:  # fmt: skip
     """Return the best pipeline for each number of devices, with its pace or latency in seconds.
 
-    Pipelines slower than `at_most_s` are left out. With `share`, devices may share a stage (inference only): any
-    mixture of up to six devices, or more devices of one kind. Returns None if the search would consider more than
-    `effort` stages. `numbers` are the usable devices, by default all.
+    Pipelines slower than `at_most_s` are left out. Returns None if the search would consider more than `effort` stages.
+    `numbers` are the usable devices, by default all.
 
     Example:
         value_s, division = best_divisions(problem)[4]
     """
-    search = _Search(problem, aim, at_most_s, share, range(len(problem.devices)) if numbers is None else numbers)
-    return search.run(effort)
+    return _Search(problem, aim, at_most_s, range(len(problem.devices)) if numbers is None else numbers).run(effort)
 
 
 class _Search:
-    def __init__(self, problem: Problem, aim: Aim, at_most_s: float, share: bool, numbers: Sequence[int]) -> None:
+    def __init__(self, problem: Problem, aim: Aim, at_most_s: float, numbers: Sequence[int]) -> None:
         self.problem = problem
         self.aim = aim
         self.at_most_s = at_most_s
@@ -78,44 +73,27 @@ class _Search:
         self.counts = tuple(len(kind) for kind in self.kinds)
         # without separate links the sending device of a message is irrelevant
         self.uniform = not problem.cluster.links and aim == "pace"
-        self.options = self._options(share and self.uniform and not problem.setting.trains)
         self.speeds = problem.speeds[[kind[0] for kind in self.kinds]]
         self.seconds = problem.costs.seconds
         self.table: dict[_Key, _Window] = {}
-        self.cache: dict[_State, Vector] = {}
 
     def run(self, effort: int) -> dict[int, tuple[float, Division]] | None:
         if self._least_effort() > effort:
             return None
         for state in self._states():
-            for option in self.options:
-                left = tuple(count - used - o for count, used, o in zip(self.counts, state, option, strict=True))
-                if min(left) < 0:
+            for kind, count in enumerate(self.counts):
+                if state[kind] == count:
                     continue
-                effort -= self._add(state, option, left)
+                effort -= self._add(state, kind)
                 if effort < 0:
                     return None
         return self._results()
 
     def _least_effort(self) -> int:
         """Return a lower bound on the effort: without a limit on the pace, nearly every step considers all stages."""
-        steps = math.prod(count + 1 for count in self.counts) * len(self.options) // 2
+        steps = math.prod(count + 1 for count in self.counts) * len(self.counts) // 2
         bounded = self.aim == "pace" and self.at_most_s < math.inf
         return steps * (_STEP if bounded else _STEP + self.problem.num_units**2 // 2)
-
-    def _options(self, share: bool) -> list[_State]:
-        """Return the groups of devices that a stage may have."""
-        single = [tuple(int(k == kind) for k in range(len(self.kinds))) for kind in range(len(self.kinds))]
-        if not share:
-            return single
-        if math.prod(count + 1 for count in self.counts) <= _MAX_MIXTURES:
-            return [option for option in product(*(range(count + 1) for count in self.counts)) if sum(option)]
-        several = [
-            tuple(times * one for one in option)
-            for option, count in zip(single, self.counts, strict=True)
-            for times in range(2, count + 1)
-        ]
-        return single + several
 
     def _states(self) -> list[_State]:
         """Return all selections of devices, smaller selections first."""
@@ -158,21 +136,21 @@ class _Search:
         one, other = (self.kinds[kind][0], problem.feeder) if last is None else self._two(kind, last)
         return problem.costs.crossing[span] * problem.wire_s(one, other) + problem.latency_s(one, other)
 
-    def _add(self, state: _State, option: _State, left: _State) -> int:
-        """Add a stage before a selection; return the number of stages considered."""
-        kind = option.index(max(option))
+    def _add(self, state: _State, kind: int) -> int:
+        """Add a stage on a kind of device before a selection; return the number of stages considered."""
         following = self._following(state, kind)
         if following is None:
             return 0
+        target = _changed(state, kind, 1)
+        left = tuple(count - used for count, used in zip(self.counts, target, strict=True))
         starts = self._possible_starts(left, following.span.stop - 1)
         if starts.start >= starts.stop:
             return 0
-        values = self._values(state, option, starts, following).min(axis=1)
+        values = self._values(state, kind, starts, following).min(axis=1)
         values[values > self.at_most_s] = np.inf
         finite = np.flatnonzero(values < np.inf)
         if len(finite):
             window = _Window(starts.start + int(finite[0]), values[finite[0] : finite[-1] + 1])
-            target = tuple(used + more for used, more in zip(state, option, strict=True))
             key = (target, -1 if self.uniform else kind)
             known = self.table.get(key)
             self.table[key] = window if known is None else _merge(known, window)
@@ -185,12 +163,11 @@ class _Search:
         able = self.at_most_s * (1 + 1e-9) * float(self.speeds @ np.array(left))
         return slice(0, min(last, int(np.searchsorted(self.seconds, able, side="right"))))
 
-    def _values(self, state: _State, option: _State, starts: slice, following: _Window) -> Vector:
+    def _values(self, state: _State, kind: int, starts: slice, following: _Window) -> Vector:
         """Return the value for every start (rows) and end (columns) of a stage before a selection."""
-        block = self._block(option, self.problem.setting.in_flight(sum(state) + 1), starts, following.span)
+        block = self._block(kind, self.problem.setting.in_flight(sum(state) + 1), starts, following.span)
         if self.aim == "pace":
             return np.maximum(block, following.values)
-        kind = option.index(max(option))
         first, last = self.problem.path_terms(self.kinds[kind][0])
         path = first[starts, None] + last[None, following.span] + following.values
         if starts.start == 0 and starts.stop > 0:
@@ -198,19 +175,12 @@ class _Search:
             path[0] += self._hop_s(kind, None, slice(0, 1))[0]
         return np.where(block < np.inf, path, np.inf)
 
-    def _block(self, option: _State, in_flight: int, starts: slice, ends: slice) -> Vector:
-        """Return the costs of stages on a group of devices."""
-        problem = self.problem
-        members = [(self.kinds[kind][0], times) for kind, times in enumerate(option) if times]
-        if len(members) == 1 and members[0][1] == 1:
-            if problem.num_units <= 500:
-                return problem.cost_matrix(members[0][0], in_flight)[starts, ends]
-            return problem.cost_block(members[0][0], in_flight, starts, ends)
-        if problem.num_units > 500:
-            return shared_block(problem, members, starts, ends)
-        if option not in self.cache:
-            self.cache[option] = shared_block(problem, members, slice(0, None), slice(0, None))
-        return self.cache[option][starts, ends]
+    def _block(self, kind: int, in_flight: int, starts: slice, ends: slice) -> Vector:
+        """Return the costs of stages on a kind of device."""
+        problem, number = self.problem, self.kinds[kind][0]
+        if problem.num_units <= 500:
+            return problem.cost_matrix(number, in_flight)[starts, ends]
+        return problem.cost_block(number, in_flight, starts, ends)
 
     def _results(self) -> dict[int, tuple[float, Division]]:
         best: dict[int, tuple[float, _State, int]] = {}
@@ -234,26 +204,25 @@ class _Search:
         stages: list[Placed] = []
         start = 0
         while start < self.problem.num_units:
-            best: tuple[float, _State, _State, int] | None = None
-            for option in self.options:
-                rest = tuple(used - o for used, o in zip(state, option, strict=True))
-                kind = option.index(max(option))
-                if min(rest) < 0 or (last >= 0 and kind != last):
+            best: tuple[float, int, int] | None = None
+            for kind, used in enumerate(state):
+                if not used or (last >= 0 and kind != last):
                     continue
+                rest = _changed(state, kind, -1)
                 following = self._following(rest, kind)
                 if following is None:
                     continue
-                values = self._values(rest, option, slice(start, start + 1), following)[0]
+                values = self._values(rest, kind, slice(start, start + 1), following)[0]
                 place = int(values.argmin())
                 if best is None or values[place] < best[0]:
-                    best = (float(values[place]), option, rest, following.start + place)
+                    best = (float(values[place]), kind, following.start + place)
             if best is None:
                 raise AssertionError("the table does not lead back to its start")
-            _, option, state, end = best
-            members = tuple(free[kind].pop(0) for kind, times in enumerate(option) for _ in range(times))
-            stages.append(Placed(members, start, end))
+            _, kind, end = best
+            state, device = _changed(state, kind, -1), free[kind].pop(0)
+            stages.append(Placed(device, start, end))
             start = end
-            last = self._next_kind(state, members[0], end)
+            last = self._next_kind(state, device, end)
         return tuple(stages)
 
     def _next_kind(self, state: _State, device: int, end: int) -> int:
@@ -276,6 +245,11 @@ class _Search:
             if value < best:
                 best, chosen = value, last
         return chosen
+
+
+def _changed(state: _State, kind: int, by: int) -> _State:
+    """Return a selection with more or fewer devices of a kind."""
+    return (*state[:kind], state[kind] + by, *state[kind + 1 :])
 
 
 def _merge(one: _Window, other: _Window) -> _Window:

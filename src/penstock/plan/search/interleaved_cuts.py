@@ -217,7 +217,7 @@ def interleaved_divisions(problem: Problem) -> list[Division]:
             if chosen is None:
                 continue
             bounds = pairwise((0, *chosen.cuts, problem.num_units))
-            division = tuple(Placed((number,), a, b) for number, (a, b) in zip(holders, bounds, strict=True))
+            division = tuple(Placed(number, a, b) for number, (a, b) in zip(holders, bounds, strict=True))
             needs = interleaved_memory(problem, division)
             if all(need <= problem.devices[number].memory_bytes for number, need in needs.items()):
                 found.append(division)

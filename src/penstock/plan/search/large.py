@@ -16,7 +16,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.plan.cost.pipeline_cost import bottleneck_bound_s, bottleneck_s, fits_all, shared_block
+from penstock.plan.cost.pipeline_cost import bottleneck_bound_s, bottleneck_s, fits_all
 from penstock.plan.cost.problem import Division, Placed, Problem
 from penstock.plan.cost.stage_cost import Vector
 
@@ -51,21 +51,16 @@ def refine(problem: Problem, division: Division, *, reach: int | None = None) ->
         return division
     bounds = _shortest(problem, division, windows, blocks, links, best * _ROUNDING)
     return tuple(
-        Placed(stage.devices, start, end) for stage, (start, end) in zip(division, pairwise(bounds), strict=True)
+        Placed(stage.device, start, end) for stage, (start, end) in zip(division, pairwise(bounds), strict=True)
     )
 
 
 def _block(problem: Problem, division: Division, index: int, starts: slice, ends: slice) -> Vector:
-    devices = division[index].devices
-    if len(devices) == 1:
-        return problem.cost_block(devices[0], problem.in_flight(division)[index], starts, ends)
-    return shared_block(problem, [(number, 1) for number in devices], starts, ends)
+    return problem.cost_block(division[index].device, problem.in_flight(division)[index], starts, ends)
 
 
 def _link(problem: Problem, one: Placed, other: Placed, window: slice) -> Vector:
-    if len(one.devices) > 1 or len(other.devices) > 1:
-        return np.zeros(window.stop - window.start)
-    return problem.costs.crossing[window] * problem.byte_s(one.devices[0], other.devices[0])
+    return problem.costs.crossing[window] * problem.byte_s(one.device, other.device)
 
 
 def _fastest(blocks: Sequence[Vector], links: Sequence[Vector]) -> float:
@@ -84,11 +79,10 @@ def _shortest(
     choices: list[Vector] = []
     for index, stage in enumerate(division):
         starts, ends = windows[index], windows[index + 1]
-        paths = [problem.path_terms(number) for number in stage.devices]
-        path = np.max([first[starts, None] + last[None, ends] for first, last in paths], axis=0)
+        first, last = problem.path_terms(stage.device)
+        path = first[starts, None] + last[None, ends]
         if index:
-            # the slowest path between any two devices that exchange messages
-            wire = max(problem.wire_s(a, b) for a in division[index - 1].devices[:4] for b in stage.devices[:4])
+            wire = problem.wire_s(division[index - 1].device, stage.device)
             best = np.where(links[index - 1] <= limit, best + problem.costs.crossing[starts] * wire, np.inf)
         total = np.where(blocks[index] <= limit, best[:, None] + path, np.inf)
         choices.append(total.argmin(axis=0))
@@ -277,5 +271,5 @@ class _Filler:
         while at is not None and at.stages is not None:
             start = at.boundary
             device, end, at = at.stages
-            placed.append(Placed((device,), start, end))
+            placed.append(Placed(device, start, end))
         return tuple(placed)

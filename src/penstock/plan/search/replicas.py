@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from itertools import pairwise
 
-from penstock.plan.cost.pipeline_cost import bottleneck_s, fits_all, shared_load_s
+from penstock.plan.cost.pipeline_cost import bottleneck_s, fits_all
 from penstock.plan.cost.problem import Division, Problem
 from penstock.plan.cost.training_step import play_step, simulate_step
 from penstock.plan.search.exact import best_divisions
@@ -51,23 +51,22 @@ def rates_of(problem: Problem, divisions: Sequence[Division]) -> list[float]:
     """
     elsewhere_s = problem.feeding_s(())
     rates = [1 / _own_bottleneck_s(problem, division) for division in divisions]
-    mine = next((i for i, d in enumerate(divisions) if any(problem.feeder in stage.devices for stage in d)), None)
+    mine = next((i for i, d in enumerate(divisions) if any(stage.device == problem.feeder for stage in d)), None)
     others = sum(rate for index, rate in enumerate(rates) if index != mine)
     # limit of the driver's CPU and link
     given = min(others, 1 / max(elsewhere_s)) if max(elsewhere_s) else others
     rates = [rate if index == mine else rate * given / others for index, rate in enumerate(rates)]
     if mine is not None:
-        stage = next(stage for stage in divisions[mine] if problem.feeder in stage.devices)
-        own_s = problem.own_load_s(problem.feeder, stage) / len(stage.devices) + problem.feeding_s(divisions[mine])[0]
+        stage = next(stage for stage in divisions[mine] if stage.device == problem.feeder)
+        own_s = problem.own_load_s(problem.feeder, stage) + problem.feeding_s(divisions[mine])[0]
         rates[mine] = min(rates[mine], max(0.0, 1 - elsewhere_s[0] * given) / own_s)
     return rates
 
 
 def _own_bottleneck_s(problem: Problem, division: Division) -> float:
     """Return the pace of a pipeline without the driver's work for others."""
-    stages = [shared_load_s(problem, stage) if len(stage.devices) > 1 else problem.own_load_s(stage.devices[0], stage)
-              for stage in division]  # fmt: skip
-    links = [float(problem.costs.crossing[one.end]) * problem.byte_s(one.devices[0], other.devices[0])
+    stages = [problem.own_load_s(stage.device, stage) for stage in division]
+    links = [float(problem.costs.crossing[one.end]) * problem.byte_s(one.device, other.device)
              for one, other in pairwise(division)]  # fmt: skip
     return max([*stages, *links])
 

@@ -250,12 +250,11 @@ def _whole_rounds(sets: list[tuple[tuple[int, ...], float]], period: int) -> lis
 def rotated(problem: Problem, pipeline: Pipeline) -> Pipeline | None:
     """Return the pipeline with several cut sets in rotation; None if this is impossible or no better than one set."""
     stages = pipeline.stages
-    plain = all(len(stage.devices) == 1 for stage in stages) and not problem.setting.trains
-    if not plain or not 2 <= len(stages) <= _MAX_STAGES:
+    if problem.setting.trains or not 2 <= len(stages) <= _MAX_STAGES:
         return None
     names = problem.profile.cuts
     cuts = [names.index(name) + 1 for name in pipeline.cut_sets[0].cuts]
-    numbers = [problem.numbers[stage.devices[0]] for stage in stages]
+    numbers = [problem.numbers[stage.device] for stage in stages]
     bounds = [0, *cuts, problem.num_units]
 
     def holds(stage: int, start: int, end: int) -> bool:

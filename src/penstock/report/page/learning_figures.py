@@ -46,7 +46,10 @@ def learning_figure(runs: Runs) -> Figure:
 def learning_lines(run: RunMetrics) -> list[str]:
     """Describe a run in one sentence: epochs, steps, losses, accuracy and throughput."""
     steps, epochs = run.steps, run.epochs
-    parts = [_count(len(epochs), "epoch"), _count(max((s.step for s in (*steps, *epochs)), default=0), "step")]
+    parts = [
+        _count(len(epochs), "epoch"),
+        _count(max([*(s.step for s in steps), *(e.step for e in epochs)], default=0), "step"),
+    ]
     if losses := [epoch.train_loss for epoch in epochs if epoch.train_loss is not None]:
         parts.append(f"training loss {losses[0]:.4g} to {losses[-1]:.4g}" if len(losses) > 1 else
                      f"training loss {losses[0]:.4g}")  # fmt: skip

@@ -51,7 +51,7 @@ def advise(run: Run, stream: MeasuredStream, account: Account) -> Advice:
     profile, cluster = observed_profile(run, stream), observed_cluster(run, stream)
     rows = max(1, run.facts.num_rows // max(1, run.facts.num_microbatches))
     request = Request(
-        rows=(rows,), num_rows=run.facts.num_rows, depth=run.facts.depth, replicas=len(stream.routes) > 1, shared=False
+        rows=(rows,), num_rows=run.facts.num_rows, depth=run.facts.depth, replicas=len(stream.routes) > 1
     )  # fmt: skip
     try:
         choice = choose(profile, cluster, request)
@@ -92,7 +92,7 @@ def _as_it_ran(like: Plan, run: Run, cluster: Cluster) -> Plan:
         sets = planned["cut_sets"] if planned is not None else [{"cuts": run.facts.cuts}]
         part = sum(run.facts.pipeline_of(m) == place for m in range(run.facts.num_microbatches))
         pipelines.append(Pipeline(
-            stages=tuple(Stage(devices=(names[index],)) for index in route),
+            stages=tuple(Stage(device=names[index]) for index in route),
             cut_sets=msgspec.convert(sets, tuple[CutSet, ...]), share=part / run.facts.num_microbatches,
         ))  # fmt: skip
     return msgspec.structs.replace(like, pipelines=tuple(pipelines))

@@ -41,7 +41,7 @@ ROOMS: dict[str, tuple[int, int]] = {
     "plan": (4926, 28),
     "recipes": (3400, 18),  # +326: class orders and names, label files, damaged images, what is left out
     "report": (3730, 24),  # +182: curves of training runs
-    "runtime": (3429, 24),
+    "runtime": (3433, 24),
     "serve": (2181, 17),  # +450: what clients of other servers send; bytes of tokens; ends of grammars
     "spec": (922, 6),
     "stream": (1409, 10),
@@ -76,7 +76,7 @@ OPTIONS = {
 }
 
 TOTALS = {
-    "lines of src": 62829,  # +3,977: silent faults of scripts, text, folders and files
+    "lines of src": 62833,  # +3,977: silent faults of scripts, text, folders and files
     "files of src": 441,  # +26
     "lines of tests": 40346,  # +3,955: silent faults of scripts, text, folders and files
     "lines of benchmarks": 8384,  # +150: every decoder of transformers

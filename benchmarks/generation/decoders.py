@@ -39,13 +39,47 @@ _SMALL = {
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
     "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "kv_lora_rank": 16, "q_lora_rank": 24,
     "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16, "first_k_dense_replace": 1,
+    "vocab_size_per_layer_input": 120, "hidden_size_per_layer_input": 16, "laurel_rank": 8, "depth": 2,
+    "image_size": 32, "patch_size": 16, "base_channels": 32, "codebook_size": 64, "attention_heads": 4,
+    **dict.fromkeys(("vision_output_dim", "out_hidden_size", "adapter_out_dim", "projection_dim"), 48),
+    **dict.fromkeys(("projector_input_dim", "projector_output_dim", "adapter_in_dim", "output_proj_dims"), 48),
 }  # fmt: skip
 _LATENT = {"num_key_value_heads": 4, "head_dim": 8}
+_HEADS = {"head_dim": 12}
+_MIXED = {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2}
+_SHARED = {
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "num_kv_shared_layers": 2,
+}
+# by the type of a model or of a part of it; None leaves the configuration's own value
 _CHANGES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("axk1", "axk2", "deepseek_v3", "deepseek_v32", "longcat_flash", "glm4_moe_lite", "glm_moe_dsa",
                      "minicpm3"), _LATENT),
-    "deepseek_v2": _LATENT | {"topk_method": "greedy"},
-    "bamba": {"mamba_n_heads": 12, "mamba_d_head": 8}, "granitemoehybrid": {"mamba_n_heads": 12, "mamba_d_head": 8},
+    "deepseek_v2": _LATENT | {"topk_method": "greedy", "num_experts_per_tok": 2},
+    "bamba": {"mamba_n_heads": 12, "mamba_d_head": 8, "attn_layer_indices": [1]},
+    "granitemoehybrid": _MIXED | {"mamba_n_heads": 12, "mamba_d_head": 8},
+    "kimi_linear": _MIXED | _LATENT | {"linear_head_dim": 8, "linear_num_heads": 4},
+    "bailing_hybrid": _MIXED | _LATENT,
+    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
+    **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral"), _HEADS),
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "max_window_layers": 1},
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
+             "ffn_config": {"ffn_hidden_size": 96, "hidden_size": 48}},
+    "cohere_compass_text": {"layer_types": ["full_attention", "sliding_attention", "full_attention"],
+                            "rope_parameters": {kind: {"rope_type": "default", "rope_theta": 10000.0}
+                                                for kind in ("full_attention", "sliding_attention")}},
+    "dots3_note_text": _LATENT | {
+        "num_attention_heads": 4, "use_dsa": False, "swa_head_dim": 16, "swa_qk_nope_head_dim": 8, "swa_v_head_dim": 16,
+        "swa_q_lora_rank": 24, "swa_kv_lora_rank": 16, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 4},
+    "encoder-decoder": {"decoder_start_token_id": 1},
+    "gemma3n_text": _SHARED | {"activation_sparsity_pattern": None, "intermediate_size": 96},
+    **dict.fromkeys(("gemma4_text", "gemma4_unified_text"), _SHARED | {"num_attention_heads": 4, "head_dim": 16}),
+    "longt5": {"decoder_start_token_id": 0}, "switch_transformers": {"decoder_start_token_id": 0},
+    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "qwen4_exp_text"), _MIXED),
+    "prophetnet": {"num_hidden_layers": None, "num_encoder_layers": 2, "num_decoder_layers": 2},
+    "youtu": _LATENT, "zaya": {"num_experts_per_tok": 1}, "zamba2": {"layers_block_type": ["mamba", "hybrid", "mamba"]},
+    "xlstm": {"v_head_dim": None}, "reformer": {"axial_pos_embds": False}, "xmod": {"default_language": "en_XX"},
 }  # fmt: skip
 
 
@@ -79,7 +113,7 @@ def apart(name: str, kind: Any, encodes: bool) -> dict[str, str]:
     child = os.fork()
     if child == 0:
         signal.alarm(_LIMIT_S)
-        os.write(writer, json.dumps(attempt(name, kind, encodes)).encode())
+        os.write(writer, json.dumps(attempt(kind, encodes)).encode())
         os._exit(0)
     os.close(writer)
     with os.fdopen(reader, "rb") as pipe:
@@ -89,12 +123,12 @@ def apart(name: str, kind: Any, encodes: bool) -> dict[str, str]:
     return {"decoder": name, "result": result, "reason": reason}
 
 
-def attempt(name: str, kind: Any, encodes: bool) -> tuple[str, str]:
+def attempt(kind: Any, encodes: bool) -> tuple[str, str]:
     """Compare tokens; returns the result and its reason."""
     # a survey records whatever goes wrong
     try:
         for window in _WINDOWS:
-            model = small(name, kind, window, encodes)
+            model = small(kind, window, encodes)
             if sum(parameter.numel() for parameter in model.parameters()) > _MOST_PARAMETERS:
                 return "not tried", "its parts besides the decoder cannot be made small"
             given = prompts(*_LENGTHS)
@@ -112,16 +146,12 @@ def attempt(name: str, kind: Any, encodes: bool) -> tuple[str, str]:
     return "equal", ""
 
 
-def small(name: str, kind: Any, window: int, encodes: bool) -> Any:
+def small(kind: Any, window: int, encodes: bool) -> Any:
     """Make a small model with random weights and logits far apart."""
     families = dict(reversed(FAMILIES.values()))
     base = kind()
-    if kind.__name__ in families:
-        fields = dict(families[kind.__name__])
-    else:
-        fields = {field: value for field, value in _SMALL.items() if _is_number(getattr(base, field, None))}
-        fields |= _CHANGES.get(name, {})
-    fields |= {field: window for field in _WINDOW_FIELDS if _is_number(getattr(base, field, None)) or field in fields}
+    fields = dict(families[kind.__name__]) if kind.__name__ in families else sizes(base, window)
+    fields |= {field: window for field in _WINDOW_FIELDS if _is_number(base, field) or field in fields}
     torch.manual_seed(0)
     auto = transformers.AutoModelForSeq2SeqLM if encodes else transformers.AutoModelForCausalLM
     model = auto.from_config(kind(**fields)).eval()
@@ -131,8 +161,23 @@ def small(name: str, kind: Any, window: int, encodes: bool) -> Any:
     return model
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, (bool, int))
+def sizes(base: Any, window: int) -> dict[str, Any]:
+    """Return the fields that make a model small, with those of its parts."""
+    fields: dict[str, Any] = {field: value for field, value in _SMALL.items() if _is_number(base, field)}
+    fields |= {field: window for field in _WINDOW_FIELDS if _is_number(base, field)}
+    for field in base.sub_configs:
+        part = getattr(base, field)
+        if part is not None:
+            fields[field] = {"model_type": part.model_type, **sizes(part, window)}
+    fields |= _CHANGES.get(base.model_type, {})
+    return {field: value for field, value in fields.items() if value is not None}
+
+
+def _is_number(base: Any, field: str) -> bool:
+    try:
+        return isinstance(getattr(base, field, None), (bool, int))
+    except RuntimeError:  # one of a layer, which differs between layers
+        return False
 
 
 def table(rows: list[dict[str, str]]) -> list[str]:

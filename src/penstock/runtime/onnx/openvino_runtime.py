@@ -1,14 +1,18 @@
 """The runtime `openvino`: a stage program as an ONNX model for each microbatch size, run by OpenVINO."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import onnx
-import openvino
 import torch
 
 from penstock.runtime.onnx.exported import Engine, ExportedRuntime
+
+# with this package, the import of openvino reports itself over the internet and writes into the home folder
+sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
+import openvino  # noqa: E402
 
 _HINTS = {"float32": "f32", "bfloat16": "bf16"}
 

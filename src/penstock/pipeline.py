@@ -135,7 +135,7 @@ class Pipeline:
             halves, the gradients of inputs and of weights), then the microbatch, and after a dot the stage if a device
             has several.
         microbatches: number of microbatches that each replica splits its rows of a batch into; default: two per stage.
-        seed: seed of dropout and of the order of data.
+        seed: seed of dropout, of the order of data, and of the weights of a function that makes the model.
         autocast: a dtype for `torch.autocast`, such as torch.bfloat16; default: no autocast.
         checkpointing: keep only a stage's inputs until its backward, and recompute the forward then.
 

@@ -12,11 +12,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+import timm
 import torch
 from safetensors.torch import save_file
 
 from penstock.zoo.data.image_names import open_images
-from penstock.zoo.models.models import load_model
+from penstock.zoo.models.models import load_model, parse_name
 from tests.cli.conftest import SMALL
 from tests.processes import free_port, run_python
 
@@ -121,7 +122,9 @@ def test_random_weights_are_said(penstock: Run, photos: Path) -> None:
 
 
 def test_weights_from_a_file_are_used_and_checked(penstock: Run, photos: Path, tmp_path: Path) -> None:
-    module = load_model(SMALL, whole=True, seed=7).module
+    torch.manual_seed(7)
+    base, options = parse_name(SMALL.removeprefix("timm:"))
+    module = timm.create_model(base, **options)
     state = {name: tensor.contiguous() for name, tensor in module.state_dict().items()}
     save_file(state, tmp_path / "good.safetensors")
     arguments = ["--images", photos, "--stages", 1, "--num-images", 1]

@@ -92,7 +92,7 @@ class Pipeline:
         args, kwargs: an example call with the largest microbatch that will be streamed.
         stages: number of stages; default: one per process under torchrun, 4 for a stream started alone.
         policy, cuts: where to cut the model, by a policy or by hand, as for `penstock.split`.
-        plan: a plan from `penstock plan`, or the path of its file; replaces stages, policy, cuts and depth. A plan for
+        plan: a plan from `penstock plan`, or the path of its file; determines stages, cuts and depth. A plan for
             training, made with `--schedule`, also replaces replicas, schedule and microbatches.
         dynamic: further symbolic dimensions, as for `penstock.capture`.
         world: already connected processes; default: join those of torchrun, or start new ones.

@@ -172,6 +172,12 @@ def test_the_modes_to_compare(tmp_path: Path) -> None:
     }  # fmt: skip
     assert {run.threads for run in runs.values()} == {2}
     assert [runs[name].microbatches for name in ("model", "pipeline")] == [1, 4]
+    cut = settings(tmp_path, cuts=["blocks.0:after"])
+    assert cut.num_processes == 2
+    both = mode_runs(["single", "pipeline"], cut, 8)
+    assert [(run.stages, run.cuts) for _, run in both] == [(1, None), (2, cut.cuts)]
+    with pytest.raises(UsageError, match="; got 3; leave"):
+        cut.replace(stages=3)
     with pytest.raises(UsageError, match=r"single, .*; got both ways"):
         mode_runs(["both ways"], settings(tmp_path), 2)
     weak = dict(mode_runs(["single", "both"], settings(tmp_path, batch_size=8), 8, weak_scaling=True))

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def split(
     model: opt.Model,
-    stages: Annotated[int, typer.Option(min=1, help="Number of stages.")] = 4,
+    stages: Annotated[int | None, typer.Option(min=1, help="Number of stages. Default: 4.")] = None,
     policy: opt.Policy = "balanced",
     cut: opt.CutNames = None,
     work: Annotated[
@@ -33,6 +33,7 @@ def split(
 ) -> None:
     """Print the stages, the bytes that cross between them, and a comparison of policies."""
     from penstock.deploy.policies import choose_cuts
+    from penstock.deploy.run_options import CutOptions
     from penstock.deploy.state import load_state
     from penstock.graph.capture import capture
     from penstock.graph.cuts import Cuts
@@ -42,6 +43,7 @@ def split(
 
     if work not in {"counted", "measured"}:
         raise UsageError(f"--work must be 'counted' or 'measured'; got {work!r}")
+    stages = CutOptions(stages=stages, policy=policy, cuts=cut or None).count(4)
     console = opt.make_console()
     with working("capturing the model"):
         zoo = load_model(model, weights=weights, pretrained=pretrained, seed=seed)

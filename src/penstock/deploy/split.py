@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.deploy.policies import choose_cuts
+from penstock.deploy.run_options import CutOptions
 from penstock.deploy.state import load_state
 from penstock.graph.call import bind_inputs, build_output, read_sizes
 from penstock.graph.capture import capture
@@ -90,7 +91,7 @@ def split(
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None = None,
     *,
-    stages: int = 4,
+    stages: int | None = None,
     policy: str = "balanced",
     cuts: Sequence[str] | None = None,
     dynamic: Mapping[str, Mapping[str | int, int]] | None = None,
@@ -98,15 +99,17 @@ def split(
 ) -> SplitModel:
     """Split a model into stages; the result is called like the model and returns the same.
 
-    `cuts` names the cuts explicitly, as in `["blocks.5:after"]`, which also sets the number of stages. `weights` is
-    needed only if the model's parameters are on the meta device.
+    `stages` is 4 by default. `cuts` names the cuts explicitly, as in `["blocks.5:after"]`, which sets the number of
+    stages too. `weights` is needed only if the model's parameters are on the meta device.
 
     Example:
         halves = penstock.split(model, (images,), stages=2)
         halves.stages[0].parameters, halves(images)
 
-    Raises `CaptureError` for a model that does not export, `CutError` for cuts that are not possible.
+    Raises `CaptureError` for a model that does not export, `CutError` for cuts that are not possible,
+    `UsageError` for stages and cuts that contradict each other.
     """
+    stages = CutOptions(stages=stages, policy=policy, cuts=cuts).count(4)
     graph = capture(model, args, kwargs, dynamic=dynamic)
     work = count_work(graph, graph.sizes(graph.fixed_batch or 1))
     chosen = choose_cuts(graph, Cuts(graph), names=cuts, stages=stages, policy=policy, work=work)

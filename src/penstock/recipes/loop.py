@@ -81,7 +81,7 @@ def fit_here(settings: FitSettings, *, holds_folder: bool = False) -> FitResult:
 def make_pipeline(settings: FitSettings, task: Task, world: World | None) -> TrainingPipeline:
     """Create the pipeline of a task's model with these settings."""
     plan = plan_of(settings)
-    one = 1 if world is None and plan is None and settings.join is None else None
+    one = 1 if world is None and plan is None and settings.join is None and settings.cuts is None else None
     args, kwargs = task.example
     call = ModelCall(model=task.module, args=args, kwargs=kwargs, dynamic=task.dynamic, weights=task.weights)
     cut = CutOptions(stages=settings.stages or one, policy=settings.policy, cuts=settings.cuts, plan=plan)

@@ -144,7 +144,8 @@ class FitSettings(ElasticChoices, frozen=True, kw_only=True, forbid_unknown_fiel
     @property
     def num_processes(self) -> int:
         """Number of processes that the run starts."""
-        return self.devices or (self.stages or 1) * (self.replicas or 1)
+        stages = len(self.cuts) + 1 if self.cuts is not None else self.stages or 1
+        return self.devices or stages * (self.replicas or 1)
 
     @property
     def folder(self) -> Path:
@@ -162,6 +163,7 @@ class FitSettings(ElasticChoices, frozen=True, kw_only=True, forbid_unknown_fiel
 
 def make_settings(fields: dict[str, Any]) -> FitSettings:
     """Make settings from named values; raises `UsageError` naming an invalid one."""
+    from penstock.deploy.run_options import CutOptions
     from penstock.group.regroup import read_place
 
     try:
@@ -169,6 +171,7 @@ def make_settings(fields: dict[str, Any]) -> FitSettings:
     except msgspec.ValidationError as error:
         raise UsageError(f"settings of a training run are not valid: {error}") from None
     settings = msgspec.structs.replace(settings, schedule=find_schedule(settings.schedule))
+    CutOptions(stages=settings.stages, policy=settings.policy, cuts=settings.cuts)  # raises if they contradict
     defaults = {field.name: field.default for field in msgspec.structs.fields(FitSettings)}
     given = [name for name in ElasticChoices.__struct_fields__ if getattr(settings, name) != defaults[name]]
     if given and not settings.elastic:

@@ -4,7 +4,7 @@ import contextlib
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -173,10 +173,12 @@ def _classes(settings: ServeSettings, metrics: Metrics, world: World | None) -> 
     args, kwargs = example_call(zoo, 1)
     call = ModelCall(model=zoo.module, args=args, kwargs=kwargs, weights=zoo.weights)
     plan = read_plan(placed.plan) if placed.plan is not None else None
-    stages = None if plan is not None else placed.stages or (len(world.devices) if world else 2)
+    cut = CutOptions(stages=placed.stages, policy=placed.policy, cuts=placed.cuts, plan=plan)
+    if plan is None:
+        cut = replace(cut, stages=cut.count(len(world.devices) if world else 2))
     with working("deploying the stages"):
         pipeline = StreamingPipeline(
-            call, CutOptions(stages=stages, policy=placed.policy, cuts=placed.cuts, plan=plan),
+            call, cut,
             RunOptions(threads=placed.threads, device=placed.device, runtime=parse_runtime(placed.runtime),
                        survival=SurvivalOptions(on_loss=placed.on_loss)),
             world, owns_world=world is None,

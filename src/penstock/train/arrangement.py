@@ -254,7 +254,7 @@ def arrange(
         choice = ScheduleChoice(cut.plan.schedule, NUM_BUFFERS)
     else:
         choice = ScheduleChoice(options.schedule, NUM_BUFFERS)
-        stages = cut.stages if names is None else len(names) + 1
+        stages = cut.stages if names is None else cut.count(1)
         grid = make_grid(world.devices, stages, options.replicas, choice)
     if graph.fixed_batch is not None:
         microbatches = microbatches or 1
@@ -291,12 +291,10 @@ def find_cuts(
 ) -> list[Cut]:
     """Find a model's cuts before its stages are placed, as `arrange`; empty for a plan for inference."""
     if cut.plan is None:
-        stages = cut.stages or num_processes
+        stages = cut.count(num_processes)
         chosen = cut.cuts is None and stages > 1
         return choose_cuts(graph, common() if chosen else Cuts(graph), names=cut.cuts, stages=stages, policy=cut.policy)
-    check_given_once(
-        cut.plan, stages=cut.stages, cuts=cut.cuts, replicas=options.replicas, microbatches=options.microbatches
-    )
+    check_given_once(cut.plan, replicas=options.replicas, microbatches=options.microbatches)
     names = {name for pipeline in cut.plan.pipelines for name in pipeline.cut_sets[0].cuts}
     return cuts_of_plan(graph, cut.plan).find_all(sorted(names)) if cut.plan.trains else []
 

@@ -109,7 +109,7 @@ def test_a_run_that_ends_early_reports_how_to_continue(
     ("arguments", "said"),
     [
         (["--data", "nowhere"], "nowhere not found"),
-        (["--data", "digits", "--optimizer", "adam"], "Invalid enum value 'adam'"),
+        (["--data", "digits", "--optimizer", "adam"], "optimizer must be adamw or sgd; got 'adam'"),
         (["--data", "digits", "--sweep", "x", "--compare", "data"], "--compare and --sweep starts"),
         (["--data", "digits", "--compare", "none"], "single, model, pipeline, data, both; got none"),
         (["--data", "digits", "--memory", "1GiB"], "leave it out"),

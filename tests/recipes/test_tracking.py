@@ -74,6 +74,17 @@ def test_a_resumed_run_continues_its_trackers(tmp_path: Path, monkeypatch: pytes
     assert events.Scalars("step/loss")[2].value < 99.0
 
 
+def test_a_tracker_without_a_key_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**_: object) -> None:
+        raise wandb.errors.UsageError("api_key not configured (no-tty).\nCall wandb.login(key=...)")
+
+    monkeypatch.setattr(wandb, "init", refuse)
+    with pytest.raises(UsageError, match=r"api_key not configured.*wandb login") as caught:
+        fit(settings(tmp_path / "run", steps=1, track=["wandb"]))
+    assert "\n" not in str(caught.value)
+    fit(settings(tmp_path / "run", steps=1))  # the folder holds no run yet
+
+
 def test_a_tracker_that_is_missing_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("tensorboard", "wandb"):
         monkeypatch.setitem(sys.modules, name, None)

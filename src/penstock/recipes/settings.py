@@ -15,6 +15,7 @@ from penstock.plan.schedule.picture import find_schedule
 from penstock.plan.schedule.schedules import DEFAULT_SCHEDULE, SCHEDULES
 from penstock.recipes.data_formats import FORMATS_HELP
 from penstock.spec.cluster import read_cluster
+from penstock.spec.fields import make_struct
 from penstock.spec.plan import Plan
 from penstock.spec.profile import read_profile
 
@@ -166,10 +167,7 @@ def make_settings(fields: dict[str, Any]) -> FitSettings:
     from penstock.deploy.run_options import CutOptions
     from penstock.group.regroup import read_place
 
-    try:
-        settings = msgspec.convert(fields, FitSettings)
-    except msgspec.ValidationError as error:
-        raise UsageError(f"settings of a training run are not valid: {error}") from None
+    settings = make_struct(fields, FitSettings, "settings of a training run")
     settings = msgspec.structs.replace(settings, schedule=find_schedule(settings.schedule))
     CutOptions(stages=settings.stages, policy=settings.policy, cuts=settings.cuts)  # raises if they contradict
     defaults = {field.name: field.default for field in msgspec.structs.fields(FitSettings)}

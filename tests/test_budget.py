@@ -28,7 +28,7 @@ _LEAVE_OUT = re.compile(r"\bleave\b[^.;]{0,90}?\bout\b")
 ROOMS: dict[str, tuple[int, int]] = {
     "bench": (677, 6),
     "cli": (2909, 25),
-    "cluster": (3064, 24),
+    "cluster": (3082, 24),
     "compress": (978, 7),
     "deploy": (2029, 15),
     "elastic": (2331, 15),
@@ -76,9 +76,9 @@ OPTIONS = {
 }
 
 TOTALS = {
-    "lines of src": 63023,  # +4,250: silent faults of scripts, text, folders and files; contradicting options, early checks
+    "lines of src": 63041,  # +4,250: silent faults of scripts, text, folders and files; contradicting options, early checks
     "files of src": 441,  # +26
-    "lines of tests": 40647,  # +3,955: silent faults of scripts, text, folders and files
+    "lines of tests": 40662,  # +3,955: silent faults of scripts, text, folders and files
     "lines of benchmarks": 8339,  # +150: every decoder of transformers
     "keyword arguments of Pipeline": 26,
     "public names": 12,

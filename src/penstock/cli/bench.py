@@ -75,10 +75,14 @@ def bench(
     )  # fmt: skip
     wanted = _Rows(opt.parse_numbers(stages, "--stages"), policy.split(","), cut or [], list(plans.values()), peer)
     wanted.check(options.device)
-    parse_runtime(options.runtime)  # before the model is loaded
+    choices = [
+        parse_runtime(name) for name in {options.runtime, *(name for p in plans.values() for name in p.runtimes)}
+    ]
     world = join_torchrun(followed=True) if under_torchrun() else None
     if world is None:
         find_device(options.device)  # before anything is started
+        for choice in choices:
+            choice.check_machine()
     if world is not None and world.rank != FEEDER:
         notes.say(follow(world, peer_job(model, options.seed) if peer else None))
         return

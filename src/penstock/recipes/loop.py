@@ -45,6 +45,7 @@ from penstock.train.training_pipeline import TrainingPipeline
 from penstock.wire import FEEDER
 
 WARM_UP = 2  # steps that create connections and buffers
+_NUM_SHOWN = 10  # class names
 
 
 def fit_here(settings: FitSettings, *, holds_folder: bool = False) -> FitResult:
@@ -73,9 +74,24 @@ def fit_here(settings: FitSettings, *, holds_folder: bool = False) -> FitResult:
             if first and settings.on_loss != "stop" and pipe.joins_at is not None:
                 note(f"further processes can join with the same command and --join {pipe.joins_at}")
             try:
-                return _Fit(settings, task, pipe).run()
+                run = _Fit(settings, task, pipe)
+                for text in _about(task, settings) if first and not settings.resume else ():
+                    note(text)
+                return run.run()
             except DataError as error:
                 raise without_traceback(error) from error
+
+
+def _about(task: Task, settings: FitSettings) -> Iterator[str]:
+    """Yield what a user checks before a run: new tensors, rows and classes."""
+    if task.new_tensors:
+        yield f"not in the given weights, newly initialized: {', '.join(task.new_tensors)}"
+    rows = f"rows of {settings.length} tokens" if task.unit == "tokens" else task.unit
+    text = f"{len(task.training)} {rows} to train on, {len(task.validation)} for validation"  # type: ignore[arg-type]
+    if task.classes:
+        more = f" and {len(task.classes) - _NUM_SHOWN} more" if len(task.classes) > _NUM_SHOWN else ""
+        text += f"; {len(task.classes)} classes: {', '.join(task.classes[:_NUM_SHOWN])}{more}"
+    yield text
 
 
 def make_pipeline(settings: FitSettings, task: Task, world: World | None) -> TrainingPipeline:

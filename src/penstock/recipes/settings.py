@@ -50,8 +50,8 @@ class FitSettings(ElasticChoices, frozen=True, kw_only=True, forbid_unknown_fiel
     `penstock train`.
     """
 
-    model: str
-    data: Annotated[str, Meta(description=f"{FORMATS_HELP}.")]
+    model: Annotated[str, Meta(extra={"default": None})]  # on the command line: that of the run with --resume
+    data: Annotated[str, Meta(description=f"{FORMATS_HELP}.", extra={"default": None})]
     validation: Annotated[str | None, Meta(description="Validation data. Default: every tenth row of --data.")] = None
     output: Annotated[PathText, Meta(description="Folder of the run.", extra={"flags": ["--output", "-o"]})] = (
         "runs/train"

@@ -55,6 +55,7 @@ class Task:
     collate: Callable[[list[Any]], Any] | None = None
     batches: Callable[[Dataset[Any], int, bool], Batches] | None = None
     new_tensors: Sequence[str] = field(default_factory=tuple)  # tensors that the given weights lack
+    classes: Sequence[str] = ()  # names, in the order of the outputs
     metadata: Mapping[str, str] = field(default_factory=dict)  # the model's metadata, from the weights' file
     check: Callable[[Path], None] | None = None  # of all rows, once; writes what is damaged into the folder
     notes: Sequence[str] = ()  # what the data leaves out

@@ -148,6 +148,8 @@ class _Opened:
 def _texts(settings: ServeSettings, metrics: Metrics, world: World | None) -> Iterator[_Opened]:
     with working("deploying the stages"):
         generator = open_generator(settings.placed, world)
+    if getattr(generator.tokenizer, "chat_template", None) is None:
+        note(f"the tokenizer of {settings.placed.model} has no chat template: chats are refused, completions answered")
     with contextlib.closing(generator):  # on failure its requests have already been failed, so just close it
         with working("running a first token"):
             # checks and compilation happen in the first call, before the server reports that it is ready

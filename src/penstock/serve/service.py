@@ -48,8 +48,8 @@ class ServeSettings:
     strict: bool = False
 
 
-def serve_model(settings: ServeSettings, host: str, listener: socket.socket, world: World | None = None) -> None:
-    """Load a model, deploy its stages and serve until SIGTERM or Ctrl-C.
+def serve_model(settings: ServeSettings, host: str, listener: socket.socket, world: World | None = None) -> bool:
+    """Load a model, deploy its stages and serve until SIGTERM or Ctrl-C; return whether Ctrl-C ended it.
 
     A transformers language model answers OpenAI's completions and chats; an image model of the zoo classifies images.
     Errors of loading and placing the model propagate.
@@ -84,12 +84,13 @@ def serve_model(settings: ServeSettings, host: str, listener: socket.socket, wor
             if not settings.keys:
                 note("--open: every process on this machine may send requests")
 
-        serve(
+        interrupted = serve(
             make_app(served), listener, drain_s=settings.drain_s, certificate=settings.certificate,
             key=settings.certificate_key, begun=begun, failed=lambda: opened.problem() is not None,
         )  # fmt: skip
         if (problem := opened.problem()) is not None:
             raise RunError(problem)
+        return interrupted
 
 
 class _Opened:

@@ -55,10 +55,10 @@ def unguard_cell(text: str) -> str:
 def counted(number: int, noun: str) -> str:
     """Return a number with its noun, in the plural unless the number is 1.
 
-    >>> counted(1, "stage"), counted(2, "stage"), counted(0, "process")
-    ('1 stage', '2 stages', '0 processes')
+    >>> counted(1, "stage"), counted(2, "epoch"), counted(0, "process")
+    ('1 stage', '2 epochs', '0 processes')
     """
-    return f"{number} {noun}{'' if number == 1 else 'es' if noun.endswith(('s', 'ch')) else 's'}"
+    return f"{number} {noun}{'' if number == 1 else 'es' if noun.endswith(('ss', 'tch')) else 's'}"
 
 
 def one_line(problem: BaseException, max_length: int = 200) -> str:

@@ -27,7 +27,7 @@ def test_rows_of_every_stage_count_and_policy(penstock: Run, tmp_path: Path) -> 
     page = tmp_path / "page.html"
     status, out, err = penstock("bench", SMALL, *arguments, "--cut", "blocks.0.attn:after", "--report", page)
     assert status == 0
-    assert re.search(r"row 2 of 5, about \d+ (s|min) to go\n1 stages, equal-blocks: [\d.]+ images/s, [\d.]+ times", err)
+    assert re.search(r"row 2 of 5, about \d+ (s|min) to go\n1 stage, equal-blocks: [\d.]+ images/s, [\d.]+ times", err)
     rows = json.loads(file.read_text())["rows"]
     assert [(row["mode"], row["stages"], row["policy"]) for row in rows] == [
         ("serial", 1, None),

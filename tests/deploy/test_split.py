@@ -109,27 +109,10 @@ def test_one_stage_and_no_cuts() -> None:
         expected = model(x)
     for split in (penstock.split(model, (x,), stages=1), penstock.split(model, (x,), cuts=[])):
         assert len(split.stages) == 1
+        assert repr(split).splitlines()[0] == "UNet in 1 stage"
         assert torch.equal(split(x), expected)
 
 
-def test_every_cut_at_once() -> None:
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"stages": 4, "cuts": ["up:after"]}, r"2 for \['up:after'\]; got 4"),
-        ({"stages": 2, "cuts": []}, r"1 for \[\]; got 2"),
-        ({"policy": "equal-size", "cuts": ["up:after"]}, "got 'equal-size'"),
-        ({"cuts": "up:after"}, r"write \['up:after'\]"),
-    ],
-)
-@pytest.mark.parametrize("use", [penstock.split, penstock.Pipeline])
-def test_options_that_contradict_are_refused(use: Callable[..., Any], options: dict[str, Any], said: str) -> None:
-    for training in (False, True):
-        with pytest.raises(UsageError, match=said):
-            use(seeded(UNet).train(training), (torch.randn(2, 3, 8, 8),), **options)
-
-
-def test_every_cut_at_once() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -158,6 +141,7 @@ def test_a_split_model_prints_its_stages() -> None:
     ]
 
 
+def test_every_cut_at_once() -> None:
     model = seeded(UNet)
     x = torch.randn(2, 3, 8, 8)
     graph = capture(model, (x,))

@@ -80,7 +80,7 @@ NONSENSE: list[tuple[str, Callable[[Any], object], str]] = [
     (
         "cuts",
         lambda d: _first(d)["cut_sets"][1].update(cuts=["unit0:after", "unit1:after"]),
-        r"pipelines\[0\].cut_sets\[1\].cuts of a plan must have 1 cuts for 2 stages; got 2 cuts",
+        r"pipelines\[0\].cut_sets\[1\].cuts of a plan must have 1 cut for 2 stages; got 2 cuts",
     ),
     (
         "the same cut set twice",
@@ -95,7 +95,7 @@ NONSENSE: list[tuple[str, Callable[[Any], object], str]] = [
     (
         "shares",
         lambda d: _first(d)["stages"][0].update(shares=[0.5, 0.5]),
-        r"pipelines\[0\].stages\[0\].shares of a plan must have a share for each of 1 devices; got 2",
+        r"pipelines\[0\].stages\[0\].shares of a plan must have a share for each of 1 device; got 2",
     ),
     ("share", lambda d: _first(d).update(share=0.8), r"pipelines\[\*\].share of a plan must add up to 1; got 1.05"),
     (

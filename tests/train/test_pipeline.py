@@ -224,7 +224,7 @@ def test_a_function_makes_the_model() -> None:
 
 def test_bad_input(pipe: penstock.Pipeline, tmp_path: Path) -> None:
     x, y = images(6)
-    with pytest.raises(UsageError, match="a batch of 1 rows cannot be split into 2 microbatches"):
+    with pytest.raises(UsageError, match="a batch of 1 row cannot be split into 2 microbatches"):
         pipe.train_step(x[:1], y[:1], F.cross_entropy)
     with pytest.raises(UsageError, match=r"\(5,\) .* 6 rows"):
         pipe.train_step(x, y[:5], F.cross_entropy)

@@ -19,6 +19,7 @@ from penstock.report.comparison_text import name_of
 from penstock.spec.plan import Plan
 from penstock.terminal import notes
 from penstock.terminal.progress import duration, working
+from penstock.text import counted
 from penstock.tracing.trace import Run
 
 if TYPE_CHECKING:
@@ -165,7 +166,7 @@ def _measurements(comparison: "Comparison", wanted: _Rows) -> Iterator[tuple[str
             yield f"{count} stages, torch.distributed.pipelining", count, partial(comparison.peer, count)
     for count in wanted.stages:
         for name in wanted.policies if count > 1 else wanted.policies[:1]:
-            yield f"{count} stages, {name}", count, partial(comparison.pipeline, count, policy=name)
+            yield f"{counted(count, 'stage')}, {name}", count, partial(comparison.pipeline, count, policy=name)
     for names in wanted.cuts:
         count = names.count(",") + 2
         yield f"cuts {names}", count, partial(comparison.pipeline, count, cuts=names.split(","))

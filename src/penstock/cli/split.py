@@ -9,6 +9,7 @@ from penstock.cli import options as opt
 from penstock.errors import CutError, UsageError
 from penstock.plan.search.partition import stage_sums
 from penstock.terminal.progress import working
+from penstock.text import counted
 from penstock.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def split(
     rows = _stage_rows(graph, chosen, costs, sizes)
     policies = _policy_rows(graph, cuts, len(chosen) + 1, costs, sizes)
     console.print(
-        f"{graph.model}: {len(graph.ops)} operations, {len(cuts)} possible cuts, "
+        f"{graph.model}: {len(graph.ops)} operations, {counted(len(cuts), 'possible cut')}, "
         f"{format_bytes(sum(row['parameter_bytes'] for row in rows))} of parameters, "
         f"{work} work {format_seconds(sum(costs))}"
         + (f"; the model fixes its batch size at {graph.fixed_batch}" if graph.fixed_batch else "")

@@ -18,6 +18,8 @@ from penstock.graph.program import StageProgram
 from penstock.graph.stages import divide
 from penstock.graph.work import count_work
 from penstock.runtime.registry import EAGER, StageRuntime
+from penstock.text import counted
+from penstock.units import format_bytes
 from penstock.zoo.weights.weights import ModuleWeights, Weights
 
 
@@ -77,6 +79,21 @@ class SplitModel:
             )
             for index, program in enumerate(programs)
         )
+
+    def __repr__(self) -> str:
+        sizes = self.graph.sizes(self.graph.fixed_batch or 1)
+        work = sum(stage.work for stage in self.stages) or 1.0
+        rows = [("stage", "cut after it", "crossing", "work", "parameters", "operations")] + [
+            (
+                str(stage.index), stage.after.name if stage.after else "(the end)",
+                format_bytes(stage.after.num_bytes(sizes)) if stage.after else "", f"{stage.work / work:.1%}",
+                format_bytes(stage.parameter_bytes), str(len(stage.program.ops)),
+            )
+            for stage in self.stages
+        ]  # fmt: skip
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+        return "\n".join([f"{self.graph.model} in {counted(len(self.stages), 'stage')}", *lines])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         inputs, sizes = bind_inputs(self.graph, args, kwargs)

@@ -11,6 +11,7 @@ from penstock.spec.cluster import Cluster
 from penstock.spec.fields import NAME_RULE, fingerprint, is_name, read_bytes
 from penstock.spec.plan import Pipeline, Plan, Stage, decode_plan
 from penstock.spec.profile import Profile
+from penstock.text import counted
 
 # tolerance for sums of weights and shares, which are floats
 _ROUNDING = 1e-6
@@ -152,8 +153,8 @@ def _check_pipeline(where: str, pipeline: Pipeline, plan: Plan) -> None:
     for index, cut_set in enumerate(pipeline.cut_sets):
         place = f"{where}.cut_sets[{index}].cuts"
         if len(cut_set.cuts) != len(pipeline.stages) - 1:
-            wanted = f"have {len(pipeline.stages) - 1} cuts for {len(pipeline.stages)} stages"
-            _refuse(place, wanted, f"{len(cut_set.cuts)} cuts")
+            wanted = f"have {counted(len(pipeline.stages) - 1, 'cut')} for {counted(len(pipeline.stages), 'stage')}"
+            _refuse(place, wanted, counted(len(cut_set.cuts), "cut"))
         if len(set(cut_set.cuts)) < len(cut_set.cuts):
             _refuse(place, "have each cut once", ", ".join(cut_set.cuts))
     sets = [cut_set.cuts for cut_set in pipeline.cut_sets]
@@ -169,7 +170,9 @@ def _check_stage(where: str, stage: Stage, plan: Plan) -> None:
     for name in stage.devices:
         _check_name(f"{where}.devices", name)
     if len(stage.shares) != len(stage.devices):
-        _refuse(f"{where}.shares", f"have a share for each of {len(stage.devices)} devices", len(stage.shares))
+        _refuse(
+            f"{where}.shares", f"have a share for each of {counted(len(stage.devices), 'device')}", len(stage.shares)
+        )
     _check_parts(f"{where}.shares", stage.shares)
     if len(stage.devices) > 1 and plan.trains:
         _refuse(f"{where}.devices", f"be one device with the schedule {plan.schedule}", ", ".join(stage.devices))

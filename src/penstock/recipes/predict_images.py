@@ -22,6 +22,7 @@ from penstock.spec.profile import read_profile
 from penstock.terminal.live import LiveView
 from penstock.terminal.notes import note, say
 from penstock.terminal.progress import how_far, progress_console, telling, working
+from penstock.text import counted
 from penstock.zoo.data.image_names import open_images
 from penstock.zoo.data.image_set import ImageSet
 from penstock.zoo.data.label_files import read_labels
@@ -228,8 +229,8 @@ def _summary(**found: Any) -> dict[str, Any]:
 def _sentence(summary: dict[str, Any], path: Path) -> str:
     stages = len(summary["cuts"]) + 1
     devices = len({stage["device"] for stage in summary["stages"]})
-    text = f"{summary['num_images']} images at {summary['images_per_second']:.2f} images/s"
-    text += " through one stage" if stages == 1 else f" through {stages} stages"
+    text = f"{counted(summary['num_images'], 'image')} at {summary['images_per_second']:.2f} images/s"
+    text += f" through {counted(stages, 'stage')}"
     text += f" on {devices} devices" if devices > 1 else ""
     if summary["accuracy"] is not None:
         text += f", accuracy {summary['accuracy']:.2%}"

@@ -30,6 +30,7 @@ from torch import Tensor
 from penstock.errors import CacheError
 from penstock.files import reserve, write_whole, written_whole
 from penstock.tensors import HOST, aligned, sum_words
+from penstock.text import counted
 from penstock.units import format_bytes
 
 # for each value of a row, its shape (without the batch dimension) and its dtype
@@ -308,7 +309,7 @@ def _check_rows(tensors: Sequence[Tensor], layout: Layout, missing: int) -> int:
     (count,) = counts
     if count > missing:
         raise CacheError(
-            f"a cache has {missing} rows left to fill; got {count}; pass only samples that this process owns"
+            f"a cache has {counted(missing, 'row')} left to fill; got {count}; pass only samples that this process owns"
         )
     return count
 

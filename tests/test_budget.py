@@ -27,7 +27,7 @@ _LEAVE_OUT = re.compile(r"\bleave\b[^.;]{0,90}?\bout\b")
 # lines and files of each room
 ROOMS: dict[str, tuple[int, int]] = {
     "bench": (677, 6),
-    "cli": (2946, 25),
+    "cli": (2944, 25),
     "cluster": (3083, 24),
     "compress": (981, 7),
     "deploy": (2046, 15),
@@ -79,7 +79,7 @@ OPTIONS = {
 }
 
 TOTALS = {
-    "lines of src": 63165,  # +4,200: silent faults of scripts, text, folders, files and options
+    "lines of src": 63163,  # +4,200: silent faults of scripts, text, folders, files and options
     "files of src": 441,  # +26
     "lines of tests": 40687,  # +3,955: silent faults of scripts, text, folders and files
     "lines of benchmarks": 8339,  # +150: every decoder of transformers

@@ -113,7 +113,7 @@ class _LargeInFiles(TorchFunctionMode):
                 f"a random tensor needs {format_bytes(made.nbytes)} in {tempfile.gettempdir()} ({one_line(problem)}); "
                 "set TMPDIR to a folder with more space, or give weights"
             ) from problem
-        mapped = torch.empty(0, dtype=made.dtype).set_(storage, 0, made.shape, made.stride())  # type: ignore[call-overload]
+        mapped = torch.empty(0, dtype=made.dtype).set_(storage, 0, made.shape, made.stride())  # type: ignore[arg-type]
         return mapped if func is torch.empty else mapped.copy_(made)
 
 

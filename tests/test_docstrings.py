@@ -10,11 +10,11 @@ import doctest, importlib, json, pkgutil
 import penstock
 from penstock.zoo.data.image_names import open_images
 from penstock.zoo.models.meta import parameter_shapes
-from penstock.zoo.weights.weights import RandomWeights, TensorWeights
+from penstock.zoo.weights.weights import TensorWeights
 
 flags = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
 names = {module.name for module in pkgutil.walk_packages(penstock.__path__, "penstock.")} - {"penstock.__main__"}
-more = {each.__name__: each for each in (RandomWeights, TensorWeights, open_images, parameter_shapes)}
+more = {each.__name__: each for each in (TensorWeights, open_images, parameter_shapes)}
 found = {name: doctest.testmod(importlib.import_module(name), optionflags=flags, extraglobs=more) for name in names}
 print(json.dumps([sum(each.attempted for each in found.values()), [name for name in found if found[name].failed]]))
 """

@@ -86,7 +86,7 @@ def test_predictions_on_a_full_disk_are_kept_and_gone_on_with(tmp_path: Path, na
     with PredictionFile(tmp_path / name) as file:
         file.write(rows[0])
         file._file._file = _Full(file._file._file, 3)  # type: ignore[assignment]
-        with pytest.raises(RunError, match=r"\(No space left on device\); its 1 rows are kept"):
+        with pytest.raises(RunError, match=r"\(No space left on device\); its 1 row are kept"):
             file.write(rows[1])
     with PredictionFile(tmp_path / name, resume=True) as file:
         assert [row["image"] for row in file.done] == ["0.jpg"]

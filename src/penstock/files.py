@@ -6,6 +6,7 @@ import fcntl
 import glob
 import os
 import secrets
+import shutil
 import socket
 import stat
 import sys
@@ -16,6 +17,7 @@ from typing import IO
 
 from penstock.errors import UsageError
 
+_CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 _BEING_MADE_S = 5.0  # a younger temporary file may not be locked yet
 
 
@@ -87,6 +89,22 @@ def read_private(path: Path, make: str) -> str:
     if stat.S_IMODE(mode) & 0o077:
         raise UsageError(f"a key must be readable by its owner only, but other users may read {path}; chmod 600 {path}")
     return text
+
+
+def reserve(file: IO[bytes], num_bytes: int) -> None:
+    """Extend a file to a size for which the disk has space; raises `OSError` if it has too little.
+
+    On a full disk, a store into mapped memory would kill the process.
+    """
+    disk = shutil.disk_usage(file.name)
+    if num_bytes > disk.free and disk.total:  # some file systems report zero
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    try:
+        os.posix_fallocate(file.fileno(), 0, num_bytes)
+    except (OSError, AttributeError) as error:  # missing on macOS, refused by some file systems
+        if isinstance(error, OSError) and error.errno not in _CANNOT_RESERVE:
+            raise
+        os.ftruncate(file.fileno(), num_bytes)
 
 
 def flush(path: Path) -> None:

@@ -92,7 +92,7 @@ class Pipeline:
         args, kwargs: an example call with the largest microbatch that will be streamed.
         stages: number of stages; default: one per process under torchrun, 4 for a stream started alone.
         policy, cuts: where to cut the model, by a policy or by hand, as for `penstock.split`.
-        plan: a plan from `penstock plan`, or the path of its file; replaces stages, policy, cuts and depth. A plan for
+        plan: a plan from `penstock plan`, or the path of its file; determines stages, cuts and depth. A plan for
             training, made with `--schedule`, also replaces replicas, schedule and microbatches.
         dynamic: further symbolic dimensions, as for `penstock.capture`.
         world: already connected processes; default: join those of torchrun, or start new ones.
@@ -135,7 +135,7 @@ class Pipeline:
             halves, the gradients of inputs and of weights), then the microbatch, and after a dot the stage if a device
             has several.
         microbatches: number of microbatches that each replica splits its rows of a batch into; default: two per stage.
-        seed: seed of dropout and of the order of data.
+        seed: seed of dropout, of the order of data, and of the weights of a function that makes the model.
         autocast: a dtype for `torch.autocast`, such as torch.bfloat16; default: no autocast.
         checkpointing: keep only a stage's inputs until its backward, and recompute the forward then.
 

@@ -52,6 +52,15 @@ def unguard_cell(text: str) -> str:
     return text[1:] if text.startswith("'") and _FORMULA.match(text) else text
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun, in the plural unless the number is 1.
+
+    >>> counted(1, "stage"), counted(2, "epoch"), counted(0, "process")
+    ('1 stage', '2 epochs', '0 processes')
+    """
+    return f"{number} {noun}{'' if number == 1 else 'es' if noun.endswith(('ss', 'tch')) else 's'}"
+
+
 def one_line(problem: BaseException, max_length: int = 200) -> str:
     """Return the message of an exception as one line of bounded length.
 

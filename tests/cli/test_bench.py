@@ -27,7 +27,7 @@ def test_rows_of_every_stage_count_and_policy(penstock: Run, tmp_path: Path) -> 
     page = tmp_path / "page.html"
     status, out, err = penstock("bench", SMALL, *arguments, "--cut", "blocks.0.attn:after", "--report", page)
     assert status == 0
-    assert re.search(r"row 2 of 5, about \d+ (s|min) to go\n1 stages, equal-blocks: [\d.]+ images/s, [\d.]+ times", err)
+    assert re.search(r"row 2 of 5, about \d+ (s|min) to go\n1 stage, equal-blocks: [\d.]+ images/s, [\d.]+ times", err)
     rows = json.loads(file.read_text())["rows"]
     assert [(row["mode"], row["stages"], row["policy"]) for row in rows] == [
         ("serial", 1, None),
@@ -83,6 +83,18 @@ def test_the_peer_runs_beside_it(penstock: Run, tmp_path: Path) -> None:
     rows = {row["mode"]: row for row in json.loads(file.read_text())["rows"]}
     assert rows["peer"]["cuts"] == ["blocks.1:before"]
     assert rows["pipeline"]["peer_images_per_second"] == rows["peer"]["images_per_second"] > 0
+
+
+@pytest.mark.parametrize("verb", ["bench --stages 1", "profile -o x.json", "compress --max-drop 0.1 --data digits"])
+def test_a_runtime_that_this_processor_lacks_is_refused_first(
+    verb: str, penstock: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("penstock.runtime.bfloat16.has_bfloat16", lambda: False)
+    monkeypatch.setattr("penstock.zoo.models.models.load_model", None)
+    name, *options = verb.split()
+    status, _, err = penstock(name, SMALL, *options, "--runtime", "eager:bfloat16")
+    assert (status, "avx512_bf16" in err) == (1, True), err
 
 
 @pytest.mark.parametrize(

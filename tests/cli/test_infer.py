@@ -12,11 +12,13 @@ from pathlib import Path
 
 import psutil
 import pytest
+import timm
 import torch
 from safetensors.torch import save_file
 
+from penstock.errors import DeviceLost
 from penstock.zoo.data.image_names import open_images
-from penstock.zoo.models.models import load_model
+from penstock.zoo.models.models import load_model, parse_name
 from tests.cli.conftest import SMALL
 from tests.processes import free_port, run_python
 
@@ -121,7 +123,9 @@ def test_random_weights_are_said(penstock: Run, photos: Path) -> None:
 
 
 def test_weights_from_a_file_are_used_and_checked(penstock: Run, photos: Path, tmp_path: Path) -> None:
-    module = load_model(SMALL, whole=True, seed=7).module
+    torch.manual_seed(7)
+    base, options = parse_name(SMALL.removeprefix("timm:"))
+    module = timm.create_model(base, **options)
     state = {name: tensor.contiguous() for name, tensor in module.state_dict().items()}
     save_file(state, tmp_path / "good.safetensors")
     arguments = ["--images", photos, "--stages", 1, "--num-images", 1]
@@ -279,3 +283,16 @@ def test_a_full_disk_is_one_line(penstock: Run, photos: Path) -> None:
             "free space and continue with --resume"
         )
         assert not Path("/dev/full.run.json").exists()
+
+
+@pytest.mark.parametrize(("output", "ends"), [("out.csv", "; continue with --resume\n"), ("-", "start again\n")])
+def test_a_run_that_ends_early_names_the_next_step(
+    penstock: Run, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: str, ends: str
+) -> None:
+    def fail(*_: object) -> None:
+        raise DeviceLost("rank 0 is lost: start again")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("penstock.recipes.predict_images.predict_images", fail)
+    status, _, err = penstock("infer", SMALL, "--images", photos, "-o", output)
+    assert (status, err.endswith(ends)) == (1, True), err

@@ -32,7 +32,7 @@ def test_a_plan_is_written_and_printed(penstock: Run, files: tuple[Path, Path], 
     assert (status, err) == (0, "")
     plan = read_plan(tmp_path / "plan.json")
     assert plan.prediction.num_rows == 40
-    assert "line: 4 stages on 4 devices, 1 rows per microbatch" in out
+    assert "line: 4 stages on 4 devices, 1 row per microbatch" in out
     assert "of 45.6 MB" in out
 
 
@@ -77,7 +77,7 @@ def test_a_lab_file_is_a_cluster(penstock: Run, files: tuple[Path, Path], tmp_pa
     lab.write_text('[[hosts]]\nname = "h0"\ncpu = 0.5\nmemory = "1 GiB"\n')
     status, out, _ = penstock("plan", files[0], lab)
     assert status == 0
-    assert "1 stage on 1 devices" in out
+    assert "1 stage on 1 device" in out
     assert "0.25 rows/s" in out
 
 

@@ -53,6 +53,8 @@ def test_all_cuts_are_listed(penstock: Run) -> None:
     [
         (["--cut", "blocks.1.atn.proj:after"], "blocks.1.attn.proj:after"),
         (["--stages", 500], "use at most"),
+        (["--stages", 4, "--cut", "blocks.0:after"], "2 for ['blocks.0:after']; got 4"),
+        (["--policy", "equal-size", "--cut", "blocks.0:after"], "equal-size"),
         (["--policy", "fair"], "balanced"),
         (["--work", "guessed"], "measured"),
     ],

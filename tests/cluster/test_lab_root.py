@@ -230,7 +230,7 @@ def test_a_cut_host_is_silent_until_restored(lab: Lab) -> None:
 def test_a_killed_host_ends_the_run(lab: Lab) -> None:
     with lab.start(["sleep", "60"], output=Collected()) as run:
         until(lambda: [host.num_processes for host in lab.status().hosts] == [1, 1])
-        with pytest.raises(ClusterError, match=r"host0 .* 1 processes; .* penstock lab kill"):
+        with pytest.raises(ClusterError, match=r"host0 .* 1 process; .* penstock lab kill"):
             lab.start(["true"], on=["host0"])
         assert lab.kill("host1") == 1
         assert run.wait(timeout_s=10) == {"host0": -signal.SIGTERM, "host1": -signal.SIGKILL}

@@ -177,6 +177,7 @@ def test_jobs_of_schedulers() -> None:
     assert "infer timm:deit --images 'my photos'" in script
     assert "--resume" in script
     assert "--no-kill" not in script
+    assert "gpus" not in script
     assert "--resume" not in slurm_script(["bench", "timm:deit"], 4, threads=2)
     surviving = slurm_script(words, 4, threads=2, survives=True)
     assert "#SBATCH --no-kill" in surviving
@@ -188,6 +189,20 @@ def test_jobs_of_schedulers() -> None:
     container = spec["template"]["spec"]["containers"][0]
     assert container["command"][-4:] == words
     assert {"name": "WORLD_SIZE", "value": "4"} in container["env"]
+    assert container["resources"]["limits"] == {"cpu": "2"}
+
+
+@pytest.mark.parametrize(
+    ("device", "gpus"),
+    [(["--device", "cuda"], 1), (["--device=cuda"], 1), (["--device", "cuda:1"], 2), (["--device", "cpu"], 0)],
+)
+def test_jobs_request_the_gpus_that_the_command_uses(device: list[str], gpus: int) -> None:
+    words = ["infer", "timm:deit", *device, "--images", "photos"]
+    lines = slurm_script(words, 4, threads=2).splitlines()
+    assert [line for line in lines if "gpus" in line] == ([f"#SBATCH --gpus-per-node={gpus}"] if gpus else [])
+    job = json.loads(kubernetes_manifest(words, 4, threads=2))["items"][1]
+    limits = job["spec"]["template"]["spec"]["containers"][0]["resources"]["limits"]
+    assert limits.get("nvidia.com/gpu") == (str(gpus) if gpus else None)
 
 
 def test_a_lab_is_no_machine(tmp_path: object, capsys: pytest.CaptureFixture[str]) -> None:

@@ -109,7 +109,36 @@ def test_one_stage_and_no_cuts() -> None:
         expected = model(x)
     for split in (penstock.split(model, (x,), stages=1), penstock.split(model, (x,), cuts=[])):
         assert len(split.stages) == 1
+        assert repr(split).splitlines()[0] == "UNet in 1 stage"
         assert torch.equal(split(x), expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"stages": 4, "cuts": ["up:after"]}, r"2 for \['up:after'\]; got 4"),
+        ({"stages": 2, "cuts": []}, r"1 for \[\]; got 2"),
+        ({"policy": "equal-size", "cuts": ["up:after"]}, "got 'equal-size'"),
+        ({"cuts": "up:after"}, r"write \['up:after'\]"),
+    ],
+)
+@pytest.mark.parametrize("use", [penstock.split, penstock.Pipeline])
+def test_options_that_contradict_are_refused(use: Callable[..., Any], options: dict[str, Any], said: str) -> None:
+    for training in (False, True):
+        with pytest.raises(UsageError, match=said):
+            use(seeded(UNet).train(training), (torch.randn(2, 3, 8, 8),), **options)
+
+
+def test_a_split_model_prints_its_stages() -> None:
+    parts = penstock.split(
+        seeded(nn.Sequential, nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 8)), (torch.zeros(2, 4),), cuts=["1:after"]
+    )
+    assert repr(parts).splitlines() == [
+        "Sequential in 2 stages",
+        "stage  cut after it  crossing  work   parameters  operations",
+        "0      1:after       16 B      66.6%  80 B        2",
+        "1      (the end)               33.4%  160 B       1",
+    ]
 
 
 def test_every_cut_at_once() -> None:

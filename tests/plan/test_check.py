@@ -80,7 +80,7 @@ NONSENSE: list[tuple[str, Callable[[Any], object], str]] = [
     (
         "cuts",
         lambda d: _first(d)["cut_sets"][1].update(cuts=["unit0:after", "unit1:after"]),
-        r"pipelines\[0\].cut_sets\[1\].cuts of a plan must have 1 cuts for 2 stages; got 2 cuts",
+        r"pipelines\[0\].cut_sets\[1\].cuts of a plan must have 1 cut for 2 stages; got 2 cuts",
     ),
     (
         "the same cut set twice",

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import timm
 import torch
 from msgspec.structs import replace
 from safetensors import safe_open
@@ -30,7 +31,8 @@ from penstock.recipes.several import Place, Row, draw_comparison, find_largest_b
 from penstock.recipes.teaching import taught_loss
 from penstock.spec.plan import write_plan
 from penstock.train.captured import Captured
-from penstock.zoo.models.models import load_model
+from penstock.zoo.models.models import load_model, parse_name
+from penstock.zoo.weights.weight_files import save_weights
 from tests.recipes.test_data import BERT, TREES
 from tests.train.test_arrangement import plan_for
 
@@ -152,6 +154,17 @@ def test_weights_of_a_model_with_other_classes_are_taken(tmp_path: Path) -> None
     assert all(torch.equal(saved[name], tensor) for name, tensor in load_file(start).items())
 
 
+def test_a_new_head_is_initialized_as_the_model_s_constructor_does(tmp_path: Path) -> None:
+    save_weights(load_model(VIT).weights, tmp_path / "w.safetensors")
+    asked = settings(tmp_path / "run", steps=1, weights=str(tmp_path / "w.safetensors"), lr=0.0, seed=4)
+    assert fit(asked).new_tensors == ["head.weight", "head.bias"]
+    torch.manual_seed(4)
+    base, options = parse_name(f"{VIT},num_classes=10".removeprefix("timm:"))
+    head = timm.create_model(base, **options).head
+    saved = load_file(tmp_path / "run" / "model.safetensors")
+    assert torch.equal(saved["head.weight"], head.weight)
+
+
 def test_the_modes_to_compare(tmp_path: Path) -> None:
     runs = dict(mode_runs(["single", "model", "pipeline", "data", "both"], settings(tmp_path, threads=None), 8))
     assert {name: run.num_processes for name, run in runs.items()} == {
@@ -159,6 +172,12 @@ def test_the_modes_to_compare(tmp_path: Path) -> None:
     }  # fmt: skip
     assert {run.threads for run in runs.values()} == {2}
     assert [runs[name].microbatches for name in ("model", "pipeline")] == [1, 4]
+    cut = settings(tmp_path, cuts=["blocks.0:after"])
+    assert cut.num_processes == 2
+    both = mode_runs(["single", "pipeline"], cut, 8)
+    assert [(run.stages, run.cuts) for _, run in both] == [(1, None), (2, cut.cuts)]
+    with pytest.raises(UsageError, match="; got 3; leave"):
+        cut.replace(stages=3)
     with pytest.raises(UsageError, match=r"single, .*; got both ways"):
         mode_runs(["both ways"], settings(tmp_path), 2)
     weak = dict(mode_runs(["single", "both"], settings(tmp_path, batch_size=8), 8, weak_scaling=True))

@@ -7,8 +7,8 @@ from typing import Any, cast
 
 import pytest
 
-from penstock.errors import DataError
-from penstock.recipes.texts import answer_ends, read_prompts
+from penstock.errors import DataError, ModelError
+from penstock.recipes.texts import TextSettings, answer_ends, open_generator, read_prompts
 from tests.generate.tokens import tokenizer
 
 ODD = "a\u2028b\x85c\x0cd"
@@ -45,3 +45,11 @@ def test_an_answer_ends_at_the_models_and_the_tokenizers_tokens(own: Any, ends: 
     model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=own))
     generator = cast(Any, SimpleNamespace(model=model, tokenizer=tokenizer()))
     assert answer_ends(generator, "hf:folder") == ends
+
+
+def test_a_chat_without_a_template_is_refused_before_the_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    bare = SimpleNamespace(chat_template=None)
+    monkeypatch.setattr("penstock.recipes.texts.load_tokenizer", lambda *_, **__: bare)
+    monkeypatch.setattr("penstock.recipes.texts.load_model", None)
+    with pytest.raises(ModelError, match="penstock generate"):
+        open_generator(TextSettings(model="hf:any"), chats=True)

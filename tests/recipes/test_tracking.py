@@ -5,12 +5,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import wandb
+import wandb.util
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
 
 from penstock.errors import UsageError
 from penstock.recipes.launch import fit
+from penstock.train.outcome import LossTensor
 from tests.recipes.test_fit import lines, settings
 
 
@@ -74,8 +77,24 @@ def test_a_resumed_run_continues_its_trackers(tmp_path: Path, monkeypatch: pytes
     assert events.Scalars("step/loss")[2].value < 99.0
 
 
+def test_a_tracker_without_a_key_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**_: object) -> None:
+        raise wandb.errors.UsageError("api_key not configured (no-tty).\nCall wandb.login(key=...)")
+
+    monkeypatch.setattr(wandb, "init", refuse)
+    with pytest.raises(UsageError, match=r"api_key not configured.*wandb login") as caught:
+        fit(settings(tmp_path / "run", steps=1, track=["wandb"]))
+    assert "\n" not in str(caught.value)
+    fit(settings(tmp_path / "run", steps=1))  # the folder holds no run yet
+
+
 def test_a_tracker_that_is_missing_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("tensorboard", "wandb"):
         monkeypatch.setitem(sys.modules, name, None)
         with pytest.raises(UsageError, match=rf"{name} .*penstock\[track\]"):
             fit(settings(tmp_path / name, track=[name]))
+
+
+def test_the_loss_of_a_step_is_logged_as_a_number() -> None:
+    loss = torch.tensor(2.5, dtype=torch.float64).as_subclass(LossTensor)
+    assert wandb.util.json_friendly(loss) == (2.5, True)

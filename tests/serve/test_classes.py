@@ -21,7 +21,7 @@ def server() -> Iterator[Server]:
     with serving(SMALL, "--open", "--stages", 2) as made:
         yield made
         ended = made.end(signal.SIGINT)
-        assert ended.status == 0, ended.stderr
+        assert ended.status == 130, ended.stderr
 
 
 def picture(index: int, kind: str = "PNG") -> bytes:

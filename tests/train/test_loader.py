@@ -118,9 +118,9 @@ def test_grids() -> None:
     dealt = make_grid(range(2), 4, None, ScheduleChoice("interleaved", 4))
     assert dealt.replicas[0].stages == (0, 1, 0, 1)
     assert dealt.stages_of(1) == [1, 3]
-    with pytest.raises(Exception, match=r"3 processes .* 1 replicas of 2 stages"):
+    with pytest.raises(Exception, match=r"3 processes .* 1 replica of 2 stages"):
         make_grid(range(3), 2, None, choice)
-    with pytest.raises(UsageError, match=r"your schedule is for 1 stages.*give stages=1 \(--stages 1\), or write"):
+    with pytest.raises(UsageError, match=r"your schedule is for 1 stage.*give stages=1 \(--stages 1\), or write"):
         make_grid(range(2), 2, None, ScheduleChoice("F0 B0 ", 4))
     with pytest.raises(UsageError, match=r"stages=1 \(--stages 1\) and microbatches=1 \(--microbatches 1\), or write"):
         ScheduleChoice("F0 B0 ", 4).make(2, 4, 2)

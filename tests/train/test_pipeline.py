@@ -201,6 +201,21 @@ def test_checkpointing_frozen_parameters_and_autocast() -> None:
     assert norms(autocast=torch.bfloat16) != plain
 
 
+def test_a_function_s_random_weights_are_those_of_its_seed() -> None:
+    torch.manual_seed(3)
+    expected = small().state_dict()
+    with penstock.Pipeline(small, images(2)[0], stages=2, seed=3) as made:
+        made.optimizer(torch.optim.SGD)
+        assert {name: torch.equal(p, expected[name]) for name, p in made.named_parameters()} == dict.fromkeys(
+            (name for name, _ in made.named_parameters()), True
+        )
+
+
+def test_a_module_without_values_is_refused() -> None:
+    with pytest.raises(UsageError, match="Sequential are on the meta device"):
+        penstock.Pipeline(small().to("meta").train(), images(2)[0], stages=2)
+
+
 def test_a_function_makes_the_model() -> None:
     with penstock.Pipeline(small, images(2)[0], stages=2) as made:
         assert made(images(6)[0]).shape == (6, 4)
@@ -209,7 +224,7 @@ def test_a_function_makes_the_model() -> None:
 
 def test_bad_input(pipe: penstock.Pipeline, tmp_path: Path) -> None:
     x, y = images(6)
-    with pytest.raises(UsageError, match="a batch of 1 rows cannot be split into 2 microbatches"):
+    with pytest.raises(UsageError, match="a batch of 1 row cannot be split into 2 microbatches"):
         pipe.train_step(x[:1], y[:1], F.cross_entropy)
     with pytest.raises(UsageError, match=r"\(5,\) .* 6 rows"):
         pipe.train_step(x, y[:5], F.cross_entropy)

@@ -16,7 +16,7 @@ from penstock.zoo.models.meta import (
     parameter_aliases,
     parameter_shapes,
 )
-from penstock.zoo.weights.weights import RandomWeights, TensorWeights
+from penstock.zoo.weights.weights import TensorWeights
 
 
 class Tied(nn.Module):
@@ -84,11 +84,12 @@ def test_tied_parameters_stay_one() -> None:
 
 
 def test_a_module_that_reads_its_parameters_is_built_for_real_first() -> None:
-    module = build_on_meta(ReadsItself, seed=0)
+    module, weights = build_on_meta(ReadsItself, seed=0)
     assert isinstance(module, ReadsItself)
     assert devices(module) == {"meta"}
     assert module.get_buffer("start").tolist() == [6.0, 6.0]
     assert module.size == 6
+    assert weights.load("weight").tolist() == [3.0, 3.0]
     assert not module.training
 
 
@@ -96,15 +97,14 @@ def test_random_buffers_depend_on_the_seed_and_leave_the_global_state() -> None:
     torch.manual_seed(7)
     expected = torch.rand(1)
     torch.manual_seed(7)
-    tables = [build_on_meta(Tied, seed=seed).get_buffer("table") for seed in (0, 0, 1)]
+    tables = [build_on_meta(Tied, seed=seed)[0].get_buffer("table") for seed in (0, 0, 1)]
     assert torch.equal(torch.rand(1), expected)
     assert torch.equal(tables[0], tables[1])
     assert not torch.equal(tables[0], tables[2])
 
 
 def test_materialized_parameters_have_the_weights_values_and_stay_tied() -> None:
-    module = build_on_meta(Tied, seed=0)
-    weights = RandomWeights(parameter_shapes(module), 3, parameter_aliases(module))
+    module, weights = build_on_meta(Tied, seed=0)
     materialize(module, weights)
     assert module.get_parameter("second.weight") is module.get_parameter("first")
     assert torch.equal(module.get_parameter("first"), weights.load("first"))

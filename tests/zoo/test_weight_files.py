@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from penstock.errors import ModelError
 from penstock.zoo.weights.weight_files import FileWeights, save_weights
-from penstock.zoo.weights.weights import RandomWeights, TensorWeights
+from penstock.zoo.weights.weights import TensorWeights
 
 
 @pytest.fixture
@@ -125,13 +125,6 @@ def test_saved_weights_come_back(tmp_path: Path) -> None:
     assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
     assert [path.name for path in tmp_path.iterdir()] == ["out.safetensors"]
     assert target.stat().st_mode & 0o400
-
-
-def test_random_weights_can_be_saved(tmp_path: Path) -> None:
-    weights = RandomWeights({"w": ((3, 2), torch.float32), "v": ((1,), torch.float32)}, seed=5)
-    save_weights(weights, tmp_path / "r.safetensors", ["w"])
-    assert list(FileWeights(tmp_path / "r.safetensors").names()) == ["w"]
-    assert torch.equal(FileWeights(tmp_path / "r.safetensors").load("w"), weights.load("w"))
 
 
 def test_a_target_that_cannot_be_written(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Sources of tensors: random, modules, and whether they fit."""
+"""Sources of tensors: modules, several sources, and whether they fit."""
 
 import pytest
 import torch
@@ -21,44 +21,6 @@ class Tied(nn.Module):
         self.register_buffer("scale", torch.tensor([2.0]), persistent=False)
 
 
-def test_random_weights_depend_on_seed_and_name_only() -> None:
-    shapes = {"a.weight": ((64, 16), F32), "b.weight": ((64, 16), F32)}
-    weights = RandomWeights(shapes, seed=0)
-    first = weights.load("a.weight")
-    weights.load("b.weight")
-    torch.manual_seed(123)
-    assert torch.equal(weights.load("a.weight"), first)
-    assert torch.equal(RandomWeights(shapes, seed=0).load("a.weight"), first)
-    assert not torch.equal(weights.load("b.weight"), first)
-    assert not torch.equal(RandomWeights(shapes, seed=1).load("a.weight"), first)
-
-
-def test_random_values_suit_their_names() -> None:
-    shapes = {
-        "fc.weight": ((400, 100), F32),
-        "norm.weight": ((3,), F32),
-        "norm.bias": ((3,), F32),
-        "attn.q_bias": ((2,), F32),
-        "scale": ((), F32),
-        "half.weight": ((2, 2), torch.bfloat16),
-        "index": ((2, 2), torch.int64),
-    }
-    weights = RandomWeights(shapes, seed=0)
-    assert weights.load("fc.weight").std().item() == pytest.approx(0.1, rel=0.05)
-    assert weights.load("norm.weight").tolist() == [1.0, 1.0, 1.0]
-    assert weights.load("norm.bias").tolist() == [0.0, 0.0, 0.0]
-    assert weights.load("attn.q_bias").tolist() == [0.0, 0.0]
-    assert weights.load("scale").item() == 1.0
-    assert weights.load("half.weight").dtype == torch.bfloat16
-    assert weights.load("index").tolist() == [[0, 0], [0, 0]]
-
-
-def test_tied_names_get_the_same_random_tensor() -> None:
-    shapes = {"embed": ((5, 4), F32), "head": ((5, 4), F32)}
-    weights = RandomWeights(shapes, seed=0, aliases={"head": "embed"})
-    assert torch.equal(weights.load("head"), weights.load("embed"))
-
-
 def test_module_weights_have_every_name() -> None:
     weights = ModuleWeights(Tied())
     assert sorted(weights.names()) == ["embed.weight", "head.weight", "scale"]
@@ -77,7 +39,7 @@ def test_a_meta_parameter_has_no_values_to_load() -> None:
 def test_a_missing_tensor_is_named_with_the_nearest() -> None:
     for weights in (
         ModuleWeights(nn.Linear(2, 2)),
-        RandomWeights({"weight": ((2, 2), F32)}, 0),
+        RandomWeights(nn.Linear(2, 2, device="meta"), lambda: nn.Linear(2, 2)),
         JoinedWeights(ModuleWeights(nn.Linear(2, 2))),
         check_weights(ModuleWeights(nn.Linear(2, 2)), {"weight": ((2, 2), F32)}),
     ):

@@ -19,6 +19,7 @@ from penstock.report.comparison_text import name_of
 from penstock.spec.plan import Plan
 from penstock.terminal import notes
 from penstock.terminal.progress import duration, working
+from penstock.text import counted
 from penstock.tracing.trace import Run
 
 if TYPE_CHECKING:
@@ -75,10 +76,14 @@ def bench(
     )  # fmt: skip
     wanted = _Rows(opt.parse_numbers(stages, "--stages"), policy.split(","), cut or [], list(plans.values()), peer)
     wanted.check(options.device)
-    parse_runtime(options.runtime)  # before the model is loaded
+    choices = [
+        parse_runtime(name) for name in {options.runtime, *(name for p in plans.values() for name in p.runtimes)}
+    ]
     world = join_torchrun(followed=True) if under_torchrun() else None
     if world is None:
         find_device(options.device)  # before anything is started
+        for choice in choices:
+            choice.check_machine()
     if world is not None and world.rank != FEEDER:
         notes.say(follow(world, peer_job(model, options.seed) if peer else None))
         return
@@ -161,7 +166,7 @@ def _measurements(comparison: "Comparison", wanted: _Rows) -> Iterator[tuple[str
             yield f"{count} stages, torch.distributed.pipelining", count, partial(comparison.peer, count)
     for count in wanted.stages:
         for name in wanted.policies if count > 1 else wanted.policies[:1]:
-            yield f"{count} stages, {name}", count, partial(comparison.pipeline, count, policy=name)
+            yield f"{counted(count, 'stage')}, {name}", count, partial(comparison.pipeline, count, policy=name)
     for names in wanted.cuts:
         count = names.count(",") + 2
         yield f"cuts {names}", count, partial(comparison.pipeline, count, cuts=names.split(","))

@@ -48,7 +48,7 @@ def chat(
         threads=threads or 1, device=device, runtime=runtime, weights=weights, pretrained=pretrained, on_loss=on_loss,
     )  # fmt: skip
     sampling = given.sampling_of(temperature, top_p, top_k) | {"max_new_tokens": max_new_tokens, "seed": seed}
-    with world if world is not None else nullcontext(), open_generator(settings, world) as generator:
+    with world if world is not None else nullcontext(), open_generator(settings, world, chats=True) as generator:
         conversation = Conversation(generator, system, eos_token_id=answer_ends(generator, model), **sampling)
         while text := _read("> " if sys.stdin.isatty() else ""):
             try:

@@ -4,14 +4,14 @@ import statistics
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
 from rich.table import Table
 
 from penstock.cli import options as opt
 from penstock.cli.settings_options import Given, takes_settings
 from penstock.compress.search import CompressSettings, Found, Outcome, baseline, floor_of, frontier
-from penstock.errors import RunError, UsageError
+from penstock.errors import RunError
+from penstock.spec.fields import make_struct
 from penstock.terminal.notes import note
 
 _SHARED = {
@@ -32,10 +32,7 @@ def compress(*, given: Given, json: opt.JsonFile = None) -> None:
     from penstock.compress.frontier import draw_frontier
     from penstock.compress.steps import compress as search
 
-    try:
-        settings = msgspec.convert(given, CompressSettings)
-    except msgspec.ValidationError as error:
-        raise UsageError(f"options of penstock compress are not valid: {error}") from None
+    settings = make_struct(given, CompressSettings, "options of penstock compress")
     outcome = search(settings, _tell)
     console = opt.make_console()
     console.print(_table(outcome))

@@ -8,6 +8,7 @@ import typer
 from penstock.cli.options import JsonFile, write_json
 from penstock.terminal.notes import say
 from penstock.terminal.progress import working
+from penstock.text import counted
 from penstock.units import format_bytes
 
 
@@ -24,7 +25,7 @@ def convert(
 
     with working(f"converting {source}"):
         converted = convert_checkpoint(source, output, key)
-    say(f"{output}: {converted.num_tensors} tensors, {format_bytes(converted.num_bytes)}")
+    say(f"{output}: {counted(converted.num_tensors, 'tensor')}, {format_bytes(converted.num_bytes)}")
     if converted.others:
         say(f"from {converted.key}, not from {' or '.join(converted.others)}; --key chooses another")
     if converted.dropped:

@@ -8,13 +8,11 @@ from rich.table import Table
 
 from penstock.cli.options import JsonFile, make_console, write_json
 from penstock.terminal.console import PlainConsole
-from penstock.terminal.progress import progress_console
-from penstock.units import format_bytes
+from penstock.terminal.progress import progress_console, telling, working
+from penstock.text import counted
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-
-    from penstock.deploy.split import SplitModel
 
 _EVERY = 5  # every fifth image is used for testing
 _MICROBATCH = 32
@@ -43,9 +41,13 @@ def demo(
     accuracy = _accuracy(reference, test[1])
     console.print(f"   one process: accuracy {accuracy:.2%}\n")
     console.print("2. Cut it into four stages, without changing the model.")
-    _print_cuts(console, split(model, (test[0][:2],), stages=4))
+    console.print(repr(split(model, (test[0][:2],), stages=4)))
     console.print(f"\n3. Stream the test digits through processes, {_MICROBATCH} images per microbatch.")
-    rows = [_stream(model, test, reference, stages) for stages in (1, 2, 4)]
+    with working("streaming") as say:
+        rows = []
+        for stages in (1, 2, 4):
+            say(f"streaming through {counted(stages, 'process')}")
+            rows.append(_stream(model, test, reference, stages))
     _print_rows(console, rows)
     equal = all(row["bit_equal"] for row in rows)
     console.print(
@@ -72,7 +74,8 @@ def _write_text(console: PlainConsole) -> None:
     from penstock.recipes.texts import TextSettings, open_generator
 
     console.print("\n4. Generate text with SmolLM2 (135 million parameters) in two stages.")
-    with open_generator(TextSettings(model=f"gguf:{_LANGUAGE_MODEL}", stages=2, max_length=128)) as generator:
+    settings = TextSettings(model=f"gguf:{_LANGUAGE_MODEL}", stages=2, max_length=128)
+    with working("generating text"), open_generator(settings) as generator:
         text = "".join(generator.stream(_PROMPT, max_new_tokens=24, do_sample=False))
     console.print(f"   {_PROMPT}{text}")
 
@@ -125,11 +128,15 @@ def _train(model: "nn.Module", images: "Tensor", labels: "Tensor", *, epochs: in
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=_RATE, total_steps=epochs * batches)
     model.train()
     console = progress_console()
+
+    def where() -> str:
+        return f"epoch {scheduler.last_epoch // batches + 1} of {epochs}"
+
     with Progress(
         TextColumn("   {task.description}"), BarColumn(), TimeRemainingColumn(),
         TextColumn("loss {task.fields[loss]:.3f}"),
         console=console, disable=console.quiet or not console.is_terminal, transient=True,
-    ) as progress:  # fmt: skip
+    ) as progress, telling(where, console, every_s=10.0):  # fmt: skip
         task = progress.add_task("train", total=epochs * batches, loss=float("nan"))
         for _ in range(epochs):
             for rows in torch.randperm(len(images), generator=generator).split(_BATCH):
@@ -176,15 +183,6 @@ def _accuracy(outputs: "list[Tensor]", labels: "Tensor") -> float:
     import torch
 
     return float((torch.cat(outputs).argmax(dim=1) == labels).float().mean())
-
-
-def _print_cuts(console: PlainConsole, halves: "SplitModel") -> None:
-    table = Table("stage", "cut after it", "crossing, per image", "parameters")
-    for stage in halves.stages:
-        crossing = format_bytes(stage.after.num_bytes({"batch": 1})) if stage.after else ""
-        name = stage.after.name if stage.after else "(the end)"
-        table.add_row(str(stage.index), name, crossing, format_bytes(stage.parameter_bytes))
-    console.print(table)
 
 
 def _print_rows(console: PlainConsole, rows: list[dict[str, Any]]) -> None:

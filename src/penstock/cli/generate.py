@@ -10,6 +10,7 @@ from penstock.cli import options as opt
 from penstock.cli.cluster import Cluster
 from penstock.errors import RunError, UsageError
 from penstock.terminal.notes import say
+from penstock.text import counted
 
 if TYPE_CHECKING:
     from penstock.group.world import World
@@ -96,7 +97,10 @@ def generate(
         for row in said["rows"]:
             if row["num_tokens"]:
                 say(row["text"] if encodes else f"{row['prompt']}{row['text']}")
-    say(f"{said['num_tokens']} tokens in {said['seconds']:.1f} s, {said['tokens_per_s']:.1f} tokens/s", err=True)
+    say(
+        f"{counted(said['num_tokens'], 'token')} in {said['seconds']:.1f} s, {said['tokens_per_s']:.1f} tokens/s",
+        err=True,
+    )
     opt.write_json(json, said)
     if unanswered := said["unanswered"]:
         raise RunError(

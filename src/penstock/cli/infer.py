@@ -1,5 +1,7 @@
 """`penstock infer`: predictions for a set of images, written as they are computed."""
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -70,7 +72,8 @@ def infer(
     if world is not None and world.membership is None and asked is None:
         on_loss = "stop"  # torchrun's agents end all processes if one fails
     if world is not None and world.rank != FEEDER:
-        follow(world)
+        with _naming_resume(output):
+            follow(world)
         return
     # imported late: workers do not need it, and it takes seconds and memory on a small board
     from penstock.recipes.predict_images import PredictSettings, predict_images
@@ -83,7 +86,8 @@ def infer(
         class_order=class_order, labels=labels,
     )  # fmt: skip
     try:
-        summary, failed = predict_images(settings, world)
+        with _naming_resume(output):
+            summary, failed = predict_images(settings, world)
     except KeyboardInterrupt as error:
         if not error.args:  # interrupted before the first prediction
             raise
@@ -92,3 +96,16 @@ def infer(
     opt.write_json(json, summary)
     if failed is not None:
         raise RunError(failed)
+
+
+@contextlib.contextmanager
+def _naming_resume(output: Path) -> Iterator[None]:
+    """Add the next step to the error of a run that has ended early, on each of its processes."""
+    from penstock.recipes.predictions import is_stdout
+
+    try:
+        yield
+    except RunError as error:
+        if "--resume" in str(error) or is_stdout(output):
+            raise
+        raise type(error)(f"{error}; continue with --resume") from error

@@ -24,6 +24,7 @@ from penstock.errors import ClusterError, RunError, UsageError
 from penstock.files import write_whole
 from penstock.terminal.notes import note, say
 from penstock.terminal.progress import working
+from penstock.text import counted
 from penstock.units import format_bytes, format_rate, parse_bytes, parse_rate
 
 app = typer.Typer(no_args_is_help=True, help="An emulated cluster on this Linux machine (needs root).")
@@ -58,7 +59,7 @@ def init(
         raise ClusterError(f"{output} cannot be written ({error.strerror}); choose another -o") from None
     host = spec.hosts[0]
     say(
-        f"{output}: {len(spec.hosts)} hosts with {host.cpu:g} of a core, {format_bytes(host.memory_bytes)}, "
+        f"{output}: {counted(len(spec.hosts), 'host')} with {host.cpu:g} of a core, {format_bytes(host.memory_bytes)}, "
         f"{format_rate(host.bandwidth_bytes_per_s or 0)}"
     )
     write_json(json, spec)
@@ -164,7 +165,7 @@ def slow(
 def kill(lab: LabOrName, host: HostName, json: JsonFile = None) -> None:
     """Kill every process of a host immediately, like a power failure."""
     num_processes = _find(lab).kill(host)
-    say(f"{host}: {num_processes} processes ended")
+    say(f"{host}: {counted(num_processes, 'process')} ended")
     write_json(json, {"host": host, "num_processes": num_processes})
 
 
@@ -191,6 +192,6 @@ def _print_status(found: LabStatus, json: Path | None) -> None:
             f"  {host.name}  {host.address}  cpu {host.cpu:.3g}  "
             f"memory {format_bytes(host.memory_used_bytes)} of {format_bytes(host.memory_bytes)}  "
             f"{format_rate(rate) if rate else 'unlimited'}{' (cut)' if host.cut else ''}  "
-            f"{host.num_processes} processes"
+            f"{counted(host.num_processes, 'process')}"
         )
     write_json(json, found)

@@ -24,7 +24,7 @@ AnyModel = Annotated[
 ]
 WeightsFile = Annotated[Path | None, typer.Option("--weights", help="Safetensors file, index or folder.")]
 Pretrained = Annotated[bool, typer.Option("--pretrained", help="Download the model's published weights.")]
-Seed = Annotated[int, typer.Option(help="Seed of random weights.")]
+Seed = Annotated[int, typer.Option(help="Seed of random weights, as of `torch.manual_seed`.")]
 Policy = Annotated[str, typer.Option(help="Cuts: balanced, equal-blocks, equal-size or smallest-crossing.")]
 CutNames = Annotated[
     list[str] | None, typer.Option("--cut", metavar="PATH:after", help="Position of a cut; may be repeated.")

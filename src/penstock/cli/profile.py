@@ -58,6 +58,8 @@ def profile(
 
     sizes = opt.parse_numbers(rows, "--rows")
     choices = [parse_runtime(name) for name in runtime or ()]
+    for choice in choices:
+        choice.check_machine()
     if choices and (training or data is not None):
         raise UsageError("only the eager runtime can train; leave --runtime out, or --training and --data")
     console = opt.make_console()

@@ -81,4 +81,5 @@ def serve(
             most_bytes=int(max_body * 2**20), certificate=certificate, certificate_key=certificate_key,
             origins=allow_origin or (), strict=strict,
         )  # fmt: skip
-        serve_model(settings, host, listener, world)
+        if serve_model(settings, host, listener, world):
+            raise KeyboardInterrupt

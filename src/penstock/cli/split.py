@@ -9,6 +9,7 @@ from penstock.cli import options as opt
 from penstock.errors import CutError, UsageError
 from penstock.plan.search.partition import stage_sums
 from penstock.terminal.progress import working
+from penstock.text import counted
 from penstock.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 def split(
     model: opt.Model,
-    stages: Annotated[int, typer.Option(min=1, help="Number of stages.")] = 4,
+    stages: Annotated[int | None, typer.Option(min=1, help="Number of stages. Default: 4.")] = None,
     policy: opt.Policy = "balanced",
     cut: opt.CutNames = None,
     work: Annotated[
@@ -33,6 +34,7 @@ def split(
 ) -> None:
     """Print the stages, the bytes that cross between them, and a comparison of policies."""
     from penstock.deploy.policies import choose_cuts
+    from penstock.deploy.run_options import CutOptions
     from penstock.deploy.state import load_state
     from penstock.graph.capture import capture
     from penstock.graph.cuts import Cuts
@@ -42,6 +44,7 @@ def split(
 
     if work not in {"counted", "measured"}:
         raise UsageError(f"--work must be 'counted' or 'measured'; got {work!r}")
+    stages = CutOptions(stages=stages, policy=policy, cuts=cut or None).count(4)
     console = opt.make_console()
     with working("capturing the model"):
         zoo = load_model(model, weights=weights, pretrained=pretrained, seed=seed)
@@ -56,7 +59,7 @@ def split(
     rows = _stage_rows(graph, chosen, costs, sizes)
     policies = _policy_rows(graph, cuts, len(chosen) + 1, costs, sizes)
     console.print(
-        f"{graph.model}: {len(graph.ops)} operations, {len(cuts)} possible cuts, "
+        f"{graph.model}: {len(graph.ops)} operations, {counted(len(cuts), 'possible cut')}, "
         f"{format_bytes(sum(row['parameter_bytes'] for row in rows))} of parameters, "
         f"{work} work {format_seconds(sum(costs))}"
         + (f"; the model fixes its batch size at {graph.fixed_batch}" if graph.fixed_batch else "")

@@ -4,7 +4,7 @@ import contextlib
 import os
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 from rich.table import Table
@@ -19,6 +19,7 @@ from penstock.plan.check import read_plan
 from penstock.recipes.settings import SETTINGS, FitSettings, keep_settings, make_settings, read_settings
 from penstock.terminal.notes import say
 from penstock.terminal.progress import working
+from penstock.text import counted
 from penstock.units import format_bytes, format_seconds, parse_bytes
 from penstock.wire import FEEDER
 
@@ -27,9 +28,9 @@ if TYPE_CHECKING:
     from penstock.recipes.several import Place, Row
 
 _SHARED = {
-    "model": opt.Model, "policy": opt.Policy, "cuts": opt.CutNames, "weights": opt.WeightsFile,
-    "pretrained": opt.Pretrained, "threads": opt.Threads, "device": opt.ComputesOn, "trace": opt.Trace,
-    "profile": opt.Profiled, "live": opt.Live,
+    "model": Annotated[str | None, get_args(opt.Model)[1]],  # with --resume that of the run
+    "policy": opt.Policy, "cuts": opt.CutNames, "weights": opt.WeightsFile, "pretrained": opt.Pretrained,
+    "threads": opt.Threads, "device": opt.ComputesOn, "trace": opt.Trace, "profile": opt.Profiled, "live": opt.Live,
 }  # fmt: skip
 
 
@@ -71,6 +72,11 @@ def train(
     written = Path(given["output"]) / SETTINGS
     if given["resume"] and written.exists():
         given = keep_settings(given, named, read_settings(written))
+    if missing := [name for name in ("MODEL", "--data") if given[name.strip("-").lower()] is None]:
+        raise UsageError(
+            f"a new run needs {' and '.join(missing)}; give {'them' if missing[1:] else 'it'}, or --resume with the "
+            f"--output of a run: {written.parent} holds none"
+        )
     settings = make_settings(given)
     several = {
         "--compare": compare, "--sweep": sweep, "--ablation": ablation, "--find-max-batch": find_max_batch,
@@ -221,10 +227,7 @@ def _show_one(result: "FitResult", json: Path | None) -> None:
             _percent(epoch.accuracy), format_seconds(epoch.train_s), f"{epoch.units_per_s:.1f} {epoch.unit}/s",
         )  # fmt: skip
     console.print(table)
-    if result.new_tensors:
-        console.print(f"not in the given weights, newly initialized: {', '.join(result.new_tensors)}", markup=False)
-    processes = f"{result.num_processes} process{'es' * (result.num_processes != 1)}"
-    folder = result.settings.folder
+    processes, folder = counted(result.num_processes, "process"), result.settings.folder
     console.print(
         f"{processes}; model, checkpoints and metrics are in {folder}; for its curves: penstock report "
         f"{shlex.quote(str(folder))}", markup=False, soft_wrap=True,

@@ -11,6 +11,7 @@ from msgspec import Meta
 from penstock.errors import UsageError
 from penstock.files import written_whole
 from penstock.recipes.settings import PathText, Positive, WholePath
+from penstock.runtime.registry import parse_runtime
 
 if TYPE_CHECKING:
     from penstock.compress.quantize import LayerLoss
@@ -125,6 +126,8 @@ def check_asked(settings: CompressSettings) -> None:
     unknown = [name for name in settings.runtimes if name not in names_of_runtimes()]
     if unknown:
         raise UsageError(f"runtimes must be among {', '.join(names_of_runtimes())}; got {unknown[0]!r}")
+    for name in settings.runtimes:
+        parse_runtime(name).check_machine()
 
 
 def floor_of(settings: CompressSettings, found: Sequence[Found]) -> float:

@@ -45,12 +45,37 @@ class ModelCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CutOptions:
-    """Cuts of a model: by a policy, by names, or by a plan; None if the model or the world decides."""
+    """Cuts of a model: by a policy, by names, or by a plan; None if the model or the world decides.
+
+    Raises `UsageError` for options that contradict each other.
+    """
 
     stages: int | None = None
     policy: str = "balanced"
     cuts: Sequence[str] | None = None
     plan: Plan | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.cuts, str):
+            raise UsageError(f"cuts must be a list of names; got {self.cuts!r}; write [{self.cuts!r}]")
+        if self.plan is not None and (self.stages is not None or self.cuts is not None or self.policy != "balanced"):
+            raise UsageError("a plan determines the cuts; leave stages, cuts and policy out")
+        if self.cuts is None:
+            return
+        stages = self.count(1)
+        if self.stages not in {None, stages}:
+            raise UsageError(
+                f"stages must be one more than the cuts, {stages} for {list(self.cuts)}; got {self.stages}; leave "
+                "stages or cuts out, or name every cut"
+            )
+        if self.policy != "balanced":
+            raise UsageError(f"named cuts need no policy; got {self.policy!r}; leave cuts or policy out")
+
+    def count(self, otherwise: int) -> int:
+        """Return the number of stages, which is `otherwise` if no option sets it."""
+        if self.cuts is not None:
+            return len(self.cuts) + 1
+        return self.stages or otherwise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

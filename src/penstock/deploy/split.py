@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.deploy.policies import choose_cuts
+from penstock.deploy.run_options import CutOptions
 from penstock.deploy.state import load_state
 from penstock.graph.call import bind_inputs, build_output, read_sizes
 from penstock.graph.capture import capture
@@ -17,6 +18,8 @@ from penstock.graph.program import StageProgram
 from penstock.graph.stages import divide
 from penstock.graph.work import count_work
 from penstock.runtime.registry import EAGER, StageRuntime
+from penstock.text import counted
+from penstock.units import format_bytes
 from penstock.zoo.weights.weights import ModuleWeights, Weights
 
 
@@ -77,6 +80,21 @@ class SplitModel:
             for index, program in enumerate(programs)
         )
 
+    def __repr__(self) -> str:
+        sizes = self.graph.sizes(self.graph.fixed_batch or 1)
+        work = sum(stage.work for stage in self.stages) or 1.0
+        rows = [("stage", "cut after it", "crossing", "work", "parameters", "operations")] + [
+            (
+                str(stage.index), stage.after.name if stage.after else "(the end)",
+                format_bytes(stage.after.num_bytes(sizes)) if stage.after else "", f"{stage.work / work:.1%}",
+                format_bytes(stage.parameter_bytes), str(len(stage.program.ops)),
+            )
+            for stage in self.stages
+        ]  # fmt: skip
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+        return "\n".join([f"{self.graph.model} in {counted(len(self.stages), 'stage')}", *lines])
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         inputs, sizes = bind_inputs(self.graph, args, kwargs)
         with torch.no_grad():
@@ -90,7 +108,7 @@ def split(
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None = None,
     *,
-    stages: int = 4,
+    stages: int | None = None,
     policy: str = "balanced",
     cuts: Sequence[str] | None = None,
     dynamic: Mapping[str, Mapping[str | int, int]] | None = None,
@@ -98,15 +116,17 @@ def split(
 ) -> SplitModel:
     """Split a model into stages; the result is called like the model and returns the same.
 
-    `cuts` names the cuts explicitly, as in `["blocks.5:after"]`, which also sets the number of stages. `weights` is
-    needed only if the model's parameters are on the meta device.
+    `stages` is 4 by default. `cuts` names the cuts explicitly, as in `["blocks.5:after"]`, which sets the number of
+    stages too. `weights` is needed only if the model's parameters are on the meta device.
 
     Example:
         halves = penstock.split(model, (images,), stages=2)
         halves.stages[0].parameters, halves(images)
 
-    Raises `CaptureError` for a model that does not export, `CutError` for cuts that are not possible.
+    Raises `CaptureError` for a model that does not export, `CutError` for cuts that are not possible,
+    `UsageError` for stages and cuts that contradict each other.
     """
+    stages = CutOptions(stages=stages, policy=policy, cuts=cuts).count(4)
     graph = capture(model, args, kwargs, dynamic=dynamic)
     work = count_work(graph, graph.sizes(graph.fixed_batch or 1))
     chosen = choose_cuts(graph, Cuts(graph), names=cuts, stages=stages, policy=policy, work=work)

@@ -25,6 +25,7 @@ from penstock.engine.profile_window import ProfileWindow
 from penstock.engine.reference import measure_machine
 from penstock.errors import TransportError
 from penstock.group.world import World
+from penstock.text import counted
 from penstock.tracing.clock import Exchange, Reading, fit_clock, read_clock
 from penstock.tracing.record import FEEDER_STAGE, Clock, Recorder, feeder_stage
 from penstock.tracing.trace import Counter, Machine, PackedTrace, ProcessTrace, Span
@@ -204,7 +205,7 @@ def environment() -> dict[str, str]:
     """Return the environment of a run: versions, machine, time."""
     return {
         "date": datetime.datetime.now().isoformat(timespec="seconds"),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "machine": f"{platform.machine()}, {counted(os.cpu_count() or 1, 'core')}",
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
         "torch": str(torch.__version__),

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,12 +80,12 @@ class Generator:
         self._weights = weights
         self.tokenizer = tokenizer
         plan = read_plan(plan) if isinstance(plan, (str, os.PathLike)) else plan
+        cut = CutOptions(stages=stages, policy=policy, cuts=cuts, plan=plan)
         if plan is not None:
-            if stages is not None or cuts is not None or policy != "balanced":
-                raise UsageError("a plan determines the cuts; leave stages, cuts and policy out")
             caches, count = _caches_of(plan, slots, lanes, max_length), len(plan.pipelines[0].stages)
         else:
-            count = len(cuts) + 1 if cuts is not None else stages or _num_devices(world)
+            count = cut.count(_num_devices(world))
+            cut = replace(cut, stages=count)
             caches = Generation(
                 slots=slots or SLOTS, lanes=lanes or num_lanes(count), max_length=max_length or MAX_LENGTH
             )  # fmt: skip
@@ -97,7 +98,7 @@ class Generator:
             self.vocabulary = int(model.config.get_text_config().vocab_size)
             call = decoder_call(model, caches, weights)
         self.pipeline = StreamingPipeline(
-            call, CutOptions(stages=None if plan else count, policy=policy, cuts=cuts, plan=plan),
+            call, cut,
             RunOptions(
                 threads=threads, device=str(device), runtime=parse_runtime(runtime), trace=trace,
                 survival=SurvivalOptions(on_loss=on_loss),

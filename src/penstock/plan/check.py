@@ -11,6 +11,7 @@ from penstock.spec.cluster import Cluster
 from penstock.spec.fields import NAME_RULE, fingerprint, is_name, read_bytes
 from penstock.spec.plan import Pipeline, Plan, decode_plan
 from penstock.spec.profile import Profile
+from penstock.text import counted
 
 # tolerance for sums of weights and shares, which are floats
 _ROUNDING = 1e-6
@@ -155,8 +156,8 @@ def _check_pipeline(where: str, pipeline: Pipeline) -> None:
     for index, cut_set in enumerate(pipeline.cut_sets):
         place = f"{where}.cut_sets[{index}].cuts"
         if len(cut_set.cuts) != len(pipeline.stages) - 1:
-            wanted = f"have {len(pipeline.stages) - 1} cuts for {len(pipeline.stages)} stages"
-            _refuse(place, wanted, f"{len(cut_set.cuts)} cuts")
+            wanted = f"have {counted(len(pipeline.stages) - 1, 'cut')} for {counted(len(pipeline.stages), 'stage')}"
+            _refuse(place, wanted, counted(len(cut_set.cuts), "cut"))
         if len(set(cut_set.cuts)) < len(cut_set.cuts):
             _refuse(place, "have each cut once", ", ".join(cut_set.cuts))
     sets = [cut_set.cuts for cut_set in pipeline.cut_sets]

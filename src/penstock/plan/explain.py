@@ -15,6 +15,7 @@ from penstock.plan.cost.training_step import play_step
 from penstock.spec.cluster import Cluster, Device, Link
 from penstock.spec.plan import Plan
 from penstock.spec.profile import Profile
+from penstock.text import counted
 from penstock.units import format_bytes, format_rate, format_seconds
 
 _Linked = TypeVar("_Linked", Device, Link)
@@ -62,12 +63,12 @@ def summary(plan: Plan) -> str:
         print(summary(plan))
     """
     prediction = plan.prediction
-    stages = " + ".join(_stage_count(len(pipeline.stages)) for pipeline in plan.pipelines)
-    what = f"{plan.model}: {stages} on {len(plan.devices)} devices, {plan.microbatch_rows} rows per microbatch"
+    stages = " + ".join(counted(len(pipeline.stages), "stage") for pipeline in plan.pipelines)
+    on = f"{plan.model}: {stages} on {counted(len(plan.devices), 'device')}"
+    what = f"{on}, {counted(plan.microbatch_rows, 'row')} per microbatch"
     if (caches := plan.generation) is not None:
         what = (
-            f"{plan.model}: {stages} on {len(plan.devices)} devices, {caches.lanes} lanes of {caches.slots} slots for "
-            f"{caches.max_length} tokens"
+            f"{on}, {counted(caches.lanes, 'lane')} of {counted(caches.slots, 'slot')} for {caches.max_length} tokens"
         )
     runtimes = dict.fromkeys(f"{s.runtime} in {s.precision}" for p in plan.pipelines for s in p.stages)
     if list(runtimes) != ["eager in float32"]:
@@ -243,10 +244,7 @@ def _replica_line(choice: Choice) -> list[str]:
 
 
 def _describe(candidate: Candidate) -> str:
-    stages = " + ".join(_stage_count(len(pipeline.stages)) for pipeline in candidate.pipelines[:4])
+    stages = " + ".join(counted(len(pipeline.stages), "stage") for pipeline in candidate.pipelines[:4])
     more = f" and {len(candidate.pipelines) - 4} pipelines more" if len(candidate.pipelines) > 4 else ""
-    return f"{candidate.kind}: {stages}{more} on {candidate.num_devices} devices, {candidate.rows} rows per microbatch"
-
-
-def _stage_count(number: int) -> str:
-    return f"{number} stage{'s' if number > 1 else ''}"
+    devices, rows = counted(candidate.num_devices, "device"), counted(candidate.rows, "row")
+    return f"{candidate.kind}: {stages}{more} on {devices}, {rows} per microbatch"

@@ -63,7 +63,7 @@ def image_task(settings: FitSettings) -> Task:
     task = Task(
         unit="images", module=zoo.module.train(), weights=weights, example=(zoo.example_args, zoo.example_kwargs),
         training=training, validation=validation, loss_fn=class_loss, accuracy=class_accuracy, new_tensors=new,
-        check=partial(check_images, [each for each in read if each[1].by_folder]), notes=notes,
+        classes=classes, check=partial(check_images, [each for each in read if each[1].by_folder]), notes=notes,
         metadata=write_classes(classes if classes_in(name) in (None, len(classes)) else None),
     )  # fmt: skip
     return task if settings.teacher is None else taught(task, name, Path(settings.teacher))
@@ -253,7 +253,7 @@ def sentence_task(settings: FitSettings) -> Task:
         unit="sentences", module=zoo.module.train(), weights=weights, example=((), example),
         dynamic={"length": {"input_ids": 1, "attention_mask": 1}}, training=_Encoded(rows), validation=_Encoded(kept),
         loss_fn=class_loss, accuracy=class_accuracy, collate=pad, batches=Buckets, new_tensors=new,
-        save_beside=_saver(settings, zoo, tokenizer, known=bool(known)),
+        classes=("negative", "positive"), save_beside=_saver(settings, zoo, tokenizer, known=bool(known)),
     )  # fmt: skip
 
 

@@ -195,7 +195,7 @@ def _run_in_lab(settings: FitSettings, plan: Plan | None, file: Path, lab: Lab) 
     missing = [name for name in plan.devices if name not in hosts] if plan is not None else []
     if missing:
         raise UsageError(f"the plan uses {', '.join(missing)}; the lab has {', '.join(hosts)}; plan for this lab")
-    given = settings.devices or settings.stages or settings.replicas
+    given = settings.devices or settings.stages or settings.replicas or settings.cuts
     count = settings.num_processes if given else len(hosts)
     if count > len(hosts):
         raise UsageError(f"the lab has {len(hosts)} hosts for {count} processes; use fewer processes, or more hosts")

@@ -37,6 +37,7 @@ from penstock.recipes.tasks import Task
 from penstock.terminal.live import FitProgress
 from penstock.terminal.notes import note, say
 from penstock.terminal.progress import working
+from penstock.text import counted
 from penstock.train.arrangement import TrainOptions
 from penstock.train.evaluate import evaluate_all
 from penstock.train.loader import Loader
@@ -45,6 +46,7 @@ from penstock.train.training_pipeline import TrainingPipeline
 from penstock.wire import FEEDER
 
 WARM_UP = 2  # steps that create connections and buffers
+_NUM_SHOWN = 10  # class names
 
 
 def fit_here(settings: FitSettings, *, holds_folder: bool = False) -> FitResult:
@@ -73,15 +75,30 @@ def fit_here(settings: FitSettings, *, holds_folder: bool = False) -> FitResult:
             if first and settings.on_loss != "stop" and pipe.joins_at is not None:
                 note(f"further processes can join with the same command and --join {pipe.joins_at}")
             try:
-                return _Fit(settings, task, pipe).run()
+                run = _Fit(settings, task, pipe)
+                for text in _about(task, settings) if first and not settings.resume else ():
+                    note(text)
+                return run.run()
             except DataError as error:
                 raise without_traceback(error) from error
+
+
+def _about(task: Task, settings: FitSettings) -> Iterator[str]:
+    """Yield what a user checks before a run: new tensors, rows and classes."""
+    if task.new_tensors:
+        yield f"not in the given weights, newly initialized: {', '.join(task.new_tensors)}"
+    rows = f"rows of {settings.length} tokens" if task.unit == "tokens" else task.unit
+    text = f"{len(task.training)} {rows} to train on, {len(task.validation)} for validation"  # type: ignore[arg-type]
+    if task.classes:
+        more = f" and {len(task.classes) - _NUM_SHOWN} more" if len(task.classes) > _NUM_SHOWN else ""
+        text += f"; {len(task.classes)} classes: {', '.join(task.classes[:_NUM_SHOWN])}{more}"
+    yield text
 
 
 def make_pipeline(settings: FitSettings, task: Task, world: World | None) -> TrainingPipeline:
     """Create the pipeline of a task's model with these settings."""
     plan = plan_of(settings)
-    one = 1 if world is None and plan is None and settings.join is None else None
+    one = 1 if world is None and plan is None and settings.join is None and settings.cuts is None else None
     args, kwargs = task.example
     call = ModelCall(model=task.module, args=args, kwargs=kwargs, dynamic=task.dynamic, weights=task.weights)
     cut = CutOptions(stages=settings.stages or one, policy=settings.policy, cuts=settings.cuts, plan=plan)
@@ -154,9 +171,8 @@ class _Fit:
             self._folder.write("plan", step=fields.pop("step"), **fields)
             cached = ", outputs of frozen layers cached" if change.cached else ""
             self._say(
-                f"epoch {change.epoch}: {change.frozen_layers} of {change.num_layers} layers frozen, {change.stages} "
-                f"stage{'s' * (change.stages != 1)} x {change.replicas} replica{'s' * (change.replicas != 1)}{cached}: "
-                f"{change.why}"
+                f"epoch {change.epoch}: {change.frozen_layers} of {change.num_layers} layers frozen, "
+                f"{counted(change.stages, 'stage')} x {counted(change.replicas, 'replica')}{cached}: {change.why}"
             )
 
     def _make_optimizer(self, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:

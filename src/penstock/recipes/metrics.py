@@ -26,6 +26,7 @@ from penstock.errors import ModelError, UsageError
 from penstock.files import LineFile, locked, written_whole
 from penstock.recipes.settings import SETTINGS, FitSettings, check_resumed, read_settings, write_settings
 from penstock.terminal.notes import note
+from penstock.text import one_line
 from penstock.train.checkpoint_folder import INDEX, check_whole, read_index
 from penstock.zoo.optional import optional_import
 from penstock.zoo.weights.weight_files import FileWeights
@@ -138,6 +139,8 @@ class RunFolder:
         self._metrics = self.path / ("metrics.jsonl" if rank == 0 else f"metrics-rank{rank}.jsonl")
         try:
             self.path.mkdir(parents=True, exist_ok=True)
+            # first, since a folder with metrics holds a run
+            self._trackers: list[Tracker] = open_trackers(settings, first_step) if rank == 0 else []
             if settings.resume:
                 with written_whole(self._metrics) as file:
                     file.writelines(line.encode() for line in self._before(first_step))
@@ -147,7 +150,6 @@ class RunFolder:
         except OSError as error:
             reason = error.strerror
             raise UsageError(f"the folder {self.path} cannot be written ({reason}); choose another --output") from None
-        self._trackers: list[Tracker] = open_trackers(settings, first_step) if rank == 0 else []
 
     def _before(self, first_step: int) -> list[str]:
         """Return the lines of the run that is continued, without the steps that will be repeated."""
@@ -348,9 +350,16 @@ class WeightsAndBiases(Tracker):
         config, kept = msgspec.to_builtins(settings), folder / "wandb-id"
         begun = kept.read_text(encoding="utf-8", errors="replace").strip() if settings.resume and kept.exists() else ""
         again = {"id": begun, "resume": "allow"} if _RUN_ID.fullmatch(begun) else {}
-        self._run: Any = library.init(
-            project="penstock", name=folder.name, dir=str(folder), config=config, allow_val_change=bool(again), **again
-        )
+        try:
+            self._run: Any = library.init(
+                project="penstock", name=folder.name, dir=str(folder), config=config, allow_val_change=bool(again),
+                **again,
+            )  # fmt: skip
+        except Exception as problem:  # no key, no network, or a refusal of the server's
+            raise UsageError(
+                f"Weights & Biases cannot begin a run ({one_line(problem)}); run `wandb login`, set "
+                "WANDB_MODE=offline, or leave --track wandb out"
+            ) from problem
         with written_whole(kept) as file:
             file.write(self._run.id.encode())
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from penstock.deploy.run_options import CutOptions
 from penstock.errors import UsageError
 from penstock.group.world import World
 from penstock.pipeline import Pipeline
@@ -21,6 +22,7 @@ from penstock.spec.profile import read_profile
 from penstock.terminal.live import LiveView
 from penstock.terminal.notes import note, say
 from penstock.terminal.progress import how_far, progress_console, telling, working
+from penstock.text import counted
 from penstock.zoo.data.image_names import open_images
 from penstock.zoo.data.image_set import ImageSet
 from penstock.zoo.data.label_files import read_labels
@@ -67,6 +69,7 @@ def predict_images(asked: PredictSettings, world: World | None = None) -> tuple[
 
     Raises `UsageError` for names and files that do not match, and `KeyboardInterrupt` with the number of rows on disk.
     """
+    cut = CutOptions(stages=asked.stages, policy=asked.policy, cuts=asked.cuts)
     if asked.resume and is_stdout(asked.output):
         raise UsageError(f"--resume continues a file; got the standard output {asked.output}; give a file as --output")
     with world if world is not None else contextlib.nullcontext():
@@ -109,10 +112,11 @@ def predict_images(asked: PredictSettings, world: World | None = None) -> tuple[
             with working("deploying the stages"):
                 pipe = Pipeline(
                     zoo.module, args, kwargs,
-                    stages=asked.stages or (len(world.devices) if world else 2), policy=asked.policy, cuts=asked.cuts,
-                    plan=plan, weights=zoo.weights, threads=asked.threads, world=world, device=asked.device,
-                    runtime=asked.runtime, trace=asked.trace, trace_profile=asked.profile, on_loss=asked.on_loss,
-                    wait_s=asked.wait_s, profile=known, cluster=machines,
+                    stages=asked.stages if plan else cut.count(len(world.devices) if world else 2),
+                    policy=asked.policy, cuts=asked.cuts, plan=plan, weights=zoo.weights, threads=asked.threads,
+                    world=world, device=asked.device, runtime=asked.runtime, trace=asked.trace,
+                    trace_profile=asked.profile, on_loss=asked.on_loss, wait_s=asked.wait_s, profile=known,
+                    cluster=machines,
                 )  # fmt: skip
             pipe.model_name = zoo.name
             if world is not None and (place := pipe.joins_at) is not None:
@@ -225,8 +229,8 @@ def _summary(**found: Any) -> dict[str, Any]:
 def _sentence(summary: dict[str, Any], path: Path) -> str:
     stages = len(summary["cuts"]) + 1
     devices = len({stage["device"] for stage in summary["stages"]})
-    text = f"{summary['num_images']} images at {summary['images_per_second']:.2f} images/s"
-    text += " through one stage" if stages == 1 else f" through {stages} stages"
+    text = f"{counted(summary['num_images'], 'image')} at {summary['images_per_second']:.2f} images/s"
+    text += f" through {counted(stages, 'stage')}"
     text += f" on {devices} devices" if devices > 1 else ""
     if summary["accuracy"] is not None:
         text += f", accuracy {summary['accuracy']:.2%}"

@@ -13,7 +13,7 @@ from penstock.errors import RunError, UsageError
 from penstock.files import LineFile, StandardOutput
 from penstock.spec.fields import decode_json, read_bytes, write_json
 from penstock.terminal.notes import note
-from penstock.text import guard_cell, unguard_cell
+from penstock.text import counted, guard_cell, unguard_cell
 
 COLUMNS = ("image", "label", "prediction", "class", "confidence", "error")
 
@@ -72,8 +72,8 @@ class PredictionFile:
         except OSError as error:
             self._file.close()
             raise RunError(
-                f"{self.path} cannot be written any further ({error.strerror}); its {self._num_rows} rows are kept: "
-                f"free space and {self._again}"
+                f"{self.path} cannot be written any further ({error.strerror}); its "
+                f"{counted(self._num_rows, 'row')} are kept: free space and {self._again}"
             ) from None
 
     def _keep_complete_rows(self) -> list[dict[str, Any]]:

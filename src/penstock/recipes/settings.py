@@ -15,6 +15,7 @@ from penstock.plan.schedule.picture import find_schedule
 from penstock.plan.schedule.schedules import DEFAULT_SCHEDULE, SCHEDULES
 from penstock.recipes.data_formats import FORMATS_HELP
 from penstock.spec.cluster import read_cluster
+from penstock.spec.fields import make_struct
 from penstock.spec.plan import Plan
 from penstock.spec.profile import read_profile
 
@@ -49,8 +50,8 @@ class FitSettings(ElasticChoices, frozen=True, kw_only=True, forbid_unknown_fiel
     `penstock train`.
     """
 
-    model: str
-    data: Annotated[str, Meta(description=f"{FORMATS_HELP}.")]
+    model: Annotated[str, Meta(extra={"default": None})]  # on the command line: that of the run with --resume
+    data: Annotated[str, Meta(description=f"{FORMATS_HELP}.", extra={"default": None})]
     validation: Annotated[str | None, Meta(description="Validation data. Default: every tenth row of --data.")] = None
     output: Annotated[PathText, Meta(description="Folder of the run.", extra={"flags": ["--output", "-o"]})] = (
         "runs/train"
@@ -144,7 +145,8 @@ class FitSettings(ElasticChoices, frozen=True, kw_only=True, forbid_unknown_fiel
     @property
     def num_processes(self) -> int:
         """Number of processes that the run starts."""
-        return self.devices or (self.stages or 1) * (self.replicas or 1)
+        stages = len(self.cuts) + 1 if self.cuts is not None else self.stages or 1
+        return self.devices or stages * (self.replicas or 1)
 
     @property
     def folder(self) -> Path:
@@ -162,13 +164,12 @@ class FitSettings(ElasticChoices, frozen=True, kw_only=True, forbid_unknown_fiel
 
 def make_settings(fields: dict[str, Any]) -> FitSettings:
     """Make settings from named values; raises `UsageError` naming an invalid one."""
+    from penstock.deploy.run_options import CutOptions
     from penstock.group.regroup import read_place
 
-    try:
-        settings = msgspec.convert(fields, FitSettings)
-    except msgspec.ValidationError as error:
-        raise UsageError(f"settings of a training run are not valid: {error}") from None
+    settings = make_struct(fields, FitSettings, "settings of a training run")
     settings = msgspec.structs.replace(settings, schedule=find_schedule(settings.schedule))
+    CutOptions(stages=settings.stages, policy=settings.policy, cuts=settings.cuts)  # raises if they contradict
     defaults = {field.name: field.default for field in msgspec.structs.fields(FitSettings)}
     given = [name for name in ElasticChoices.__struct_fields__ if getattr(settings, name) != defaults[name]]
     if given and not settings.elastic:

@@ -112,13 +112,14 @@ def mode_runs(
 
     Raises `UsageError` for other names.
     """
-    stages, replicas = base.stages or 2, base.replicas or 2
+    stages = len(base.cuts) + 1 if base.cuts is not None else base.stages or 2
+    replicas = base.replicas or 2
     microbatches = base.microbatches or 2 * stages
     changes: dict[str, dict[str, Any]] = {
-        "single": {"stages": 1, "replicas": 1, "microbatches": None},
+        "single": {"stages": 1, "cuts": None, "replicas": 1, "microbatches": None},
         "model": {"stages": stages, "replicas": 1, "microbatches": 1},
         "pipeline": {"stages": stages, "replicas": 1, "microbatches": microbatches},
-        "data": {"stages": 1, "replicas": replicas, "microbatches": None},
+        "data": {"stages": 1, "cuts": None, "replicas": replicas, "microbatches": None},
         "both": {"stages": stages, "replicas": replicas, "microbatches": microbatches},
     }
     strange = [name for name in names if name not in changes]

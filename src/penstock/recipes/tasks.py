@@ -16,7 +16,7 @@ from penstock.zoo.models.models import ZooModel, load_model
 from penstock.zoo.weights.fit import check_weights
 from penstock.zoo.weights.shapes import KEY
 from penstock.zoo.weights.weight_files import FileWeights
-from penstock.zoo.weights.weights import JoinedWeights, RandomWeights, TensorWeights, Weights
+from penstock.zoo.weights.weights import JoinedWeights, TensorWeights, Weights
 
 SHARE_KEPT = 10  # every tenth row is kept for validation
 
@@ -55,6 +55,7 @@ class Task:
     collate: Callable[[list[Any]], Any] | None = None
     batches: Callable[[Dataset[Any], int, bool], Batches] | None = None
     new_tensors: Sequence[str] = field(default_factory=tuple)  # tensors that the given weights lack
+    classes: Sequence[str] = ()  # names, in the order of the outputs
     metadata: Mapping[str, str] = field(default_factory=dict)  # the model's metadata, from the weights' file
     check: Callable[[Path], None] | None = None  # of all rows, once; writes what is damaged into the folder
     notes: Sequence[str] = ()  # what the data leaves out
@@ -109,7 +110,7 @@ def load_for(settings: FitSettings, name: str, head: Any = None) -> tuple[ZooMod
     buffers = dict(zoo.module.named_buffers(remove_duplicate=False))
     kept = [n for n in known if (n in shapes and n not in new) or n in buffers]
     fitting = check_weights(given, {n: (given.shape(n), given.dtype(n)) for n in kept})
-    return zoo, JoinedWeights(fitting, RandomWeights(shapes, settings.seed), TensorWeights(buffers)), new
+    return zoo, JoinedWeights(fitting, TensorWeights(buffers), *([zoo.initial] if new else [])), new
 
 
 def metadata_of(settings: FitSettings) -> dict[str, str]:

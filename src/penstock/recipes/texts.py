@@ -55,12 +55,14 @@ class TextSettings:
     trace: Path | None = None
 
 
-def open_generator(settings: TextSettings, world: World | None = None) -> Generator:
+def open_generator(settings: TextSettings, world: World | None = None, *, chats: bool = False) -> Generator:
     """Load a language model and its tokenizer, and deploy its stages.
 
     Raises `ModelError` if there is no tokenizer next to the model, and as `Generator` does.
     """
     tokenizer = load_tokenizer(settings.model, pretrained=settings.pretrained)
+    if chats:
+        check_chats(tokenizer)
     zoo = load_model(settings.model, weights=settings.weights, pretrained=settings.pretrained, head="language")
     vocabulary = zoo.module.config.get_text_config().vocab_size  # type: ignore[union-attr, operator]
     if len(tokenizer) > vocabulary:

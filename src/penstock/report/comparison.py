@@ -13,6 +13,7 @@ from penstock.report.page.page import Text, make_page
 from penstock.report.page.tables import Cell, Table
 from penstock.report.stream.account import TITLES, make_account
 from penstock.report.stream.measured import measure_stream
+from penstock.text import counted
 from penstock.tracing.trace import Run
 from penstock.units import format_bytes, format_seconds
 
@@ -83,14 +84,14 @@ def speedups(rows: Sequence[Mapping[str, Any]]) -> Figure:
     for place, name in enumerate(names):
         own = {row["stages"]: row for row in pipelines if _series(row) == name}
         data.append({
-            "type": "bar", "name": name, "x": [f"{c} stages" if c > 1 else "1 stage" for c in counts if c in own],
+            "type": "bar", "name": name, "x": [counted(c, "stage") for c in counts if c in own],
             "y": [round(own[c]["speedup"], 4) for c in counts if c in own],
             "text": [f"{own[c]['speedup']:.2f}" for c in counts if c in own], "textposition": "outside",
             "cliponaxis": False, "marker": {"color": PALETTE[place % len(PALETTE)]},
             "hovertemplate": "%{x}, " + name + ": %{y:.3f} times<extra></extra>",
         })  # fmt: skip
     data.append({
-        "type": "scatter", "mode": "markers", "name": "n", "x": [f"{c} stages" if c > 1 else "1 stage" for c in counts],
+        "type": "scatter", "mode": "markers", "name": "n", "x": [counted(c, "stage") for c in counts],
         "y": counts, "marker": {"symbol": "line-ew-open", "size": 34, "color": "#888888", "line": {"width": 2}},
         "hovertemplate": "n is %{y}<extra></extra>",
     })  # fmt: skip

@@ -7,6 +7,7 @@ from typing import Any
 
 from penstock.report.stream.account import TITLES, Account
 from penstock.report.stream.measured import MeasuredStream
+from penstock.text import counted
 from penstock.units import format_bytes, format_seconds
 
 # causes that cost less than this are not mentioned
@@ -38,7 +39,7 @@ def name_of(row: Mapping[str, Any]) -> str:
     policy = "torch.distributed.pipelining" if row["mode"] == "peer" else row["policy"]
     if policy == "by hand":
         policy = f"cut by hand at {', '.join(row['cuts'])}"
-    return f"{row['stages']} stage{'s' * (row['stages'] > 1)}, {policy}"
+    return f"{counted(row['stages'], 'stage')}, {policy}"
 
 
 def compare_counts(pipelines: Sequence[Compared]) -> list[str]:
@@ -62,13 +63,13 @@ def compare_counts(pipelines: Sequence[Compared]) -> list[str]:
         grew = grown.times - before.account.times(grown.key)
         lines.append(
             f"From {before.row['stages']} to {after.row['stages']} stages the speed-up changes by {gained:+.2f} for "
-            f"{more} more device{'s' * (more > 1)}"
+            f"{counted(more, 'more device')}"
             + (f"; what grows most is {grown.title}, by {grew:.2f}." if grew >= _WORTH else ".")
         )
     if best:
         top = max(best, key=lambda item: item.row["speedup"])
         lines.append(
-            f"Of these counts {top.row['stages']} stages are quickest; per device, "
+            f"Of these counts {top.row['stages']} is the quickest; per device, "
             + ", ".join(f"{item.row['stages']} give {item.row['speedup'] / item.row['stages']:.2f}" for item in best)
             + "."
         )

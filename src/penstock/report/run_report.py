@@ -33,6 +33,7 @@ from penstock.report.stream.measured import measure_stream
 from penstock.report.training.metrics import PlanLine, RunMetrics, read_metrics
 from penstock.report.training.steps import measure_training
 from penstock.report.training.training_account import advise_training, make_training_account
+from penstock.text import counted
 from penstock.tracing.trace import RUN_FILE, Run, read_run
 
 
@@ -180,11 +181,12 @@ def training_contents(run: Run) -> Contents:
     facts, replicas = run.facts, len(training.replicas)
     each = f"{replicas} replicas of " if replicas > 1 else ""
     done = (
-        f"{len(training.steps)} steps in {training.seconds:.2f} s, {training.num_rows / training.seconds:.4g} rows/s, "
+        f"{counted(len(training.steps), 'step')} in {training.seconds:.2f} s, "
+        f"{training.num_rows / training.seconds:.4g} rows/s, "
         f"schedule {facts.schedule if facts.schedule in SCHEDULES else 'of your own'}"
     )
     return Contents(
-        title=f"Training {facts.model} in {each}{len(facts.cuts) + 1} stages", account=account,
+        title=f"Training {facts.model} in {each}{counted(len(facts.cuts) + 1, 'stage')}", account=account,
         lead=lead_lines(account, done), advice=advise_training(run, training, account),
         figures=training_figures(run, training, account), tables=training_tables(run, training),
         picture=training_picture(run, training),

@@ -1,5 +1,6 @@
 """Registry of runtimes, by the names that plans use."""
 
+import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -149,6 +150,21 @@ class RuntimeChoice:
     def __str__(self) -> str:
         return runtime_name(self.name, self.precision, self.keep)
 
+    def check_machine(self) -> None:
+        """Raise `PlanError` if this machine lacks the runtime's package, or instructions for its precision."""
+        from penstock.runtime.bfloat16 import check_bfloat16
+
+        if RUNTIMES[self.name].extra is not None and importlib.util.find_spec(self.name) is None:
+            raise self._not_installed(f"no module named {self.name!r}")
+        if self.precision == "bfloat16":
+            check_bfloat16()
+
+    def _not_installed(self, reason: object) -> PlanError:
+        return PlanError(
+            f"the runtime {self.name} is not installed on this machine; install penstock[{RUNTIMES[self.name].extra}] "
+            f"({reason})"
+        )
+
     def load(
         self, program: "StageProgram", tensors: Mapping[str, "Tensor"], device: "torch.device | None" = None
     ) -> StageRuntime:
@@ -161,9 +177,7 @@ class RuntimeChoice:
         except ImportError as error:
             if kind.extra is None:
                 raise
-            raise PlanError(
-                f"the runtime {self.name} is not installed on this machine; install penstock[{kind.extra}] ({error})"
-            ) from error
+            raise self._not_installed(error) from error
 
     def load_training(
         self, part: "TrainingPart", tensors: Mapping[str, "Tensor"], device: "torch.device | None" = None, *,

@@ -11,6 +11,7 @@ import ssl
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any, ClassVar
 
 import uvicorn
@@ -94,10 +95,11 @@ def listen_at(host: str, port: int) -> socket.socket:
 def serve(
     app: Any, listener: socket.socket, *, drain_s: float, certificate: Path | None = None, key: Path | None = None,
     begun: Callable[[], None] = lambda: None, failed: Callable[[], bool] = lambda: False,
-) -> None:  # fmt: skip
+) -> bool:  # fmt: skip
     """Serve until SIGTERM or Ctrl-C, then refuse new requests and finish those in flight within `drain_s` seconds.
 
-    `begun` is called once the server listens. The server also ends as soon as `failed` returns True.
+    `begun` is called once the server listens. The server also ends as soon as `failed` returns True. Returns whether
+    Ctrl-C ended it.
     """
     raise_file_limit()
     protocol = type("_Protocol", (_Protocol,), {"waiting": {}})
@@ -106,7 +108,9 @@ def serve(
         http=protocol, h11_max_incomplete_event_size=_MOST_HEADER_BYTES, timeout_graceful_shutdown=int(drain_s),
         ssl_certfile=certificate, ssl_keyfile=key,
     )  # fmt: skip
-    _Server(config, begun, failed).run(sockets=[listener])
+    server = _Server(config, begun, failed)
+    server.run(sockets=[listener])
+    return server.interrupted
 
 
 class _Server(uvicorn.Server):
@@ -115,6 +119,11 @@ class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, begun: Callable[[], None], failed: Callable[[], bool]) -> None:
         super().__init__(config)
         self._begun, self._failed = begun, failed
+        self.interrupted = False
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.interrupted |= sig == signal.SIGINT
+        super().handle_exit(sig, frame)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)

@@ -4,7 +4,7 @@ import contextlib
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +48,8 @@ class ServeSettings:
     strict: bool = False
 
 
-def serve_model(settings: ServeSettings, host: str, listener: socket.socket, world: World | None = None) -> None:
-    """Load a model, deploy its stages and serve until SIGTERM or Ctrl-C.
+def serve_model(settings: ServeSettings, host: str, listener: socket.socket, world: World | None = None) -> bool:
+    """Load a model, deploy its stages and serve until SIGTERM or Ctrl-C; return whether Ctrl-C ended it.
 
     A transformers language model answers OpenAI's completions and chats; an image model of the zoo classifies images.
     Errors of loading and placing the model propagate.
@@ -84,12 +84,13 @@ def serve_model(settings: ServeSettings, host: str, listener: socket.socket, wor
             if not settings.keys:
                 note("--open: every process on this machine may send requests")
 
-        serve(
+        interrupted = serve(
             make_app(served), listener, drain_s=settings.drain_s, certificate=settings.certificate,
             key=settings.certificate_key, begun=begun, failed=lambda: opened.problem() is not None,
         )  # fmt: skip
         if (problem := opened.problem()) is not None:
             raise RunError(problem)
+        return interrupted
 
 
 class _Opened:
@@ -148,6 +149,8 @@ class _Opened:
 def _texts(settings: ServeSettings, metrics: Metrics, world: World | None) -> Iterator[_Opened]:
     with working("deploying the stages"):
         generator = open_generator(settings.placed, world)
+    if getattr(generator.tokenizer, "chat_template", None) is None:
+        note(f"the tokenizer of {settings.placed.model} has no chat template: chats are refused, completions answered")
     with contextlib.closing(generator):  # on failure its requests have already been failed, so just close it
         with working("running a first token"):
             # checks and compilation happen in the first call, before the server reports that it is ready
@@ -173,10 +176,12 @@ def _classes(settings: ServeSettings, metrics: Metrics, world: World | None) -> 
     args, kwargs = example_call(zoo, 1)
     call = ModelCall(model=zoo.module, args=args, kwargs=kwargs, weights=zoo.weights)
     plan = read_plan(placed.plan) if placed.plan is not None else None
-    stages = None if plan is not None else placed.stages or (len(world.devices) if world else 2)
+    cut = CutOptions(stages=placed.stages, policy=placed.policy, cuts=placed.cuts, plan=plan)
+    if plan is None:
+        cut = replace(cut, stages=cut.count(len(world.devices) if world else 2))
     with working("deploying the stages"):
         pipeline = StreamingPipeline(
-            call, CutOptions(stages=stages, policy=placed.policy, cuts=placed.cuts, plan=plan),
+            call, cut,
             RunOptions(threads=placed.threads, device=placed.device, runtime=parse_runtime(placed.runtime),
                        survival=SurvivalOptions(on_loss=placed.on_loss)),
             world, owns_world=world is None,

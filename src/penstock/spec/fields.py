@@ -6,7 +6,7 @@ import re
 from codecs import BOM_UTF8
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -112,6 +112,31 @@ def fingerprint(value: msgspec.Struct | str) -> str:
     """
     data = value.encode() if isinstance(value, str) else msgspec.json.encode(value)
     return hashlib.sha256(data).hexdigest()[:_FINGERPRINT_LENGTH]
+
+
+def make_struct(given: Mapping[str, Any], kind: type[_Spec], what: str) -> _Spec:
+    """Make a struct from named values; raises `UsageError` with an invalid one, and the words that it may be.
+
+    Example:
+        make_struct({"optimizer": "adam"}, FitSettings, "settings of a training run")
+    """
+    try:
+        return msgspec.convert(given, kind)
+    except msgspec.ValidationError as wrong:
+        reason, _, place = str(wrong).partition(" - at ")
+        name = place.strip("`").removeprefix("$.").partition("[")[0]
+        words = _words(get_type_hints(kind).get(name))
+        if words and reason.startswith("Invalid enum value"):
+            value = reason.removeprefix("Invalid enum value ")
+            raise UsageError(f"{name} must be {' or '.join(words)}; got {value}") from None
+        raise UsageError(f"{what} are not valid: {wrong}") from None
+
+
+def _words(hint: Any) -> list[str]:
+    """Return the values of the literals in a type."""
+    if get_origin(hint) is Literal:
+        return list(map(str, get_args(hint)))
+    return [word for part in get_args(hint) for word in _words(part)]
 
 
 def decode_json(data: bytes, kind: type[_Spec], what: str, error: type[PenstockError]) -> _Spec:

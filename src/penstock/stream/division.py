@@ -80,7 +80,7 @@ def divide_model(call: ModelCall, cut: CutOptions, run: RunOptions, world: World
         cuts = tuple(Cuts(graph).find_all(plan.pipelines[0].cut_sets[0].cuts))
         num_devices, deploy = len(plan.devices), _planned(run, graph, plan, load, sizes)
     else:
-        stages = cut.stages or (len(world.devices) if world else _STAGES)
+        stages = cut.count(len(world.devices) if world else _STAGES)
         places = places_in_line(world, graph, stages) if world else None
         cuts = tuple(choose_cuts(graph, Cuts(graph), names=cut.cuts, stages=stages, policy=cut.policy, places=places))
         deploy = _line(

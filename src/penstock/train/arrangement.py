@@ -30,6 +30,7 @@ from penstock.plan.schedule.schedules import (
 )
 from penstock.plan.schedule.validate import check_given, check_schedule
 from penstock.spec.plan import Plan
+from penstock.text import counted
 from penstock.wire import NUM_BUFFERS
 
 
@@ -99,7 +100,8 @@ class ScheduleChoice:
             fixes = [f"{name}={its} (--{name} {its})" for name, (its, now) in pairs.items() if its != now]
             way = f"give {' and '.join(fixes)}, or write" if fixes else "write"
             raise UsageError(
-                f"your schedule is for {has[0]} stages, {microbatches} microbatches and {has[2]} devices, "
+                f"your schedule is for {counted(has[0], 'stage')}, {counted(microbatches, 'microbatch')} and "
+                f"{counted(has[2], 'device')}, "
                 f"but this run has {num_stages}, "
                 f"{num_microbatches or microbatches} and {num_devices}; {way} one for these counts"
             )
@@ -116,9 +118,10 @@ def make_grid(devices: Sequence[int], stages: int | None, replicas: int | None, 
     stages = stages or -(-count // replicas)
     if min(replicas, stages) < 1 or replicas > count or -(-count // replicas) > stages:
         raise UsageError(
-            f"{count} processes do not fit {replicas} replicas of {stages} stages: each replica needs a process, and "
-            f"each process a stage; start {replicas * stages}, as with torchrun --nproc-per-node {replicas * stages}, "
-            f"or pass stages={count} and replicas=1, or else stages=1 and replicas={count}"
+            f"{counted(count, 'process')} cannot be {counted(replicas, 'replica')} of {counted(stages, 'stage')}: "
+            f"each replica needs a process, and each process a stage; start {replicas * stages}, as with torchrun "
+            f"--nproc-per-node {replicas * stages}, or pass stages={count} and replicas=1, or else stages=1 and "
+            f"replicas={count}"
         )
     each, more = divmod(count, replicas)
     made, first = [], 0
@@ -200,8 +203,8 @@ class Arrangement:
         wanted = self.num_microbatches
         if num_rows < wanted and self._asked and not short:
             raise UsageError(
-                f"a batch of {num_rows} rows cannot be split into {wanted} microbatches; use at least {wanted} rows or "
-                "fewer microbatches"
+                f"a batch of {counted(num_rows, 'row')} cannot be split into {wanted} microbatches; use at "
+                f"least {wanted} rows or fewer microbatches"
             )
         return min(wanted, max(num_rows // least, 1)) if num_rows else 0
 
@@ -254,7 +257,7 @@ def arrange(
         choice = ScheduleChoice(cut.plan.schedule, NUM_BUFFERS)
     else:
         choice = ScheduleChoice(options.schedule, NUM_BUFFERS)
-        stages = cut.stages if names is None else len(names) + 1
+        stages = cut.stages if names is None else cut.count(1)
         grid = make_grid(world.devices, stages, options.replicas, choice)
     if graph.fixed_batch is not None:
         microbatches = microbatches or 1
@@ -280,8 +283,8 @@ def place_training(world: World, graph: Graph, plan: Plan) -> tuple[Grid, list[s
     ranks = ranks_of(world, plan.devices)
     if len(ranks) < len(world.devices):
         raise PlanError(
-            f"the plan uses {len(ranks)} devices, {', '.join(plan.devices)}, but {len(world.devices)} processes train; "
-            "start exactly one process on each of these devices"
+            f"the plan uses {counted(len(ranks), 'device')}, {', '.join(plan.devices)}, but {len(world.devices)} "
+            "processes train; start exactly one process on each of these devices"
         )
     return plan_grid(plan, ranks, {cut.name: cut.position for cut in cuts})
 
@@ -291,12 +294,10 @@ def find_cuts(
 ) -> list[Cut]:
     """Find a model's cuts before its stages are placed, as `arrange`; empty for a plan for inference."""
     if cut.plan is None:
-        stages = cut.stages or num_processes
+        stages = cut.count(num_processes)
         chosen = cut.cuts is None and stages > 1
         return choose_cuts(graph, common() if chosen else Cuts(graph), names=cut.cuts, stages=stages, policy=cut.policy)
-    check_given_once(
-        cut.plan, stages=cut.stages, cuts=cut.cuts, replicas=options.replicas, microbatches=options.microbatches
-    )
+    check_given_once(cut.plan, replicas=options.replicas, microbatches=options.microbatches)
     names = {name for pipeline in cut.plan.pipelines for name in pipeline.cut_sets[0].cuts}
     return cuts_of_plan(graph, cut.plan).find_all(sorted(names)) if cut.plan.trains else []
 

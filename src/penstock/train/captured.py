@@ -30,7 +30,7 @@ from penstock.tensors import HOST
 from penstock.terminal.notes import note
 from penstock.train.shared_module import SharedModule, check_whole
 from penstock.zoo.models.meta import build_on_meta
-from penstock.zoo.weights.weights import ModuleWeights, RandomWeights, Weights
+from penstock.zoo.weights.weights import ModuleWeights, Weights
 
 _SHOWN = 5  # parameter names listed in a note
 
@@ -39,9 +39,9 @@ class Captured:
     """A captured model with its example call; with `shares`, training updates the module itself.
 
     `model` is a module in training mode, or a function that creates one. The function's parameters are created on the
-    meta device; their values come from `weights`, or are random.
+    meta device; their values come from `weights`, or are those of the function after `torch.manual_seed(seed)`.
 
-    Raises `CaptureError` if the model cannot be exported.
+    Raises `CaptureError` if the model cannot be exported, and `UsageError` for a module without values.
     """
 
     def __init__(
@@ -50,14 +50,23 @@ class Captured:
         shares: bool = False,
     ) -> None:  # fmt: skip
         self.own_weights = weights is not None or not isinstance(model, nn.Module)
-        module = model if isinstance(model, nn.Module) else build_on_meta(model, seed).train()
+        if isinstance(model, nn.Module):
+            module, own = model, ModuleWeights(model)
+        else:
+            module, own = build_on_meta(model, seed)
+            module.train()
+        self.weights: Weights = weights or own
         self._model = module
         check_whole(module)
         check_unwrapped(module)
         self.shared = SharedModule(module) if shares else None
         self._call = (tuple(args), dict(kwargs or {}))
         self._dynamic = dynamic
-        self.weights = weights or _weights(module, seed)
+        if shares and not self.own_weights and any(parameter.is_meta for parameter in module.parameters()):
+            raise UsageError(
+                f"the parameters of {type(module).__name__} are on the meta device, without values; give weights=, "
+                "or a function that makes the module instead of the module"
+            )
         self.names = {name: _first(module)[id(tensor)] for name, tensor in module.state_dict(keep_vars=True).items()}
         self.trainable = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
         with EXPORTING, advising(module):
@@ -281,12 +290,3 @@ def _first(module: nn.Module) -> dict[int, str]:
         for name, tensor in tensors(remove_duplicate=False):
             first.setdefault(id(tensor), name)
     return first
-
-
-def _weights(module: nn.Module, seed: int) -> Weights:
-    if not any(parameter.device.type == "meta" for parameter in module.parameters()):
-        return ModuleWeights(module)
-    names = _first(module)
-    expected = {name: (tuple(p.shape), p.dtype) for name, p in module.named_parameters(remove_duplicate=False)}
-    aliases = {name: names[id(p)] for name, p in module.named_parameters(remove_duplicate=False)}
-    return RandomWeights(expected, seed, aliases)

@@ -129,13 +129,15 @@ class HeldTensors:
     ) -> dict[str, tuple[State, Tensor]]:
         """Load this process's tensors, or receive them from rank 0 if they belong to a module of the caller.
 
-        Every process created its own module, with different random weights; all processes use the weights of rank 0.
+        Every process created its own module, with different random weights; all processes use the weights of rank 0,
+        which alone draws those of a seed, since other processors may round differently.
         """
 
         def load(name: str) -> Tensor:
             return load_state(captured.graph, states[name], captured.weights)
 
-        loaders = range(world.transport.size) if captured.own_weights else (FEEDER,)
+        random = getattr(captured.weights, "is_random", False)
+        loaders = range(world.transport.size) if captured.own_weights and not random else (FEEDER,)
         have = Held(dict.fromkeys(states, loaders), load)
         want = Wanted({name: self.holders(name) for name in states}, lambda name: room_for(states[name]))
         return {

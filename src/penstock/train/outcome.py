@@ -30,8 +30,10 @@ def step_document(
     }
 
 
-class StepLoss(Tensor):
+class LossTensor(Tensor):
     """The loss of a step, whose backward has run: another one raises `UsageError`."""
+
+    __module__ = "torch"  # Weights & Biases recognizes tensors by the names of their module and class
 
     def backward(self, *_: Any, **__: Any) -> None:
         """Raise `UsageError`."""

@@ -33,7 +33,7 @@ from penstock.train.held_tensors import HeldTensors
 from penstock.train.input_gradients import check_same, check_wanted
 from penstock.train.loss_convention import LossFunction
 from penstock.train.losses import Losses
-from penstock.train.outcome import StepLoss, StepReport, TrainingChange, everywhere, mean_loss
+from penstock.train.outcome import LossTensor, StepReport, TrainingChange, everywhere, mean_loss
 from penstock.train.placed_stages import Computing, PlacedStages
 from penstock.train.recent_batches import RecentBatches
 from penstock.train.row_cut import RowCut
@@ -258,7 +258,7 @@ class Trainer:
         self._work.give_back(divisor)
         self._report(self._work.ran, synchronize_s, self.transport.sent_bytes - sent_bytes)
         self.data.short = None
-        return torch.tensor(loss, dtype=torch.float64).as_subclass(StepLoss)
+        return torch.tensor(loss, dtype=torch.float64).as_subclass(LossTensor)
 
     def _find_empty(self) -> list[int]:
         """Return the indices of new optimizers without parameters on this process."""

@@ -123,7 +123,7 @@ def test_rows_of_another_kind_are_refused(tmp_path: Path, batch: list[torch.Tens
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("last", "message"), [(2, r"\b1 rows .* got 2;"), (0, r"7 of 8 rows")])
+@pytest.mark.parametrize(("last", "message"), [(2, r"\b1 row .* got 2;"), (0, r"7 of 8 rows")])
 def test_more_or_fewer_rows_than_are_missing_are_refused(tmp_path: Path, last: int, message: str) -> None:
     def fill() -> None:
         with writing(tmp_path, layout_of(), None) as append:

@@ -19,6 +19,7 @@ from penstock.cluster.lab.signals import ended_by_signals
 from penstock.cluster.lab.spec import LabSpec, check_bandwidth, check_cpu, check_fit, read_lab
 from penstock.cluster.output import EndTogether, Output, print_line
 from penstock.errors import ClusterError, PenstockError
+from penstock.text import counted
 
 DEFAULT_PORT = 29500
 
@@ -239,8 +240,8 @@ class Lab:
         pids = self._machine.cgroups.processes(self.spec.name, host)
         if pids:
             raise ClusterError(
-                f"a host runs one command at a time; {host} still has {len(pids)} processes; wait for them or kill "
-                f"them with penstock lab kill {self.spec.name} {host}"
+                f"a host runs one command at a time; {host} still has {counted(len(pids), 'process')}; wait or "
+                f"kill them with penstock lab kill {self.spec.name} {host}"
             )
 
 

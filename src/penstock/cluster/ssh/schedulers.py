@@ -3,6 +3,8 @@
 import json
 import shlex
 from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
 
 from penstock.cluster.ssh.run import PORT
 
@@ -22,6 +24,8 @@ def slurm_script(
     the first), the job keeps its other nodes, and its status is that of the first process.
     """
     options, words = "", shlex.join(arguments)
+    if gpus := _num_gpus(arguments):
+        options += f"\n#SBATCH --gpus-per-node={gpus}"
     if arguments[0] in _RESUMED:
         options += "\n#SBATCH --requeue"
         words += ' ${SLURM_RESTART_COUNT:+"--resume"}'
@@ -54,6 +58,18 @@ export MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000)) OMP_NUM_THREADS=1
 {work}"""
 
 
+def _num_gpus(arguments: Sequence[str]) -> int:
+    """Return the number of GPUs that a node's process needs: none, one, or N + 1 for the device `cuda:N`.
+
+    >>> [_num_gpus(words) for words in (["--device", "cuda"], ["--device=cuda:1"], ["--device", "cpu"], [])]
+    [1, 2, 0, 0]
+    """
+    words = " ".join(arguments).replace("--device=", "--device ").split()
+    device = next((after for word, after in reversed(list(pairwise(words))) if word == "--device"), "")
+    kind, _, number = device.partition(":")
+    return int(number or 0) + 1 if kind == "cuda" and (number or "0").isdecimal() else 0
+
+
 def kubernetes_manifest(arguments: Sequence[str], num_hosts: int, *, threads: int, image: str = "penstock") -> str:
     """Return a JSON manifest that runs a penstock command in several pods, which find each other by name.
 
@@ -65,11 +81,13 @@ def kubernetes_manifest(arguments: Sequence[str], num_hosts: int, *, threads: in
         "WORLD_SIZE": str(num_hosts), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "penstock-0.penstock",
         "MASTER_PORT": str(PORT), "OMP_NUM_THREADS": "1",
     }  # fmt: skip
-    container = {
+    container: dict[str, Any] = {
         "name": "penstock", "image": image, "command": ["bash", "-c", start, "penstock", *arguments],
         "env": [{"name": name, "value": value} for name, value in environment.items()],
         "resources": {"limits": {"cpu": str(threads)}},
     }  # fmt: skip
+    if gpus := _num_gpus(arguments):
+        container["resources"]["limits"]["nvidia.com/gpu"] = str(gpus)
     service = {
         "apiVersion": "v1", "kind": "Service", "metadata": {"name": "penstock"},
         "spec": {"clusterIP": "None", "selector": {"job-name": "penstock"}, "publishNotReadyAddresses": True},

@@ -28,14 +28,14 @@ import torch
 from torch import Tensor
 
 from penstock.errors import CacheError
-from penstock.files import write_whole, written_whole
+from penstock.files import reserve, write_whole, written_whole
 from penstock.tensors import HOST, aligned, sum_words
+from penstock.text import counted
 from penstock.units import format_bytes
 
 # for each value of a row, its shape (without the batch dimension) and its dtype
 Values = Sequence[tuple[tuple[int, ...], torch.dtype]]
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,14 +279,7 @@ def _reserve(file: IO[bytes], path: Path, layout: Layout) -> None:
     """Reserve a file's space; raises `CacheError` if the disk has too little, before writing any rows."""
     disk = shutil.disk_usage(path.parent)
     try:
-        if layout.num_bytes > disk.free and disk.total:  # some file systems report zero
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        try:
-            os.posix_fallocate(file.fileno(), 0, layout.num_bytes)
-        except (OSError, AttributeError) as error:  # missing on macOS, refused by some file systems
-            if isinstance(error, OSError) and error.errno not in _CANNOT_RESERVE:
-                raise
-            os.ftruncate(file.fileno(), layout.num_bytes)
+        reserve(file, layout.num_bytes)
     except OSError as error:
         if error.errno not in _FULL:
             raise
@@ -316,7 +309,7 @@ def _check_rows(tensors: Sequence[Tensor], layout: Layout, missing: int) -> int:
     (count,) = counts
     if count > missing:
         raise CacheError(
-            f"a cache has {missing} rows left to fill; got {count}; pass only samples that this process owns"
+            f"a cache has {counted(missing, 'row')} left to fill; got {count}; pass only samples that this process owns"
         )
     return count
 

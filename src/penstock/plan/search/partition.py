@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import CutError
+from penstock.text import counted
 
 # tolerance: sums of floats in another order differ in the last bits
 _ROUNDING = 1e-12
@@ -114,8 +115,8 @@ def check_stages(num_units: int, num_stages: int) -> None:
         raise CutError(f"the number of stages must be at least 1; got {num_stages}")
     if num_stages > num_units:
         raise CutError(
-            f"{num_stages} stages need at least {num_stages - 1} cuts, but this model allows {num_units - 1}; "
-            f"use at most {num_units} stages"
+            f"{num_stages} stages need at least {counted(num_stages - 1, 'cut')}, but this model allows "
+            f"{num_units - 1}; use at most {counted(num_units, 'stage')}"
         )
 
 

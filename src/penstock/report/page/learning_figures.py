@@ -6,6 +6,7 @@ from typing import Any
 from penstock.report.page.figures import PALETTE, ROW, Figure, finite, rows_of_axes
 from penstock.report.page.tables import Cell, Table
 from penstock.report.training.metrics import EpochLine, RunMetrics, StepLine
+from penstock.text import counted
 
 # a browser draws about this many points quickly; more steps are drawn as means of as many groups
 _MAX_POINTS = 1000
@@ -47,8 +48,8 @@ def learning_lines(run: RunMetrics) -> list[str]:
     """Describe a run in one sentence: epochs, steps, losses, accuracy and throughput."""
     steps, epochs = run.steps, run.epochs
     parts = [
-        _count(len(epochs), "epoch"),
-        _count(max([*(s.step for s in steps), *(e.step for e in epochs)], default=0), "step"),
+        counted(len(epochs), "epoch"),
+        counted(max([*(s.step for s in steps), *(e.step for e in epochs)], default=0), "step"),
     ]
     if losses := [epoch.train_loss for epoch in epochs if epoch.train_loss is not None]:
         parts.append(f"training loss {losses[0]:.4g} to {losses[-1]:.4g}" if len(losses) > 1 else
@@ -98,7 +99,3 @@ def _trace(points: Sequence[_Point], name: str, title: str, color: str) -> dict[
 
 def _unit(runs: Runs) -> str:
     return next((run.epochs[0].unit for _, run in runs if run.epochs), "rows")
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number != 1)}"

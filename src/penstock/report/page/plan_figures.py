@@ -6,6 +6,7 @@ from typing import Any
 from penstock.report.page.figures import KEPT, PALETTE, ROW, TEXT_INSIDE, Figure, finite, rows_of_axes
 from penstock.report.page.tables import Cell, Table
 from penstock.report.training.metrics import PlanLine, PlanSpan, PlanTimeline
+from penstock.text import counted
 from penstock.units import format_bytes, format_seconds
 
 _COLUMNS = ("epoch", "frozen", "layers", "stages × replicas", "cached", "units/s", "accuracy", "migrate s", "moved",
@@ -53,8 +54,7 @@ def plans_table(timeline: PlanTimeline) -> Table:
 def plans_lines(timeline: PlanTimeline) -> list[str]:
     """Describe the first and last throughput of a run, and the costs of changes."""
     plans, epochs = timeline.plans, timeline.epochs
-    count = "1 epoch" if len(epochs) == 1 else f"{len(epochs)} epochs"
-    lines = [f"{count}, {_way(plans)}."]
+    lines = [f"{counted(len(epochs), 'epoch')}, {_way(plans)}."]
     if len(epochs) > 1:
         lines[0] += f" {epochs[0].units_per_s:.4g} {epochs[0].unit}/s became {epochs[-1].units_per_s:.4g}."
     migrate_s, fill_s = sum(plan.migrate_s for plan in plans), sum(plan.fill_s for plan in plans)

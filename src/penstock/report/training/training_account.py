@@ -16,6 +16,7 @@ from penstock.report.stream.account import Account, Line, device_speeds
 from penstock.report.stream.advice import Advice
 from penstock.report.stream.measured import share
 from penstock.report.training.steps import Done, MeasuredTraining, Part, Step
+from penstock.text import counted
 from penstock.tracing.trace import Run
 from penstock.units import format_bytes, format_seconds
 
@@ -170,7 +171,8 @@ def _reasons(run: Run, training: MeasuredTraining, usual: Usual, speedups: list[
         "update": f"{devices[updater]} updates its weights in {format_seconds(updates[updater])} per step, the mean "
         f"device in {format_seconds(statistics.fmean(updates.values()))}"
         + (", and each replica updates all of them" if len(training.replicas) > 1 else ""),
-        "bubble": f"{microbatches} microbatches per step go forth and back through {len(training.replicas[0])} stages",
+        "bubble": f"{counted(microbatches, 'microbatch')} per step go forth and back through "
+        f"{counted(len(training.replicas[0]), 'stage')}",
         "slower": f"{devices[slowest]} computes {format_seconds(actual[slowest])} per step, "
         f"alone {format_seconds(loads[slowest])}",
         "communication_cpu": f"{devices[talker]} handles {format_bytes(crossing[talker])} per step in "

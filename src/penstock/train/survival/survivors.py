@@ -18,6 +18,7 @@ from penstock.errors import DeviceLost, PenstockError, PlanError, UsageError
 from penstock.group.regroup import wait_for_newcomers
 from penstock.group.verdict import Verdict
 from penstock.terminal.notes import note
+from penstock.text import counted
 from penstock.train.arrangement import Arrangement
 from penstock.train.checkpoint import load_checkpoint, scheduler_state
 from penstock.train.checkpoint_folder import read_index
@@ -135,7 +136,7 @@ class Survivors:
         world, now = self._trainer.world, time.monotonic()
         missing = self._num_begun - world.transport.size
         if self._options.on_loss == "wait" and missing > 0:
-            note(f"waiting up to {self._options.wait_s:g} s for {_count(missing, 'more process', 'es')} to join")
+            note(f"waiting up to {self._options.wait_s:g} s for {counted(missing, 'more process')} to join")
             if not wait_for_newcomers(world, missing, self._options.wait_s, world.check):
                 error = DeviceLost(
                     f"lost {missing} of {self._num_begun} processes, and not all replacements joined within "
@@ -259,8 +260,9 @@ class Survivors:
         if trainer.world.rank == FEEDER:
             back = f" from the checkpoint of step {change.step}" if went_back else ""
             note(
-                f"{change.why}; training continues{back} on {_count(change.processes, 'process', 'es')} "
-                f"({_count(change.replicas, 'replica')} x {_count(change.stages, 'stage')}) after {change.took_s:.1f} s"
+                f"{change.why}; training continues{back} on {counted(change.processes, 'process')} "
+                f"({counted(change.replicas, 'replica')} x {counted(change.stages, 'stage')}) "
+                f"after {change.took_s:.1f} s"
             )
 
     def _take_over_settings(self, said: Mapping[str, Any]) -> None:
@@ -294,7 +296,3 @@ class Survivors:
             self._moving = False
         trainer.data.rewound = batch
         return {}
-
-
-def _count(number: int, noun: str, plural: str = "s") -> str:
-    return f"{number} {noun}{plural if number != 1 else ''}"

@@ -16,6 +16,7 @@ from penstock.zoo.models.hub import fetch_from_hub
 from penstock.zoo.models.meta import build_on_meta
 from penstock.zoo.optional import optional_import
 from penstock.zoo.weights.classes import names_of_labels
+from penstock.zoo.weights.weights import RandomWeights
 
 _ADVICE = "give a local directory with config.json, or a model type such as hf:gpt2"
 # heads for model types whose configuration names none: the first that exists
@@ -130,20 +131,20 @@ def _tokens_outside(known: Any, options: Mapping[str, object]) -> dict[str, None
     return {name: None for name, number in numbers.items() if isinstance(number, int) and number >= size}
 
 
-def build_hf(name: str, config: Any, seed: int, head: Head | None = None) -> nn.Module:
-    """Build a transformers model with parameters on the meta device and the requested head.
+def build_hf(name: str, config: Any, seed: int, head: Head | None = None) -> tuple[nn.Module, RandomWeights]:
+    """Build a transformers model with parameters on the meta device and the requested head; return its random weights.
 
     Attention is PyTorch's own (`sdpa`) if the model supports it, else transformers' eager attention. Parameters are
     float32 by default; see the option `dtype`.
 
-    >>> build_hf("gpt2", hf_config("gpt2", None, {"n_layer": 2}), seed=0).config.n_layer
+    >>> build_hf("gpt2", hf_config("gpt2", None, {"n_layer": 2}), seed=0)[0].config.n_layer
     2
 
     Raises `ModelError` if transformers has no class for the configuration or cannot build it.
     """
     model_class = _model_class(name, config, head)
 
-    def build(attention: str) -> nn.Module:
+    def build(attention: str) -> tuple[nn.Module, RandomWeights]:
         return build_on_meta(lambda: model_class._from_config(config, attn_implementation=attention), seed)
 
     try:

@@ -1,18 +1,26 @@
-"""Modules with parameters on the meta device, so that a large model takes no memory."""
+"""Modules with parameters on the meta device, or in temporary files, so that a large model takes no memory."""
 
+import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import cast
+from functools import partial
+from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.overrides import TorchFunctionMode
 
 from penstock.errors import ModelError
-from penstock.zoo.weights.weights import Expected, Weights
+from penstock.files import reserve
+from penstock.text import one_line
+from penstock.units import format_bytes
+from penstock.zoo.weights.weights import Expected, RandomWeights, Weights
 
 _MARK = "_penstock_on_meta"
+_CREATING = frozenset({torch.empty, torch.full, torch.ones, torch.rand, torch.randn, torch.zeros})
+_LEAST_BYTES = 2**18  # of a tensor in a file
 
 
 @contextmanager
@@ -38,32 +46,75 @@ def meta_parameters() -> Iterator[None]:
         handle.remove()
 
 
-def build_on_meta(build: Callable[[], nn.Module], seed: int) -> nn.Module:
-    """Build a module in eval mode with meta parameters and real buffers.
+def build_on_meta(build: Callable[[], nn.Module], seed: int) -> tuple[nn.Module, RandomWeights]:
+    """Build a module in eval mode with meta parameters and real buffers, and return it with its random weights.
 
-    A module whose initialization reads its own parameters is first built with values. The global random state is
-    unchanged; random buffers depend on the seed.
+    These are the values that `build` draws after `torch.manual_seed(seed)`; they are drawn when they are first loaded.
+    A module whose initialization reads its own parameters, or that may have random buffers, is first built with values.
+    The global random state is unchanged.
 
-    >>> build_on_meta(lambda: nn.Linear(2, 2), seed=0).weight.device.type
-    'meta'
+    >>> module, weights = build_on_meta(lambda: nn.Linear(2, 2), seed=0)
+    >>> module.weight.device.type, weights.load("weight").device.type
+    ('meta', 'cpu')
 
-    Raises as `build` does.
+    Raises as `build` does, and `ModelError` for a lazy module.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
+        before = torch.get_rng_state()
         try:
             with meta_parameters():
                 module = build()
-            whole = any(buffer.device.type == "meta" for buffer in module.buffers())
+            drew = not torch.equal(before, torch.get_rng_state())
+            whole = any(b.device.type == "meta" or (drew and b.is_floating_point()) for b in module.buffers())
         except (RuntimeError, NotImplementedError) as problem:
             if "meta" not in str(problem).lower():
                 raise
             whole = True
         if whole:
-            torch.manual_seed(seed)
-            module = build()
+            module = draw(build, seed)
+    parameter_shapes(module)
     move_to_meta(module)
-    return module.eval()
+    return module.eval(), RandomWeights(module, partial(draw, build, seed))
+
+
+def draw(build: Callable[[], nn.Module], seed: int) -> nn.Module:
+    """Build a module in eval mode with values, as after `torch.manual_seed(seed)`, without changing the global state.
+
+    Large tensors are in temporary files without names, which are removed together with the tensors.
+
+    >>> torch.equal(draw(lambda: nn.Linear(2, 2), seed=0).weight, draw(lambda: nn.Linear(2, 2), seed=0).weight)
+    True
+
+    Raises as `build` does, and `ModelError` if the disk of temporary files has too little space.
+    """
+    with torch.random.fork_rng(devices=[]), torch.inference_mode(False), _LargeInFiles():
+        torch.manual_seed(seed)
+        return build().eval()
+
+
+class _LargeInFiles(TorchFunctionMode):
+    """Create large tensors in memory-mapped temporary files, which the system can write out if memory is short."""
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:  # fmt: skip
+        made = func(*args, **(kwargs or {}))
+        if func not in _CREATING or type(made) is not Tensor or made.device.type != "cpu" or made.requires_grad:
+            return made
+        if made.layout != torch.strided or made.nbytes < _LEAST_BYTES or "out" in (kwargs or {}):
+            return made
+        try:
+            with tempfile.NamedTemporaryFile() as file:
+                reserve(file, made.nbytes)
+                storage = torch.UntypedStorage.from_file(file.name, shared=True, nbytes=made.nbytes)
+        except (OSError, RuntimeError) as problem:
+            raise ModelError(
+                f"a random tensor needs {format_bytes(made.nbytes)} in {tempfile.gettempdir()} ({one_line(problem)}); "
+                "set TMPDIR to a folder with more space, or give weights"
+            ) from problem
+        mapped = torch.empty(0, dtype=made.dtype).set_(storage, 0, made.shape, made.stride())  # type: ignore[arg-type]
+        return mapped if func is torch.empty else mapped.copy_(made)
 
 
 def move_to_meta(module: nn.Module) -> None:
@@ -83,12 +134,11 @@ def move_to_meta(module: nn.Module) -> None:
 def materialize(module: nn.Module, weights: Weights) -> None:
     """Set every parameter of a module to its values; tied parameters stay tied.
 
-    >>> with meta_parameters():
-    ...     layer = nn.Linear(2, 2)
-    >>> materialize(layer, RandomWeights(parameter_shapes(layer), seed=0))
-    >>> layer.bias
+    >>> layer, weights = build_on_meta(lambda: nn.LayerNorm(2), seed=0)
+    >>> materialize(layer, weights)
+    >>> layer.weight
     Parameter containing:
-    tensor([0., 0.], requires_grad=True)
+    tensor([1., 1.], requires_grad=True)
 
     Raises `ModelError` when the weights lack a parameter.
     """

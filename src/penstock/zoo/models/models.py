@@ -22,7 +22,7 @@ from penstock.zoo.weights.fit import check_weights
 from penstock.zoo.weights.hf_weights import hf_weights
 from penstock.zoo.weights.shapes import KEY, narrow, read_sizes
 from penstock.zoo.weights.weight_files import FileWeights
-from penstock.zoo.weights.weights import JoinedWeights, ModuleWeights, RandomWeights, TensorWeights, Weights
+from penstock.zoo.weights.weights import JoinedWeights, ModuleWeights, TensorWeights, Weights
 
 _CLASSES = {"timm": "num_classes", "hf": "num_labels"}  # the option of each source
 
@@ -33,6 +33,7 @@ class ZooModel:
 
     The module is in eval mode. Its parameters are on the meta device unless it was loaded whole; its buffers are real.
     `weights` has every parameter and buffer under each of its names; `is_random` tells that no weights were given.
+    `initial` has the values that the model's constructor draws after `torch.manual_seed(seed)`.
     """
 
     name: str
@@ -40,6 +41,7 @@ class ZooModel:
     example_args: tuple[Any, ...]
     example_kwargs: dict[str, Any]
     weights: Weights
+    initial: Weights
     transform: Transform | None = None
     class_names: tuple[str, ...] | None = None
     task: hf.Task = "other"
@@ -59,7 +61,8 @@ def load_model(
     `(module, example_args)` or `(module, example_args, example_kwargs)`.
 
     Weights are read from `weights`, else from the published checkpoint if `pretrained`, else from the model's own
-    directory or function. Otherwise they are random and depend only on `seed`. `head` overrides the head in an `hf:`
+    directory or function. Otherwise they are those of the model's constructor after `torch.manual_seed(seed)`, drawn
+    when they are first loaded. `head` overrides the head in an `hf:`
     model's configuration. Weights with class names in their metadata determine the model's number of classes, and their
     names; a config.json next to them may name as many classes as the model has.
 
@@ -100,14 +103,14 @@ def load_model(
 
 def _load_timm(name: str, weights: Path | None, pretrained: bool, seed: int) -> ZooModel:
     base, options = parse_name(name.removeprefix("timm:"))
-    module = timm.build_timm(base, options, seed)
+    module, drawn = timm.build_timm(base, options, seed)
     if pretrained:
         weights = timm.timm_checkpoint(base, module)
     found = timm.timm_weights(base, module, weights, lambda source: _fitted(module, source)) if weights else None
     example = torch.randn(2, *timm.timm_input_size(module), generator=torch.Generator().manual_seed(seed))
     return ZooModel(
         name=name, module=module, example_args=(example,), example_kwargs={},
-        weights=_complete(module, found, seed), transform=timm_transform(module),
+        weights=_complete(module, found) if found else drawn, initial=drawn, transform=timm_transform(module),
         class_names=timm.timm_class_names(module), task="image", is_random=found is None,
     )  # fmt: skip
 
@@ -116,7 +119,7 @@ def _load_hf(name: str, weights: Path | None, pretrained: bool, seed: int, head:
     base, options = parse_hf(name.removeprefix("hf:"))
     directory = hf.hf_directory(base, pretrained)
     config = hf.hf_config(base, directory, options)
-    module = hf.build_hf(base, config, seed, head)
+    module, drawn = hf.build_hf(base, config, seed, head)
     if weights is None and directory is not None and _has_weights(directory):
         refuse_quantized(name, config)
         weights = directory
@@ -130,7 +133,8 @@ def _load_hf(name: str, weights: Path | None, pretrained: bool, seed: int, head:
     example, task = hf.hf_example(base, config, module, seed)
     return ZooModel(
         name=name, module=module, example_args=(), example_kwargs=dict(example),
-        weights=_complete(module, found, seed), class_names=hf.hf_class_names(config, module), task=task,
+        weights=_complete(module, found) if found else drawn, initial=drawn, task=task,
+        class_names=hf.hf_class_names(config, module),
         transform=hf_transform(config, directory) if "pixel_values" in example else None, is_random=found is None,
     )  # fmt: skip
 
@@ -157,7 +161,7 @@ def _load_gguf(name: str, weights: Path | None, pretrained: bool) -> ZooModel:
     meta.move_to_meta(module)
     example, task = hf.hf_example(name, module.config, module, 0)
     return ZooModel(
-        name=name, module=module, example_args=(), example_kwargs=dict(example), weights=_complete(module, found, 0),
+        name=name, module=module, example_args=(), example_kwargs=dict(example), weights=found, initial=found,
         task=task,
     )  # fmt: skip
 
@@ -177,19 +181,18 @@ def _load_function(name: str, weights: Path | None, pretrained: bool, seed: int)
 
     if weights is None:
         # the function may have loaded values itself: these are the weights
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            module = build().eval()
+        module = meta.draw(build, seed)
         meta.parameter_shapes(module)
         found: Weights = ModuleWeights(module)
+        initial = found
         meta.move_to_meta(module)
     else:
-        module = meta.build_on_meta(build, seed)
-        meta.parameter_shapes(module)
-        found = _fitted(module, FileWeights(weights))
+        module, initial = meta.build_on_meta(build, seed)
+        found = _complete(module, _fitted(module, FileWeights(weights)))
     _, args, kwargs = made[0]
-    weights_of_all = _complete(module, found, seed)
-    return ZooModel(name=name, module=module, example_args=args, example_kwargs=kwargs, weights=weights_of_all)
+    return ZooModel(
+        name=name, module=module, example_args=args, example_kwargs=kwargs, weights=found, initial=initial
+    )  # fmt: skip
 
 
 def _fitted(module: nn.Module, source: Weights) -> Weights:
@@ -210,10 +213,8 @@ def _fitted(module: nn.Module, source: Weights) -> Weights:
     return fitted
 
 
-def _complete(module: nn.Module, found: Weights | None, seed: int) -> Weights:
-    """Return weights for every parameter, from a checkpoint or random, and the module's buffers."""
-    if found is None:
-        found = RandomWeights(meta.parameter_shapes(module), seed, meta.parameter_aliases(module))
+def _complete(module: nn.Module, found: Weights) -> Weights:
+    """Return a checkpoint's weights together with the module's buffers."""
     return JoinedWeights(found, TensorWeights(dict(module.named_buffers(remove_duplicate=False))))
 
 

@@ -14,17 +14,17 @@ from penstock.zoo.models.hub import as_safetensors, fetch_from_hub, fetch_url
 from penstock.zoo.models.meta import build_on_meta
 from penstock.zoo.optional import optional_import
 from penstock.zoo.weights.weight_files import FileWeights
-from penstock.zoo.weights.weights import TensorWeights, Weights
+from penstock.zoo.weights.weights import RandomWeights, TensorWeights, Weights
 
 # options of timm that read files, which may be pickled, or download them
 _FILES = frozenset({"checkpoint_path", "pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir"})
 _HUB_FILES = ("model.safetensors", "pytorch_model.bin")
 
 
-def build_timm(name: str, options: Mapping[str, object], seed: int) -> nn.Module:
-    """Build a timm model with parameters on the meta device.
+def build_timm(name: str, options: Mapping[str, object], seed: int) -> tuple[nn.Module, RandomWeights]:
+    """Build a timm model with parameters on the meta device, and return it with its random weights.
 
-    >>> build_timm("vit_tiny_patch16_224", {"depth": 2}, seed=0).embed_dim
+    >>> build_timm("vit_tiny_patch16_224", {"depth": 2}, seed=0)[0].embed_dim
     192
 
     Raises `ModelError` for a name unknown to timm, with the nearest names, and for options that the model rejects.
@@ -46,7 +46,7 @@ def build_timm(name: str, options: Mapping[str, object], seed: int) -> nn.Module
 def timm_checkpoint(name: str, module: nn.Module) -> Path:
     """Return the published checkpoint of a timm model as a safetensors file, downloading it if necessary.
 
-    >>> timm_checkpoint("resnet18", build_timm("resnet18", {}, seed=0))  # doctest: +SKIP
+    >>> timm_checkpoint("resnet18", build_timm("resnet18", {}, seed=0)[0])  # doctest: +SKIP
 
     Raises `ModelError` if the model has no published checkpoint or it cannot be downloaded.
     """
@@ -85,7 +85,7 @@ def timm_weights(name: str, module: nn.Module, path: Path, check: Callable[[Weig
 def timm_input_size(module: nn.Module) -> tuple[int, int, int]:
     """Return channels, height and width of the images that a timm model takes.
 
-    >>> timm_input_size(build_timm("vit_tiny_patch16_224", {"img_size": 32}, seed=0))
+    >>> timm_input_size(build_timm("vit_tiny_patch16_224", {"img_size": 32}, seed=0)[0])
     (3, 32, 32)
     """
     channels, height, width = _pretrained_config(module).get("input_size") or (3, 224, 224)
@@ -105,7 +105,7 @@ def timm_input_size(module: nn.Module) -> tuple[int, int, int]:
 def timm_class_names(module: nn.Module) -> tuple[str, ...] | None:
     """Return the class names of a timm model's checkpoint, or None if unknown.
 
-    >>> timm_class_names(build_timm("resnet18", {}, seed=0))[0]
+    >>> timm_class_names(build_timm("resnet18", {}, seed=0)[0])[0]
     'tench, Tinca tinca'
     """
     data = optional_import("timm.data", "vision")

@@ -1,8 +1,8 @@
 """Sources of a model's tensors, loaded one at a time."""
 
 import hashlib
-import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import cached_property
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -56,6 +56,7 @@ def fingerprint_of(weights: Weights) -> str:
 class ByName(Generic[_Known]):
     """Base class of weights with an entry for each tensor name; see `Weights` for the methods of derived classes."""
 
+    is_random = False  # True if some were drawn in this process
     _holder = "the model has"
 
     def __init__(self, known: Mapping[str, _Known]) -> None:
@@ -115,46 +116,36 @@ class ModuleWeights(TensorWeights):
         super().__init__({**parameters, **dict(module.named_buffers(remove_duplicate=False))})
 
 
-class RandomWeights(ByName[tuple[Shape, torch.dtype]]):
-    """Random values that depend only on the seed and the tensor's name, generated on request.
+class RandomWeights(ModuleWeights):
+    """Parameters and buffers as a module's constructor draws them, which it does at the first `load`.
 
-    Tensors with two or more dimensions are normal with a standard deviation of 1/sqrt(fan-in), vectors and scalars are
-    ones, biases are zeros. `aliases` maps a tied name to the name whose values it shares.
+    `module` has their names, shapes and dtypes, with parameters on the meta device; `draw` makes it with values.
 
-    >>> weights = RandomWeights({"fc.weight": ((3, 4), torch.float32)}, seed=0)
-    >>> torch.equal(weights.load("fc.weight"), weights.load("fc.weight"))
-    True
+    >>> RandomWeights(nn.Linear(2, 3, device="meta"), lambda: nn.Linear(2, 3)).load("weight").shape
+    torch.Size([3, 2])
 
-    Every method raises `ModelError` for a missing name.
+    `load` raises `ModelError` for a missing name, or if the constructor now makes another tensor.
     """
 
-    def __init__(self, shapes_and_dtypes: Expected, seed: int, aliases: Mapping[str, str] | None = None) -> None:
-        super().__init__(dict(shapes_and_dtypes))
-        self._aliases = dict(aliases or {})
-        self._seed = seed
+    is_random = True
 
-    def shape(self, name: str) -> Shape:
-        """Return a tensor's shape."""
-        return self._find(name)[0]
-
-    def dtype(self, name: str) -> torch.dtype:
-        """Return a tensor's dtype."""
-        return self._find(name)[1]
+    def __init__(self, module: nn.Module, draw: Callable[[], nn.Module]) -> None:
+        super().__init__(module)
+        self._draw = draw
 
     def load(self, name: str) -> Tensor:
-        """Generate one tensor, with the same values every time."""
-        shape, dtype = self._find(name)
-        name = self._aliases.get(name, name)
-        leaf = name.rpartition(".")[2].lower()
-        if not dtype.is_floating_point and not dtype.is_complex:
-            return torch.zeros(shape, dtype=dtype)
-        if len(shape) < 2:
-            make = torch.zeros if "bias" in leaf or leaf == "beta" else torch.ones
-            return make(shape, dtype=dtype)
-        digest = hashlib.sha256(f"{self._seed}/{name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
-        values = torch.randn(shape, generator=generator)
-        return values.div_(math.sqrt(max(1, math.prod(shape[1:])))).to(dtype)
+        """Return one tensor; the first call draws all tensors."""
+        expected, found = self._find(name), self._drawn.load(name)
+        if (found.shape, found.dtype) != (expected.shape, expected.dtype):
+            raise ModelError(
+                f"the model's constructor made {name} as {expected.dtype} {tuple(expected.shape)}, then as "
+                f"{found.dtype} {tuple(found.shape)}; give weights=, or the module itself"
+            )
+        return found
+
+    @cached_property
+    def _drawn(self) -> Weights:
+        return ModuleWeights(self._draw())
 
 
 class JoinedWeights(ByName[Weights]):
@@ -168,6 +159,7 @@ class JoinedWeights(ByName[Weights]):
 
     def __init__(self, *parts: Weights) -> None:
         super().__init__({name: part for part in reversed(parts) for name in part.names()})
+        self.is_random = any(getattr(part, "is_random", False) for part in self._known.values())
 
     def shape(self, name: str) -> Shape:
         """Return a tensor's shape without loading it."""

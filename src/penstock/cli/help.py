@@ -8,8 +8,8 @@ from typer.core import TyperCommand
 # the groups of all options; an option has the same meaning in every command
 GROUPS = {
     "Input and output": """
-        images labels class-order data test validation prompt file system output resume num-images num-rows
-        num-test-rows length json
+        images labels class-order skip-damaged data test validation prompt file system output
+        resume num-images num-rows num-test-rows length json
     """,
     "Model": "model weights pretrained seed runtime device threads training",
     "Stages": """

@@ -32,6 +32,7 @@ from penstock.compress.search import (
 )
 from penstock.cores import available_cores
 from penstock.errors import DataError, PlanError, UsageError
+from penstock.recipes.damaged import check_images
 from penstock.recipes.data_tasks import ImageReader, check_labelled, classes_of
 from penstock.recipes.labels import check_order
 from penstock.recipes.launch import fit
@@ -124,6 +125,7 @@ class _Search:
         chosen = [rows[place] for place in spread(len(rows), settings.num_test_rows)]
         if settings.test:
             chosen = _not_learned(tested, chosen, images, learned)
+        check_images([(settings.data, images, learned), (settings.test or settings.data, tested, chosen)], folder)
         self._rows, self._learned = chosen, learned
         self._classes = classes_of(self._zoo, images)
         counted = classes_in(self._name) in (None, len(self._classes))

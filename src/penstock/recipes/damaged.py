@@ -1,12 +1,13 @@
-"""Damaged images of a training: found before the first epoch, and one line if found later."""
+"""Damaged images of a run: found before the first epoch, and one line if found later."""
 
 import re
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from penstock.errors import DataError, PenstockError
+from penstock.errors import DataError, PenstockError, UsageError
 from penstock.files import write_whole
+from penstock.terminal.notes import note
 from penstock.terminal.progress import working
 from penstock.zoo.data.image_set import ImageSet
 
@@ -15,30 +16,56 @@ _WORKER = re.compile(r"Caught \w+ in DataLoader worker process")
 LISTING = "damaged.txt"
 
 
-def check_images(sets: Iterable[tuple[str, ImageSet, Sequence[int]]], folder: Path) -> None:
-    """Decode the rows of image sets, each with its path; decoding takes a small part of an epoch.
+def check_images(
+    sets: Iterable[tuple[str, ImageSet, Sequence[int]]], folder: Path, *, skip: bool | None = None
+) -> list[str]:  # fmt: skip
+    """Decode the rows of image sets, each with its path, and return the paths of damaged ones.
 
-    Raises `DataError` with the number of damaged images; their names are in a file in `folder`.
+    Decoding takes a small part of an epoch. The paths are written to a file in `folder`. Raises `DataError` with the
+    number of damaged images unless they are to be skipped, which None excludes.
     """
     damaged: list[str] = []
     reasons: list[str] = []
     total = 0
     with working("checking the images"), ThreadPoolExecutor() as pool:
         for path, images, rows in sets:
+            if not images.encoded:
+                continue
             total += len(rows)
             for start in range(0, len(rows), _CHUNK):
                 chunk = rows[start : start + _CHUNK]
                 for row, reason in zip(chunk, pool.map(lambda row, of=images: _problem(of, row), chunk), strict=True):
                     if reason is not None:
-                        damaged.append(str(Path(path, images.name(row))))
+                        damaged.append(path_of(path, images, row))
                         reasons.append(reason)
-    if damaged:
-        listing = folder / LISTING
+    listing = folder / LISTING
+    if damaged or skip:
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(listing, "".join(f"{name}\n" for name in damaged))
-        raise DataError(
-            f"{len(damaged)} of {total} images cannot be read, the first one: {reasons[0]}; remove those in {listing}"
-        )
+    if damaged:
+        found = f"{len(damaged)} of {total} images cannot be read, the first one: {reasons[0]}"
+        if not skip:
+            way = "" if skip is None else ", or train without them with --skip-damaged"
+            raise DataError(f"{found}; remove those in {listing}{way}")
+        note(f"{found}; training without those in {listing}")
+    return damaged
+
+
+def read_damaged(folder: Path) -> list[str]:
+    """Return the paths of the damaged images of a run that continues, or is joined, without them."""
+    listing = folder / LISTING
+    try:
+        return listing.read_text(encoding="utf-8").split("\n")[:-1]
+    except OSError as problem:
+        raise UsageError(
+            f"{listing} cannot be read ({problem.strerror}), which names the damaged images of the run; give the run's "
+            "folder as --output"
+        ) from None
+
+
+def path_of(path: str, images: ImageSet, row: int) -> str:
+    """Return the path of a row of an image set, which is in a folder or an archive."""
+    return str(Path(path, images.name(row)))
 
 
 def _problem(images: ImageSet, row: int) -> str | None:

@@ -13,11 +13,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from penstock.errors import DataError, UsageError
-from penstock.recipes.damaged import check_images
+from penstock.recipes.damaged import check_images, path_of
 from penstock.recipes.labels import check_order
 from penstock.recipes.settings import FitSettings
 from penstock.recipes.tasks import (
     SHARE_KEPT,
+    Agree,
     Rows,
     Task,
     class_accuracy,
@@ -41,7 +42,7 @@ from penstock.zoo.weights.classes import write_classes
 _POOL = 50  # batches whose rows are sorted together
 
 
-def image_task(settings: FitSettings) -> Task:
+def image_task(settings: FitSettings, agree: Agree) -> Task:
     """Prepare image classification; raises `DataError` for images without labels, `UsageError` for other models."""
     opened, notes = open_parts(settings)
     (path, images), *others = opened
@@ -54,19 +55,34 @@ def image_task(settings: FitSettings) -> Task:
     key, classes = next(iter(zoo.example_kwargs), None), classes_of(zoo, images)
     make = ImageReader(images, zoo.transform, key, classes)
     chosen, _ = held_out(spread(len(images), settings.num_rows), settings.hold_out)
+    read = [(path, images, chosen), *((path, other, list(range(len(other)))) for path, other in others)]
+    chosen, *kept = _readable(read, agree(partial(check_images, read, settings.folder, skip=settings.skip_damaged)))
     if others:
-        training, other = Rows(chosen, make), others[0][1]
-        validation = Rows(range(len(other)), ImageReader(other, zoo.transform, key, classes))
+        training = Rows(chosen, make)
+        validation = Rows(kept[0], ImageReader(others[0][1], zoo.transform, key, classes))
     else:
         training, validation = (Rows([chosen[row] for row in part], make) for part in keep_some(len(chosen)))
-    read = [(path, images, chosen), *((path, other, range(len(other))) for path, other in others)]
     task = Task(
         unit="images", module=zoo.module.train(), weights=weights, example=(zoo.example_args, zoo.example_kwargs),
         training=training, validation=validation, loss_fn=class_loss, accuracy=class_accuracy, new_tensors=new,
-        check=partial(check_images, [each for each in read if each[1].by_folder]), notes=notes,
+        notes=notes,
         metadata=write_classes(classes if classes_in(name) in (None, len(classes)) else None),
     )  # fmt: skip
     return task if settings.teacher is None else taught(task, name, Path(settings.teacher))
+
+
+def _readable(sets: Sequence[tuple[str, ImageSet, list[int]]], damaged: Sequence[str]) -> list[list[int]]:
+    """Return the rows of each set that are not damaged; raises `DataError` if none is left, or none of a class."""
+    if not damaged:
+        return [rows for _, _, rows in sets]
+    names = set(damaged)
+    found = [[row for row in rows if path_of(path, images, row) not in names] for path, images, rows in sets]
+    for (path, images, rows), left in zip(sets, found, strict=True):
+        lost = {images.label(row) for row in rows} - {images.label(row) for row in left}
+        if not left or (lost and left is found[0]):  # without validation images of a class it is still learned
+            first = images.classes[min(label or 0 for label in lost)]
+            raise DataError(f"no image of the class {first} of {path} can be read; copy its images again")
+    return found
 
 
 def classes_of(zoo: ZooModel, images: ImageSet) -> Sequence[str]:

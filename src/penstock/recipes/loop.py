@@ -3,8 +3,9 @@
 import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from penstock.elastic.elastic_training import ElasticTraining, PlanChange
 from penstock.errors import DataError, UsageError
 from penstock.group.entry import join_torchrun, under_torchrun
 from penstock.group.world import World
-from penstock.recipes.damaged import without_traceback
+from penstock.recipes.damaged import read_damaged, without_traceback
 from penstock.recipes.data_formats import make_task
 from penstock.recipes.metrics import (
     ACCURACY,
@@ -42,6 +43,7 @@ from penstock.train.evaluate import evaluate_all
 from penstock.train.loader import Loader
 from penstock.train.outcome import StepReport
 from penstock.train.training_pipeline import TrainingPipeline
+from penstock.transport.collectives import all_gather
 from penstock.wire import FEEDER
 
 WARM_UP = 2  # steps that create connections and buffers
@@ -62,12 +64,22 @@ def fit_here(settings: FitSettings, *, holds_folder: bool = False) -> FitResult:
         if first and not holds_folder:
             held.enter_context(sole_run(settings.folder))
             check_new(settings)
+
+        def agree(find: Callable[[], list[str]]) -> list[str]:
+            """Return the damaged images that rank 0 found, or those of the run that continues."""
+            if settings.resume or settings.join is not None:
+                find = partial(read_damaged, settings.folder) if settings.skip_damaged else list
+            mine = {"damaged": find() if first or settings.join is not None else []}
+            if world is None:
+                return mine["damaged"]
+            with world.explained():
+                found: list[str] = all_gather(world.transport, mine)[FEEDER]["damaged"]
+            return found
+
         with working("preparing model and data", shown=first):
-            task = make_task(settings)
+            task = make_task(settings, agree)
         for text in task.notes if first else ():
             note(text)
-        if first and task.check is not None and not settings.resume:
-            task.check(settings.folder)
         with make_pipeline(settings, task, world) as pipe:
             pipe.model_name = settings.model
             if first and settings.on_loss != "stop" and pipe.joins_at is not None:
@@ -239,7 +251,7 @@ class _Fit:
             rate = sum(each.counted_units for each in notes) / (counted_s or 1.0)
             progress.advance(loss=loss, rate=rate)
             if self._loader.position and self._trainer.step < self._num_steps:
-                if self._is_checkpoint_due():  # the checkpoint at the end of an epoch is written after validation
+                if self._is_checkpoint_due():  # that at the end of an epoch is written by _finish
                     self._checkpoint()
             elif self._trainer.survivors is not None:  # within the iteration, so that a rollback continues it
                 self._finish(epoch)
@@ -301,13 +313,16 @@ class _Fit:
 
     def _finish(self, epoch: int) -> None:
         """Evaluate, gather the devices' costs, and record the epoch; stops if the run rolls back to a checkpoint."""
+        notes = self._notes_of(epoch)
+        if self._trainer.survivors is None and (self._settings.save or self._is_checkpoint_due()):
+            self._checkpoint()  # before the validation, whose failure must not cost the epoch
         found = self._validate() if self._settings.validate else (None, None)
         if found is None:
             return
         loss, accuracy = found
         if self._elastic is not None:
             self._elastic.validated(loss=loss, accuracy=accuracy)
-        notes = self._notes_of(epoch)
+            self._saved = -1  # its checkpoints have the results
         mine = {"steps": sum(1 for each in notes if each.batch_rows), "s": sum(each.counted_s for each in notes),
                 "units": sum(each.counted_units for each in notes), "sent": sum(each.sent_bytes for each in notes),
                 "memory": self._pipe.last_step.peak_memory_bytes, "rows": max(each.batch_rows for each in notes),

@@ -29,8 +29,8 @@ PathText = Annotated[str, Meta(extra={"path": "as given"})]
 WholePath = Annotated[str, Meta(extra={"path": "whole"})]
 # settings that a resumed run must keep: changes would invalidate its position in the data or its state
 _KEPT = (
-    "model", "data", "validation", "batch_size", "length", "num_rows", "hold_out", "seed", "optimizer", "lr_schedule",
-    "weights", "pretrained", "teacher", "elastic",
+    "model", "data", "validation", "batch_size", "length", "num_rows", "hold_out", "skip_damaged", "seed",
+    "optimizer", "lr_schedule", "weights", "pretrained", "teacher", "elastic",
 )  # fmt: skip
 # settings that may change on resuming; changes are reported
 _CHANGEABLE = ("lr", "weight_decay", "clip", "autocast", "epochs", "steps", "freeze")
@@ -105,6 +105,7 @@ class FitSettings(ElasticChoices, frozen=True, kw_only=True, forbid_unknown_fiel
         Annotated[int, Meta(ge=2)] | None,
         Meta(description="Leave out every n-th row, for a later test."),
     ] = None
+    skip_damaged: Annotated[bool, Meta(description="Train without the images that cannot be read.")] = False
     save: bool = True
     validate: bool = True
     track: Annotated[

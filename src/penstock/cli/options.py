@@ -1,8 +1,10 @@
 """Options that several commands share."""
 
+import functools
 import json as json_module
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -61,6 +63,25 @@ Bind = Annotated[
     ),
 ]
 JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="File for the result as JSON.")]
+_PATH_TEXTS = frozenset({"class_order", "data", "images", "schedule", "test", "validation"})  # paths or other words
+
+
+def from_home(verb: Callable[..., None]) -> Callable[..., None]:
+    """Return a command whose paths may begin with ~/, which no shell expands in `--option=~/path`."""
+
+    def expanded(value: Any) -> Any:
+        return [expanded(each) for each in value] if isinstance(value, list) else type(value)(os.path.expanduser(value))
+
+    @functools.wraps(verb)
+    def call(**options: Any) -> None:
+        for name, value in options.items():
+            first = value[0] if isinstance(value, list) and value else value
+            if isinstance(first, Path) or (name in _PATH_TEXTS and isinstance(first, str)):
+                options[name] = expanded(value)
+        verb(**options)
+
+    call.__dict__["expands"] = True
+    return verb if hasattr(verb, "expands") else call
 
 
 def make_console() -> PlainConsole:

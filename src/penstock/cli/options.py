@@ -26,6 +26,10 @@ AnyModel = Annotated[
 ]
 WeightsFile = Annotated[Path | None, typer.Option("--weights", help="Safetensors file, index or folder.")]
 Pretrained = Annotated[bool, typer.Option("--pretrained", help="Download the model's published weights.")]
+Preprocess = Annotated[
+    str | None,
+    typer.Option(metavar="TEXT", help="As in size=224x320,mean=0.5,std=0.5,crop_pct=1."),
+]
 Seed = Annotated[int, typer.Option(help="Seed of random weights.")]
 Policy = Annotated[str, typer.Option(help="Cuts: balanced, equal-blocks, equal-size or smallest-crossing.")]
 CutNames = Annotated[
@@ -59,7 +63,7 @@ Bind = Annotated[
     str | None,
     typer.Option(
         metavar="ADDRESS",
-        help="Listening address. Default: on the route to the first host.",
+        help="Listening address. Default: the first host's route.",
     ),
 ]
 JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="File for the result as JSON.")]

@@ -52,7 +52,7 @@ FORMATS: Mapping[str, DataFormat] = {
     ),
     "images": DataFormat(
         help="images (folder, tar, CIFAR, 'digits')", holds=lambda _path: True, task=_images,
-        options=("teacher", "hold_out", "skip_damaged"),
+        options=("teacher", "hold_out", "skip_damaged", "preprocess"),
     ),
 }  # fmt: skip
 FORMATS_HELP = ", ".join(known.help for known in FORMATS.values())

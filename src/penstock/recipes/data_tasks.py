@@ -32,10 +32,11 @@ from penstock.recipes.tasks import (
 from penstock.recipes.teaching import taught
 from penstock.zoo.data.image_names import open_images
 from penstock.zoo.data.image_set import ImageSet
-from penstock.zoo.data.preprocess import Transform
+from penstock.zoo.data.preprocess import Transform, write_preprocess
 from penstock.zoo.data.texts import CLS, PAD, Sentences, read_tokenizer, read_trees, train_tokenizer
 from penstock.zoo.models.language import load_tokenizer
-from penstock.zoo.models.models import ZooModel, classes_in, parse_hf, with_classes
+from penstock.zoo.models.models import ZooModel
+from penstock.zoo.models.names import classes_in, parse_hf, with_classes
 from penstock.zoo.optional import optional_import
 from penstock.zoo.weights.classes import write_classes
 
@@ -48,25 +49,30 @@ def image_task(settings: FitSettings, agree: Agree) -> Task:
     (path, images), *others = opened
     name = with_classes(settings.model, len(images.classes))
     zoo, weights, new = load_for(settings, name, "images" if name.startswith("hf:") else None)
-    if zoo.transform is None or zoo.task != "image":
-        raise UsageError(f"{settings.model} does not take images, but {settings.data} has images; use an image model")
+    transform, num_classes = zoo.pictures(), len(images.classes)
+    if zoo.num_classes not in (0, num_classes):
+        raise UsageError(
+            f"{settings.model} has {zoo.num_classes} outputs, but {settings.data} has {num_classes} classes; give the "
+            f"function an argument num_classes, and {settings.model},num_classes={num_classes}"
+        )
     if not new:  # the head is the given one
         check_order(zoo, images)
     key, classes = next(iter(zoo.example_kwargs), None), classes_of(zoo, images)
-    make = ImageReader(images, zoo.transform, key, classes)
+    make = ImageReader(images, transform, key, classes)
     chosen, _ = held_out(spread(len(images), settings.num_rows), settings.hold_out)
     read = [(path, images, chosen), *((path, other, list(range(len(other)))) for path, other in others)]
     chosen, *kept = _readable(read, agree(partial(check_images, read, settings.folder, skip=settings.skip_damaged)))
     if others:
         training = Rows(chosen, make)
-        validation = Rows(kept[0], ImageReader(others[0][1], zoo.transform, key, classes))
+        validation = Rows(kept[0], ImageReader(others[0][1], transform, key, classes))
     else:
         training, validation = (Rows([chosen[row] for row in part], make) for part in keep_some(len(chosen)))
     task = Task(
         unit="images", module=zoo.module.train(), weights=weights, example=(zoo.example_args, zoo.example_kwargs),
         training=training, validation=validation, loss_fn=class_loss, accuracy=class_accuracy, new_tensors=new,
         notes=notes,
-        metadata=write_classes(classes if classes_in(name) in (None, len(classes)) else None),
+        metadata=write_classes(classes if classes_in(name) in (None, len(classes)) else None)
+        | write_preprocess(zoo.preprocess),
     )  # fmt: skip
     return task if settings.teacher is None else taught(task, name, Path(settings.teacher))
 

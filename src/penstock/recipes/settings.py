@@ -29,7 +29,7 @@ PathText = Annotated[str, Meta(extra={"path": "as given"})]
 WholePath = Annotated[str, Meta(extra={"path": "whole"})]
 # settings that a resumed run must keep: changes would invalidate its position in the data or its state
 _KEPT = (
-    "model", "data", "validation", "batch_size", "length", "num_rows", "hold_out", "skip_damaged", "seed",
+    "model", "data", "validation", "batch_size", "length", "num_rows", "hold_out", "skip_damaged", "preprocess", "seed",
     "optimizer", "lr_schedule", "weights", "pretrained", "teacher", "elastic",
 )  # fmt: skip
 # settings that may change on resuming; changes are reported
@@ -138,6 +138,7 @@ class FitSettings(ElasticChoices, frozen=True, kw_only=True, forbid_unknown_fiel
             extra={"metavar": "HOST:PORT"},
         ),
     ] = None
+    preprocess: Annotated[str | None, Meta(description="As in size=224x320,mean=0.5,std=0.5,crop_pct=1.")] = None
     trace: WholePath | None = None
     profile: bool = False
     live: bool = False

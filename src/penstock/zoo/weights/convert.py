@@ -11,7 +11,7 @@ from torch import Tensor
 from penstock.errors import ModelError
 from penstock.text import nearest
 from penstock.zoo.weights.classes import write_classes
-from penstock.zoo.weights.distributed import INDEX, Piece, StoredWeights, read_distributed
+from penstock.zoo.weights.distributed import INDEX, StoredWeights, TensorPart, read_distributed
 from penstock.zoo.weights.pickled import Inert, read_pickled
 from penstock.zoo.weights.weight_files import save_weights, shards_of_index
 from penstock.zoo.weights.weights import TensorWeights
@@ -65,18 +65,18 @@ def convert_checkpoint(source: Path, target: Path, key: str | None = None) -> Co
         raise ModelError(f"{target} is {source} itself, which would be lost; choose another --output")
     files = shards_of_index(source) if source.name.endswith(_INDEX_SUFFIX) else [source]
     state: dict[str, Tensor] = {}
-    pieces: dict[int, list[Piece]] | None = None
+    parts: dict[int, list[TensorPart]] | None = None
     whole: Mapping[Any, object]
     for file in files:
         if (file / INDEX).is_file():
-            whole, pieces = read_distributed(file)
+            whole, parts = read_distributed(file)
         else:
             whole = _mapping(read_pickled(file), file)
         path, found = _unwrap(whole, file, key)
         tensors, dropped = _tensors(found, file, nested=bool(path))
         state |= tensors
     others = [name for name in _NESTINGS if path and name != path[0] and _is_weights(whole.get(name))]
-    weights = TensorWeights(state) if pieces is None else StoredWeights(state, pieces)
+    weights = TensorWeights(state) if parts is None else StoredWeights(state, parts)
     num_bytes = save_weights(weights, target, metadata=write_classes(_class_names(whole)))
     return Converted(
         num_tensors=len(state), num_bytes=num_bytes, dropped=dropped, key=".".join(path), others=tuple(others)

@@ -19,7 +19,7 @@ INDEX = ".metadata"
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TensorPart:
     """A part of a tensor: its place in the tensor, and its bytes in a file."""
 
     starts: Sequence[int]
@@ -52,8 +52,8 @@ class _Index(pickle.Unpickler):
         return found if isinstance(found, torch.dtype) else type(name, (_Record,), {})
 
 
-def read_distributed(folder: Path) -> tuple[dict[str, Any], dict[int, list[Piece]]]:
-    """Return the entries of a checkpoint, nested as they were saved, and the pieces of each tensor by its id.
+def read_distributed(folder: Path) -> tuple[dict[str, Any], dict[int, list[TensorPart]]]:
+    """Return the entries of a checkpoint, nested as they were saved, and the parts of each tensor by its id.
 
     Tensors are on the meta device; other entries are None. Raises `ModelError` for a checkpoint that is not whole.
     """
@@ -63,23 +63,23 @@ def read_distributed(folder: Path) -> tuple[dict[str, Any], dict[int, list[Piece
         stored = {(key.fqn, getattr(key, "offset", None)): info for key, info in index.storage_data.items()}
         paths = index.planner_data if isinstance(index.planner_data, dict) else {}
         entries: dict[str, Any] = {}
-        pieces: dict[int, list[Piece]] = {}
+        parts: dict[int, list[TensorPart]] = {}
         for name, entry in index.state_dict_metadata.items():
             tensor = None
             if hasattr(entry, "chunks"):
                 tensor = torch.empty(tuple(entry.size), dtype=entry.properties.args[0], device="meta")
-                pieces[id(tensor)] = [_piece(folder, name, chunk, stored) for chunk in entry.chunks]
-                if sum(math.prod(piece.sizes) for piece in pieces[id(tensor)]) != tensor.numel():
+                parts[id(tensor)] = [_part(folder, name, chunk, stored) for chunk in entry.chunks]
+                if sum(math.prod(part.sizes) for part in parts[id(tensor)]) != tensor.numel():
                     raise ModelError(f"{folder} does not have all parts of {name}; copy it again")
             _set(entries, paths.get(name, (name,)), tensor)
     except ModelError:
         raise
     except Exception as problem:  # a damaged pickle may raise anything
         raise ModelError(f"{folder / INDEX} cannot be read ({one_line(problem)}); copy {folder} again") from problem
-    return entries, pieces
+    return entries, parts
 
 
-def _piece(folder: Path, name: str, chunk: Any, stored: Mapping[tuple[str, Any], Any]) -> Piece:
+def _part(folder: Path, name: str, chunk: Any, stored: Mapping[tuple[str, Any], Any]) -> TensorPart:
     found = stored.get((name, chunk.offsets))
     if found is None or Path(found.relative_path).name != found.relative_path:
         raise ModelError(f"{folder} has no file for a part of {name}; copy it again")
@@ -88,7 +88,7 @@ def _piece(folder: Path, name: str, chunk: Any, stored: Mapping[tuple[str, Any],
     file = folder / found.relative_path
     if not file.exists():
         raise ModelError(f"{file} is missing, which has a part of {name}; copy the files of all ranks into the folder")
-    return Piece(chunk.offsets, chunk.sizes, file, found.offset, found.length)
+    return TensorPart(chunk.offsets, chunk.sizes, file, found.offset, found.length)
 
 
 def _set(entries: dict[str, Any], path: Sequence[object], value: object) -> None:
@@ -100,11 +100,11 @@ def _set(entries: dict[str, Any], path: Sequence[object], value: object) -> None
 
 
 class StoredWeights(ByName[Tensor]):
-    """Tensors of a distributed checkpoint, by the meta tensors and pieces that `read_distributed` has returned."""
+    """Tensors of a distributed checkpoint, by the meta tensors and parts that `read_distributed` has returned."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], pieces: Mapping[int, list[Piece]]) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor], parts: Mapping[int, list[TensorPart]]) -> None:
         super().__init__(tensors)
-        self._pieces = pieces
+        self._parts = parts
 
     def shape(self, name: str) -> Shape:
         """Return a tensor's shape."""
@@ -118,20 +118,20 @@ class StoredWeights(ByName[Tensor]):
         """Read one tensor from its files; raises `ModelError` if a part is damaged."""
         like = self._find(name)
         whole = torch.empty(like.shape, dtype=like.dtype)
-        for piece in self._pieces[id(like)]:
+        for part in self._parts[id(like)]:
             place = whole
-            for dimension, (start, size) in enumerate(zip(piece.starts, piece.sizes, strict=True)):
+            for dimension, (start, size) in enumerate(zip(part.starts, part.sizes, strict=True)):
                 place = place.narrow(dimension, start, size)
             try:
-                with piece.file.open("rb") as file:
-                    file.seek(piece.offset)
-                    data = io.BytesIO(file.read(piece.num_bytes))
-                part = torch.load(data, map_location="cpu", weights_only=True)
-                if part.shape != place.shape:
-                    raise ValueError(f"expected {list(place.shape)}; got {list(part.shape)}")
-                place.copy_(part)
+                with part.file.open("rb") as file:
+                    file.seek(part.offset)
+                    data = io.BytesIO(file.read(part.num_bytes))
+                values = torch.load(data, map_location="cpu", weights_only=True)
+                if values.shape != place.shape:
+                    raise ValueError(f"expected {list(place.shape)}; got {list(values.shape)}")
+                place.copy_(values)
             except Exception as problem:  # a damaged pickle may raise anything
                 raise ModelError(
-                    f"the part of {name} in {piece.file} cannot be read ({one_line(problem, 80)}); copy it again"
+                    f"the part of {name} in {part.file} cannot be read ({one_line(problem, 80)}); copy it again"
                 ) from problem
         return whole

@@ -122,6 +122,9 @@ def test_an_epoch_is_kept_if_its_validation_fails(tmp_path: Path, monkeypatch: p
         with pytest.raises(DataError, match="is gone"):
             fit(settings)
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000002"]
-    assert [epoch.step for epoch in fit(settings.replace(resume=True)).epochs] == [4]
+    assert [epoch.step for epoch in fit(settings.replace(resume=True)).epochs] == [2, 4]
     steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [each["step"] for each in steps if each["kind"] == "step"] == [1, 2, 3, 4]
+    first, second = (each for each in steps if each["kind"] == "epoch")
+    assert first["train_loss"] == sum(each["loss"] for each in steps[:2]) / 2
+    assert (first["epoch"], first["batch_rows"], second["epoch"]) == (0, 9, 1)

@@ -1,14 +1,19 @@
 """Damaged images of a run: found before the first epoch, and one line if found later."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from penstock.errors import DataError, PenstockError, UsageError
 from penstock.files import write_whole
+from penstock.group.world import World
+from penstock.recipes.settings import FitSettings
 from penstock.terminal.notes import note
 from penstock.terminal.progress import working
+from penstock.transport.collectives import all_gather
+from penstock.wire import FEEDER
 from penstock.zoo.data.image_set import ImageSet
 
 _CHUNK = 1024  # images that are handed to the threads at a time
@@ -51,8 +56,19 @@ def check_images(
     return damaged
 
 
-def read_damaged(folder: Path) -> list[str]:
-    """Return the paths of the damaged images of a run that continues, or is joined, without them."""
+def on_every_rank(settings: FitSettings, world: World | None, find: Callable[[], list[str]]) -> list[str]:
+    """Return the damaged images that rank 0 finds, or those of the run that is resumed or joined."""
+    if settings.resume or settings.join is not None:
+        find = partial(_listed, settings.folder) if settings.skip_damaged else list
+    if world is None:
+        return find()
+    mine = {"damaged": find() if world.rank == FEEDER else []}
+    with world.explained():
+        found: list[str] = all_gather(world.transport, mine)[FEEDER]["damaged"]
+    return found
+
+
+def _listed(folder: Path) -> list[str]:
     listing = folder / LISTING
     try:
         return listing.read_text(encoding="utf-8").split("\n")[:-1]

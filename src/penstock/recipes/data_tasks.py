@@ -50,10 +50,10 @@ def image_task(settings: FitSettings, agree: Agree) -> Task:
     name = with_classes(settings.model, len(images.classes))
     zoo, weights, new = load_for(settings, name, "images" if name.startswith("hf:") else None)
     transform, num_classes = zoo.pictures(), len(images.classes)
-    if zoo.num_classes not in (0, num_classes):
+    if 0 < zoo.num_classes < num_classes:
         raise UsageError(
             f"{settings.model} has {zoo.num_classes} outputs, but {settings.data} has {num_classes} classes; give the "
-            f"function an argument num_classes, and {settings.model},num_classes={num_classes}"
+            f"model the option num_classes={num_classes}, as an argument of a function"
         )
     if not new:  # the head is the given one
         check_order(zoo, images)

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from penstock.elastic.elastic_training import ElasticTraining, PlanChange
 from penstock.errors import DataError, UsageError
 from penstock.group.entry import join_torchrun, under_torchrun
 from penstock.group.world import World
-from penstock.recipes.damaged import read_damaged, without_traceback
+from penstock.recipes.damaged import on_every_rank, without_traceback
 from penstock.recipes.data_formats import make_task
 from penstock.recipes.metrics import (
     ACCURACY,
@@ -43,7 +43,6 @@ from penstock.train.evaluate import evaluate_all
 from penstock.train.loader import Loader
 from penstock.train.outcome import StepReport
 from penstock.train.training_pipeline import TrainingPipeline
-from penstock.transport.collectives import all_gather
 from penstock.wire import FEEDER
 
 WARM_UP = 2  # steps that create connections and buffers
@@ -64,20 +63,8 @@ def fit_here(settings: FitSettings, *, holds_folder: bool = False) -> FitResult:
         if first and not holds_folder:
             held.enter_context(sole_run(settings.folder))
             check_new(settings)
-
-        def agree(find: Callable[[], list[str]]) -> list[str]:
-            """Return the damaged images that rank 0 found, or those of the run that continues."""
-            if settings.resume or settings.join is not None:
-                find = partial(read_damaged, settings.folder) if settings.skip_damaged else list
-            mine = {"damaged": find() if first or settings.join is not None else []}
-            if world is None:
-                return mine["damaged"]
-            with world.explained():
-                found: list[str] = all_gather(world.transport, mine)[FEEDER]["damaged"]
-            return found
-
         with working("preparing model and data", shown=first):
-            task = make_task(settings, agree)
+            task = make_task(settings, partial(on_every_rank, settings, world))
         for text in task.notes if first else ():
             note(text)
         with make_pipeline(settings, task, world) as pipe:
@@ -222,6 +209,8 @@ class _Fit:
             unit, shown = self._task.unit, self._world.rank == FEEDER
             look = self._trainer.watch.stage_states if self._settings.live else None
             with FitProgress(self._num_steps, unit, shown=shown, done=self._first, look=look) as progress:
+                if (unrecorded := self._unrecorded()) is not None:
+                    self._finish(unrecorded)
                 while self._trainer.step < self._num_steps:
                     self._iterate(progress)
             if self._settings.save:
@@ -236,6 +225,18 @@ class _Fit:
             settings=self._settings, num_processes=self._world.transport.size, epochs=epochs,
             new_tensors=list(self._task.new_tensors),
         )  # fmt: skip
+
+    def _unrecorded(self) -> int | None:
+        """Return the epoch that ended with the checkpoint of a resumed run, if its validation failed; else None."""
+        position, step = self._loader.position, self._first
+        if not self._settings.resume or not step or (position and step < self._num_steps):
+            return None
+        epoch = self._loader.epoch - (position == 0)
+        losses = self._folder.losses(step - (position or len(self._loader)), step)
+        mine = {"losses": [] if self._folder.has_epoch(step) else list(losses.items())}
+        found = self._trainer.together(lambda: mine)[FEEDER]["losses"]
+        self._steps |= {step: _StepNote(epoch=epoch, loss=loss) for step, loss in found}
+        return epoch if found else None
 
     def _iterate(self, progress: FitProgress) -> None:
         """Train until an iteration over the data ends: an epoch, or several after a rollback."""
@@ -314,15 +315,16 @@ class _Fit:
     def _finish(self, epoch: int) -> None:
         """Evaluate, gather the devices' costs, and record the epoch; stops if the run rolls back to a checkpoint."""
         notes = self._notes_of(epoch)
-        if self._trainer.survivors is None and (self._settings.save or self._is_checkpoint_due()):
-            self._checkpoint()  # before the validation, whose failure must not cost the epoch
+        # before the validation, whose failure must not cost the epoch; elastic runs need its results
+        alone = self._trainer.survivors is None and self._elastic is None
+        if alone and (self._settings.save or self._is_checkpoint_due()):
+            self._checkpoint()
         found = self._validate() if self._settings.validate else (None, None)
         if found is None:
             return
         loss, accuracy = found
         if self._elastic is not None:
             self._elastic.validated(loss=loss, accuracy=accuracy)
-            self._saved = -1  # its checkpoints have the results
         mine = {"steps": sum(1 for each in notes if each.batch_rows), "s": sum(each.counted_s for each in notes),
                 "units": sum(each.counted_units for each in notes), "sent": sum(each.sent_bytes for each in notes),
                 "memory": self._pipe.last_step.peak_memory_bytes, "rows": max(each.batch_rows for each in notes),
@@ -335,7 +337,8 @@ class _Fit:
         whole = [document["s"] for document in gathered if document["steps"] == first["steps"]]
         train_s = sum(whole) / len(whole)
         result = EpochResult(
-            epoch=epoch, step=self._trainer.step, unit=self._task.unit, batch_rows=first["rows"],
+            epoch=epoch, step=self._trainer.step, unit=self._task.unit,
+            batch_rows=first["rows"] or self._settings.batch_size,
             train_loss=first["loss"], train_s=train_s, units_per_s=first["units"] / train_s if train_s else 0.0,
             validation_loss=loss, accuracy=accuracy, peak_memory_bytes=[document["memory"] for document in gathered],
             sent_bytes=[document["sent"] for document in gathered],

@@ -73,6 +73,7 @@ def picture() -> Image.Image:
 
 def test_a_dict_has_all_that_a_classifier_needs(source: str) -> None:
     model = load_model(f"{source}:whole")
+    assert not model.is_random  # as far as anybody knows
     assert (model.task, model.num_classes, model.class_names) == ("image", 3, ("ant", "bee", "cow"))
     assert model.pictures()(picture()).shape == (3, 4, 4)
     assert model.example_args[0].shape == (1, 3, 4, 4)
@@ -106,6 +107,7 @@ def test_torchvision_s_own_transforms_and_names(name: str) -> None:
     weights = torchvision.models.get_model_weights(name).DEFAULT
     assert torch.equal(model.pictures()(picture()), weights.transforms()(picture()))
     assert model.class_names == tuple(weights.meta["categories"])
+    assert model.is_random
     few = load_model(f"torchvision.models:{name},num_classes=5")
     assert (few.num_classes, few.class_names) == (5, None)
     assert with_classes(f"torchvision.models:{name}", 7) == f"torchvision.models:{name},num_classes=7"
@@ -121,6 +123,7 @@ def test_torchvision_s_preparation_can_be_changed(capsys: pytest.CaptureFixture[
     small = torchvision.models.squeezenet1_1(num_classes=3)
     save_file(small.state_dict(), tmp_path / "a.safetensors")
     found = load_model("torchvision.models:squeezenet1_1,num_classes=3", weights=tmp_path / "a.safetensors", whole=True)
+    assert not found.is_random
     pixels = found.pictures()(picture())[None]
     with torch.no_grad():
         assert torch.equal(found.module(pixels), small.eval()(pixels))

@@ -147,9 +147,14 @@ def _of_parts(name: str, parts: Mapping[str, Any]) -> FunctionModel:
     )  # fmt: skip
 
 
+def is_torchvision(function: Callable[..., object]) -> bool:
+    """Return True for a function of torchvision, whose weights are random unless it is told which to load."""
+    return str(getattr(function, "__module__", "")).startswith(_TORCHVISION)
+
+
 def takes_num_classes(function: Callable[..., object]) -> bool:
     """Return True if a model function has the option `num_classes`."""
-    if getattr(function, "__module__", "").startswith(_TORCHVISION):
+    if is_torchvision(function):
         return True
     try:
         return "num_classes" in inspect.signature(function).parameters
@@ -178,7 +183,7 @@ def torchvision_preset(
 
     These are the `chosen` weights, or its default ones. None for functions of others.
     """
-    if not getattr(function, "__module__", "").startswith(_TORCHVISION):
+    if not is_torchvision(function):
         return None
     try:
         known = optional_import(_TORCHVISION, "vision").get_model_weights(function)
@@ -224,8 +229,8 @@ def pictures_of(
         weights, known, names = preset
         if chosen is None and not given:
             note(
-                f"images are prepared as for torchvision's {weights} ({known['interpolation']}, crop_pct "
-                f"{known['crop_pct']:.3f}); --preprocess changes it"
+                f"images are prepared as for torchvision's {weights} (resized to "
+                f"{int(known['input_size'][1] / known['crop_pct'])}, {known['interpolation']}); --preprocess changes it"
             )
         size = how.size or known["input_size"][1:]
         return config_transform({**known, "input_size": (3, *size)}, how), made.class_names or names

@@ -29,6 +29,7 @@ from penstock.zoo.models.functions import (
     count_outputs,
     example_of,
     find_function,
+    is_torchvision,
     pictures_of,
 )
 from penstock.zoo.models.gguf_models import load_gguf
@@ -261,6 +262,7 @@ def _load_function(name: str, weights: Path | None, pretrained: bool, seed: int,
         name=name, module=module, example_args=made[0].args, example_kwargs=dict(made[0].kwargs),
         weights=_complete(module, found, seed), transform=transform, task="other" if transform is None else "image",
         class_names=names if names and len(names) == num_classes else None, num_classes=num_classes,
+        is_random=weights is None and options.get("weights") is None and is_torchvision(function),
     )  # fmt: skip
 
 

@@ -9,16 +9,21 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import timm
 import torch
+from PIL import Image
 from safetensors.torch import save_file
 
 from penstock.errors import DeviceLost
+from penstock.recipes.settings import FitSettings
+from penstock.recipes.tasks import load_for
 from penstock.zoo.data.image_names import open_images
-from penstock.zoo.models.models import load_model, parse_name
+from penstock.zoo.models.models import load_model
+from penstock.zoo.models.names import parse_name
 from tests.cli.conftest import SMALL
 from tests.processes import free_port, run_python
 
@@ -55,6 +60,114 @@ def test_rows_on_standard_output_and_the_rest_on_standard_error(penstock: Run, p
     assert "7 images at" in err
     assert not (tmp_path / "-").exists()
     assert penstock("infer", SMALL, "--images", photos, "-o", "-", "--resume")[0] == 2
+
+
+@pytest.mark.parametrize("name", ["out.csv", "out.jsonl"])
+def test_the_best_classes_and_the_outputs_of_each_row(penstock: Run, photos: Path, tmp_path: Path, name: str) -> None:
+    given = ["infer", SMALL, "--images", photos, "-o", tmp_path / name, "--stages", 1, "--top", 3, "--logits"]
+    assert penstock(*given)[0] == 0
+    zoo, images = load_model(SMALL, whole=True), open_images(photos)
+    text = (tmp_path / name).read_text().splitlines()
+    rows: list[Any] = rows_of(tmp_path / name) if name.endswith("csv") else [json.loads(line) for line in text]
+    for index, row in enumerate(rows):
+        best, logits = (json.loads(x) if isinstance(x, str) else x for x in (row["top"], row["logits"]))
+        with torch.no_grad():
+            expected = zoo.module(zoo.pictures()(images.read(index))[None])[0]
+        assert torch.allclose(torch.tensor(logits), expected, atol=1e-5)
+        assert [each["class"] for each in best] == expected.topk(3).indices.tolist()
+        assert best[0]["class"] == int(row["prediction"])
+        assert round(best[0]["score"], 6) == float(row["confidence"])
+    (tmp_path / name).write_text("\n".join(text[:3]) + "\n")
+    status, _, err = penstock(*given[:-1], "--resume")
+    assert (status, "logits True, not False" in err) == (2, True), err
+    assert penstock(*given, "--resume")[0] == 0
+    assert (tmp_path / name).read_text().splitlines() == text
+
+
+def test_an_infinite_output_is_none(penstock: Run, photos: Path, tmp_path: Path) -> None:
+    module = load_model(SMALL, whole=True).module
+    module.get_parameter("head.bias").data[3] = -torch.inf
+    save_file({n: t.contiguous() for n, t in module.state_dict().items()}, tmp_path / "a.safetensors")
+    given = ["--images", photos, "--weights", tmp_path / "a.safetensors", "-o", tmp_path / "out.jsonl", "--logits"]
+    assert penstock("infer", SMALL, *given, "--stages", 1)[0] == 0
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [row["logits"][3] for row in rows] == [None] * 7
+
+
+@pytest.mark.parametrize(
+    "given", [["--images=~/photos"], ["--images", "~/photos"], ["--images=~/photos/cats", "--images=~/photos/dogs"]]
+)
+def test_paths_may_begin_at_home(
+    penstock: Run, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: list[str]
+) -> None:
+    monkeypatch.setenv("HOME", str(photos.parent))
+    assert penstock("infer", SMALL, *given, "--output=~/out.csv", "--json=~/out.json", "--stages", 1)[0] == 0
+    assert len(rows_of(tmp_path / "out.csv")) == 7
+    assert (tmp_path / "out.json").exists()
+    assert not (tmp_path / "~").exists()
+
+
+def test_a_picture_of_another_number_of_channels(penstock: Run, photos: Path, tmp_path: Path) -> None:
+    status, _, err = penstock("infer", f"{SMALL},in_chans=4", "--images", photos)
+    assert (status, err.count("\n")) == (2, 1)
+    assert "4x32x32" in err
+    assert penstock("infer", f"{SMALL},in_chans=1", "--images", photos, "-o", tmp_path / "a.csv", "--stages", 1)[0] == 0
+
+
+OWN = """
+import torch
+from torch import nn
+from torchvision import transforms
+
+class Brightest(nn.Module):
+    def forward(self, images):
+        return images.mean((2, 3))
+
+def learns(num_classes=2):
+    return nn.Sequential(nn.Flatten(), nn.Linear(48, num_classes))
+
+def classifier():
+    return {"module": Brightest(), "transform": transforms.Compose([transforms.Resize((4, 4)), transforms.ToTensor()]),
+            "class_names": ["red", "green", "blue"]}
+"""
+
+
+def test_a_classifier_of_one_s_own(penstock: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / f"{tmp_path.name}_own.py").write_text(OWN)
+    for color in ("red", "lime", "blue"):
+        (tmp_path / "photos" / color.replace("lime", "green")).mkdir(parents=True)
+        Image.new("RGB", (9, 7), color).save(tmp_path / "photos" / color.replace("lime", "green") / "1.png")
+    model = f"{tmp_path.name}_own:classifier"
+    status, out, err = penstock("infer", model, "--images", "photos", "-o", "out.csv", "--stages", 1)
+    assert status == 0, err
+    assert [row["class"] for row in rows_of(tmp_path / "out.csv")] == ["blue", "green", "red"]
+    assert "accuracy 100.00%" in out
+
+
+def test_a_trained_classifier_of_one_s_own_keeps_its_preparation(
+    penstock: Run, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / f"{tmp_path.name}_own.py").write_text(OWN)
+    (photos / "birds").mkdir()
+    for index in range(10):
+        Image.new("RGB", (9, 7), (0, 25 * index, 0)).save(photos / "birds" / f"{index}.png")
+    model, how = f"{tmp_path.name}_own:learns", "size=4,mean=0.5,std=0.25,crop_mode=squash"
+    status, _, err = penstock("train", model, "--data", photos, "-o", "run", "--preprocess", how, "--steps", 2)
+    assert status == 0, err
+    weights = tmp_path / "run" / "model.safetensors"
+    found = load_model(model, weights=weights, whole=True)
+    assert (found.preprocess, found.class_names) == (how, ("birds", "cats", "dogs"))  # as many as the data has
+    image = Image.new("RGB", (9, 7), (255, 0, 0))
+    assert found.pictures()(image)[:, 0, 0].tolist() == [2.0, -2.0, -2.0]
+    again = load_for(
+        FitSettings(model=f"{model},num_classes=3", data=str(photos), weights=str(weights)), f"{model},num_classes=3"
+    )[0]
+    assert again.preprocess == how
+    assert penstock("infer", model, "--weights", weights, "--images", photos, "-o", "out.csv", "--stages", 1)[0] == 0
+    status, _, err = penstock("infer", f"{model},num_classes=2", "--weights", weights, "--images", photos)
+    assert (status, err.count("\n"), "must be that of" in err) == (2, 1, True)
 
 
 def test_predictions_on_another_runtime(penstock: Run, photos: Path, tmp_path: Path) -> None:

@@ -1,11 +1,13 @@
 """Exit statuses and how errors reach people."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from penstock import __version__
 from penstock.cli import main as main_module
+from penstock.cli.cluster import take_cluster
 from penstock.cli.help import GROUPS
 from penstock.cli.main import main
 from tests.processes import run_python
@@ -93,3 +95,18 @@ def test_an_escape_in_a_name_is_shown_and_not_obeyed(penstock: Callable[..., tup
     assert "\x1b" not in out + err
     assert r"no\x1b[2Jthing\nat all" in err
     assert err.count("\n") == 1, "an error is one line"
+
+
+def test_paths_of_subcommands_and_of_clusters_may_begin_at_home(
+    penstock: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "home").mkdir()
+    for name in ("a.key", "b.key"):  # a command that runs twice in one process
+        assert penstock("keys", "new", f"~/{name}")[0] == 0
+        assert (tmp_path / "home" / name).exists()
+    assert take_cluster(["infer", "--cluster=~/c.toml"])[0] == tmp_path / "home" / "c.toml"
+    assert penstock("convert", "~/none.pth", "--output=~/x.safetensors")[2].startswith(
+        f"error: checkpoint {tmp_path / 'home' / 'none.pth'} not found"
+    )
+    assert not (tmp_path / "~").exists()

@@ -94,7 +94,7 @@ def test_model_and_data_must_go_together(tmp_path: Path) -> None:
     (tmp_path / "train.txt").write_text(TREES)
     with pytest.raises(UsageError, match="does not take text, but the data is text"):
         make_task(FitSettings(model="timm:vit_tiny_patch16_224,depth=1", data=str(tmp_path)))
-    with pytest.raises(UsageError, match="does not take images, but digits has images"):
+    with pytest.raises(UsageError, match="gpt2 returned no transform of images"):
         make_task(FitSettings(model="tests.models:gpt2", data="digits"))
 
 

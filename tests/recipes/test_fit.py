@@ -31,7 +31,8 @@ from penstock.recipes.several import Place, Row, draw_comparison, find_largest_b
 from penstock.recipes.teaching import taught_loss
 from penstock.spec.plan import write_plan
 from penstock.train.captured import Captured
-from penstock.zoo.models.models import load_model, parse_name
+from penstock.zoo.models.models import load_model
+from penstock.zoo.models.names import parse_name
 from penstock.zoo.weights.weight_files import save_weights
 from tests.recipes.test_data import BERT, TREES
 from tests.train.test_arrangement import plan_for

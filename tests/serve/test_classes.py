@@ -5,9 +5,11 @@ import os
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import httpx
 import pytest
+import torch
 from PIL import Image
 
 from penstock.pipeline import Pipeline
@@ -76,3 +78,29 @@ def test_what_is_asked_wrongly(server: Server) -> None:
         assert answer.status_code == 400
     assert httpx.post(f"{server.url}/v1/completions", json={"prompt": "a"}).status_code == 404
     assert httpx.post(f"{server.url}/v1/classify", content=picture(1, "JPEG")).status_code == 200
+
+
+OWN = """
+import torch
+from torch import nn
+
+class Mean(nn.Module):
+    def forward(self, images):
+        return images.mean((2, 3))
+
+def prepared():
+    return {"module": Mean(), "example": torch.zeros(1, 3, 4, 4), "class_names": ["red", "green", "blue"]}
+"""
+
+
+def test_a_classifier_of_one_s_own_in_another_preparation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "served.py").write_text(OWN)
+    data = io.BytesIO()
+    Image.new("RGB", (9, 7), (0, 255, 0)).save(data, "PNG")
+    with serving("served:prepared", "--open", "--stages", 1, "--preprocess", "size=4,mean=0,0.5,0,std=0.5") as server:
+        answer = httpx.post(f"{server.url}/v1/classify?top=3", content=data.getvalue(), timeout=60).json()
+        server.end()
+    assert [each["name"] for each in answer["classes"]] == ["green", "red", "blue"]
+    expected = torch.tensor([1.0, 0.0, 0.0]).softmax(0).tolist()
+    assert [each["score"] for each in answer["classes"]] == pytest.approx(expected)

@@ -12,7 +12,8 @@ from penstock.recipes.data_formats import make_task
 from penstock.recipes.data_tasks import classes_of
 from penstock.recipes.settings import FitSettings
 from penstock.zoo.data.image_names import open_images
-from penstock.zoo.models.models import load_model, with_classes
+from penstock.zoo.models.models import load_model
+from penstock.zoo.models.names import with_classes
 from penstock.zoo.weights.classes import read_classes, write_classes
 from penstock.zoo.weights.weight_files import FileWeights, save_weights
 
@@ -59,7 +60,7 @@ def test_what_is_no_list_of_names(text: str, tmp_path: Path) -> None:
 def test_nothing_is_said_of_no_classes() -> None:
     assert write_classes(None) == write_classes(()) == {}
     assert read_classes({}) is None
-    assert with_classes("package.module:function", 3) == "package.module:function"
+    assert with_classes("tests.models:gpt2", 3) == "tests.models:gpt2"
 
 
 def test_training_writes_them_and_goes_on_in_their_order(tmp_path: Path) -> None:

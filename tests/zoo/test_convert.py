@@ -15,7 +15,6 @@ import torch
 import torch.distributed.checkpoint.state_dict_saver
 from safetensors.torch import load_file
 from torch import nn
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from penstock.errors import ModelError
 from penstock.zoo.weights.classes import read_classes
@@ -185,19 +184,14 @@ def test_files_of_other_kinds_get_their_own_advice(tmp_path: Path) -> None:
     torch.export.save(torch.export.export(nn.Linear(2, 2), (torch.ones(1, 2),)), tmp_path / "program.pt2")
     (tmp_path / "lfs.bin").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
     (tmp_path / "lfs.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
-    distributed = tmp_path / "dcp"
-    torch.distributed.checkpoint.state_dict_saver.save({"fc.weight": torch.ones(2)}, checkpoint_id=distributed)
     for name, said in (
         ("script.pt", "torch.jit.load"), ("program.pt2", "torch.export.load"), ("lfs.bin", "git lfs pull"),
-        ("dcp", "dcp_to_torch"),
     ):  # fmt: skip
         for read in (lambda path: convert_checkpoint(path, tmp_path / "out.safetensors"), FileWeights):
             with pytest.raises(ModelError, match=re.escape(said)):
                 read(tmp_path / name)
     with pytest.raises(ModelError, match="git lfs pull"):
         FileWeights(tmp_path / "lfs.safetensors")
-    dcp_to_torch_save(distributed, tmp_path / "dcp.pth")  # the command that is named
-    assert convert_checkpoint(tmp_path / "dcp.pth", tmp_path / "out.safetensors").num_tensors == 1
 
 
 @pytest.mark.parametrize(

@@ -278,9 +278,9 @@ def test_paths_that_hold_no_images(tmp_path: Path) -> None:
         open_images(tmp_path / "none")
     with pytest.raises(DataError, match=r"looked for \.jpg, .*\.bmp.* and CIFAR"):
         open_images(tmp_path)
-    (tmp_path / "a.txt").write_text("")
-    with pytest.raises(DataError, match=r"a\.txt is not a set of images"):
-        open_images(tmp_path / "a.txt")
+    (tmp_path / "a.pdf").write_text("")
+    with pytest.raises(DataError, match=r"a\.pdf is not a set of images"):
+        open_images(tmp_path / "a.pdf")
     with tarfile.open(tmp_path / "a.tar", "w"):
         pass
     with pytest.raises(DataError, match=r"a\.tar holds no images"):
@@ -416,3 +416,43 @@ def test_headers_are_not_kept(tmp_path: Path) -> None:
             file.write(header.tobuf())
         file.write(bytes(1024))
     assert len(open_images(path)) == 20_000
+
+
+def test_a_list_of_paths_keeps_its_order(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = ["dogs/b.bmp", "cats/10.png", "cats/gone.png", "cats/9.jpg", "dogs/b.bmp"]
+    for place, prefix in ((folder, ""), (tmp_path, "photos/"), (tmp_path, f"{folder}/")):
+        monkeypatch.chdir(tmp_path)
+        (place / "list.txt").write_text("\ufeff" + "\r\n".join(prefix + line for line in lines), encoding="utf-8")
+        images = open_images(place / "list.txt")
+        assert images.names == [prefix + line for line in lines]
+        assert (images.classes, images.labels) == (("cats", "dogs"), [1, 0, 0, 0, 1])
+        assert [images.read(row).getpixel((0, 0)) for row in (0, 1)] == [(0, 0, 0), (0, 255, 0)]
+        with pytest.raises(DataError, match=r"gone\.png cannot be read"):
+            images.read(2)
+    (tmp_path / "a.txt").write_text("photos/cats\nphotos/dogs/a.webp")
+    assert open_images(tmp_path / "a.txt").names[2:] == ["photos/cats/10.png", "photos/dogs/a.webp"]
+
+
+@pytest.mark.parametrize("text", ["", "\n", "photos/cats/1.png 3\n", "nowhere.png", "\x00"])
+def test_lists_that_are_none(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder.parent)
+    Path("list.txt").write_text(text)
+    with pytest.raises(DataError, match=r"list\.txt"):
+        open_images("list.txt")
+
+
+def test_several_paths_are_one_set(folder: Path, tmp_path: Path) -> None:
+    write(tmp_path / "more" / "ants" / "1.png")
+    write(tmp_path / "more" / "dogs" / "1.png")
+    paths = [str(folder), str(tmp_path / "more"), str(folder / "cats" / "1.png"), "digits"]
+    images = open_images(paths)
+    assert images.classes[:3] == ("0", "1", "2")
+    assert images.classes[-3:] == ("ants", "cats", "dogs")
+    found = [images.name(row) for row in (0, 4, 5, 7)]
+    assert found == [f"{folder}/cats/1.png", f"{folder}/dogs/b.bmp", f"{tmp_path}/more/ants/1.png", paths[2]]
+    assert [images.classes[images.labels[row] or 0] for row in (0, 4, 5, 6)] == ["cats", "dogs", "ants", "dogs"]
+    assert images.label(7) is None
+    assert corners(images.take(6))[5] == (255, 0, 0)
+    assert images.read(len(images) - 1).size == (8, 8)
+    assert images.left_out == "1 .txt files"
+    assert open_images([str(folder)]).names == NAMES

@@ -7,7 +7,7 @@ import pytest
 
 from penstock.errors import DataError, ModelError
 from penstock.text import nearest, one_line
-from penstock.zoo.models.models import parse_name
+from penstock.zoo.models.names import parse_name
 from penstock.zoo.optional import optional_import
 
 

@@ -39,11 +39,11 @@ def take_cluster(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
     for index, argument in enumerate(rest):
         if argument.startswith(f"{_OPTION}="):
             del rest[index]
-            return Path(argument.partition("=")[2]), rest
+            return Path(argument.partition("=")[2]).expanduser(), rest
         if argument == _OPTION:
             if index + 1 >= len(rest):
                 raise UsageError("--cluster needs a file, as in --cluster lab.toml")
-            path = Path(rest[index + 1])
+            path = Path(rest[index + 1]).expanduser()
             del rest[index : index + 2]
             return path, rest
     return None, rest

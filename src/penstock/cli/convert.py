@@ -13,7 +13,12 @@ from penstock.units import format_bytes
 
 
 def convert(
-    source: Annotated[Path, typer.Argument(metavar="FILE.pth", help="Checkpoint written by torch.save.")],
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FILE.pth", help="Checkpoint of torch.save, or a folder of torch.distributed.checkpoint."
+        ),
+    ],
     output: Annotated[Path, typer.Option("--output", "-o", help="Safetensors file to write.")],
     key: Annotated[
         str | None, typer.Option(metavar="NAME", help="Entry with the weights. Default: averaged weights, else others.")

@@ -8,10 +8,10 @@ from typer.core import TyperCommand
 # the groups of all options; an option has the same meaning in every command
 GROUPS = {
     "Input and output": """
-        images labels class-order data test validation prompt file system output resume num-images num-rows
-        num-test-rows length json
+        images labels class-order skip-damaged top logits data test validation prompt file system output
+        resume num-images num-rows num-test-rows length json
     """,
-    "Model": "model weights pretrained seed runtime device threads training",
+    "Model": "model weights pretrained seed preprocess runtime device threads training",
     "Stages": """
         stages policy cut plan replicas devices schedule microbatches microbatch-size batch-size slots max-length depth
         work all

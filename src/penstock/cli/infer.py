@@ -15,7 +15,7 @@ from penstock.terminal.notes import say
 
 def infer(
     model: opt.Model,
-    images: Annotated[str, typer.Option(help="Folder, tar, image, CIFAR (binary) or 'digits'.")],
+    images: Annotated[list[str], typer.Option(help="Folder, archive, image or .txt list.")],
     output: Annotated[
         Path, typer.Option("--output", "-o", help="Predictions, .csv or JSON lines; - prints them.")
     ] = Path("predictions.csv"),
@@ -48,17 +48,20 @@ def infer(
         Path | None, typer.Option("--from-cluster", metavar="FILE", help="Cluster that the plan was made for.")
     ] = None,
     labels: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Lines with an image and its label, for a flat folder.")
+        Path | None, typer.Option(metavar="FILE", help="Lines of image and label, for a flat folder.")
     ] = None,
     class_order: Annotated[
         str | None,
-        typer.Option(metavar="ORDER", help="Order of folders: torchvision or natural."),
+        typer.Option(metavar="ORDER", help="torchvision, natural, or a file of the folders."),
     ] = None,
+    preprocess: opt.Preprocess = None,
+    top: Annotated[int, typer.Option(min=0, help="Number of best classes in each row.")] = 0,
+    logits: Annotated[bool, typer.Option("--logits", help="The model's outputs in each row.")] = False,
     bind: opt.Bind = None,
     cluster: Cluster = None,
     json: opt.JsonFile = None,
 ) -> None:
-    """Classify images through a pipeline: predictions in order, throughput, and accuracy if there are labels."""
+    """Classify images: predictions in order, throughput, and accuracy."""
     from penstock.deploy.worker import follow
     from penstock.group.entry import join_torchrun, under_torchrun
     from penstock.runtime.registry import parse_runtime
@@ -83,7 +86,7 @@ def infer(
         microbatch_size=microbatch_size, num_images=num_images, resume=resume, trace=trace, profile=profile, live=live,
         weights=weights, pretrained=pretrained, seed=seed, threads=threads, device=device, runtime=runtime,
         on_loss=on_loss, wait_s=wait_for, profiled=profiled, planned_for=planned_for,
-        class_order=class_order, labels=labels,
+        class_order=class_order, labels=labels, preprocess=preprocess, top=top, logits=logits,
     )  # fmt: skip
     try:
         with _naming_resume(output):

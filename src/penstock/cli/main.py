@@ -11,6 +11,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from penstock.cli.cluster import is_lab, refuse_bind, run_on_cluster, take_cluster
 from penstock.cli.help import Verb
+from penstock.cli.options import from_home
 from penstock.cluster.lab.signals import ignore_late_signals
 from penstock.errors import PenstockError, UsageError
 from penstock.terminal.notes import say
@@ -69,9 +70,11 @@ class _Verbs(TyperGroup):
         module = importlib.import_module(f"penstock.cli.{cmd_name}")
         verb = typer.Typer(**_PLAIN)
         if hasattr(module, "app"):
+            for each in module.app.registered_commands:
+                each.callback = from_home(each.callback)
             verb.add_typer(module.app, name=cmd_name)
             return typer.main.get_group(verb).commands[cmd_name]
-        verb.command(cmd_name, cls=Verb)(getattr(module, cmd_name))
+        verb.command(cmd_name, cls=Verb)(from_home(getattr(module, cmd_name)))
         return typer.main.get_command(verb)
 
     def invoke(self, ctx: Any) -> Any:

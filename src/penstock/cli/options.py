@@ -1,8 +1,10 @@
 """Options that several commands share."""
 
+import functools
 import json as json_module
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,6 +26,10 @@ AnyModel = Annotated[
 ]
 WeightsFile = Annotated[Path | None, typer.Option("--weights", help="Safetensors file, index or folder.")]
 Pretrained = Annotated[bool, typer.Option("--pretrained", help="Download the model's published weights.")]
+Preprocess = Annotated[
+    str | None,
+    typer.Option(metavar="TEXT", help="As in size=224x320,mean=0.5,std=0.5,crop_pct=1."),
+]
 Seed = Annotated[int, typer.Option(help="Seed of random weights, as of `torch.manual_seed`.")]
 Policy = Annotated[str, typer.Option(help="Cuts: balanced, equal-blocks, equal-size or smallest-crossing.")]
 CutNames = Annotated[
@@ -57,10 +63,29 @@ Bind = Annotated[
     str | None,
     typer.Option(
         metavar="ADDRESS",
-        help="Listening address. Default: on the route to the first host.",
+        help="Listening address. Default: the first host's route.",
     ),
 ]
 JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="File for the result as JSON.")]
+_PATH_TEXTS = frozenset({"class_order", "data", "images", "schedule", "test", "validation"})  # paths or other words
+
+
+def from_home(verb: Callable[..., None]) -> Callable[..., None]:
+    """Return a command whose paths may begin with ~/, which no shell expands in `--option=~/path`."""
+
+    def expanded(value: Any) -> Any:
+        return [expanded(each) for each in value] if isinstance(value, list) else type(value)(os.path.expanduser(value))
+
+    @functools.wraps(verb)
+    def call(**options: Any) -> None:
+        for name, value in options.items():
+            first = value[0] if isinstance(value, list) and value else value
+            if isinstance(first, Path) or (name in _PATH_TEXTS and isinstance(first, str)):
+                options[name] = expanded(value)
+        verb(**options)
+
+    call.__dict__["expands"] = True
+    return verb if hasattr(verb, "expands") else call
 
 
 def make_console() -> PlainConsole:

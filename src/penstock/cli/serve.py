@@ -36,6 +36,7 @@ def serve(
     plan: given.PlanFile = None,
     slots: given.Slots = None,
     max_length: given.MaxLength = None,
+    preprocess: opt.Preprocess = None,
     weights: opt.WeightsFile = None,
     pretrained: opt.Pretrained = False,
     threads: opt.Threads = 1,
@@ -79,7 +80,7 @@ def serve(
         settings = ServeSettings(
             placed=placed, name=name, keys=keys, most_waiting=most_waiting, deadline_s=deadline, drain_s=drain,
             most_bytes=int(max_body * 2**20), certificate=certificate, certificate_key=certificate_key,
-            origins=allow_origin or (), strict=strict,
+            origins=allow_origin or (), strict=strict, preprocess=preprocess,
         )  # fmt: skip
         if serve_model(settings, host, listener, world):
             raise KeyboardInterrupt

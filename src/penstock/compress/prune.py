@@ -19,7 +19,6 @@ from penstock.graph.ops import references
 from penstock.recipes.tasks import logits_of, scores_of
 from penstock.text import first_line
 from penstock.zoo.optional import optional_import
-from penstock.zoo.weights.classes import write_classes
 from penstock.zoo.weights.shapes import changed_sizes, write_sizes
 from penstock.zoo.weights.weight_files import save_weights
 from penstock.zoo.weights.weights import TensorWeights
@@ -113,11 +112,11 @@ def prune(
 
 
 def save_pruned(
-    pruned: nn.Module, original: nn.Module, target: Path, classes: Sequence[str] | None = None
+    pruned: nn.Module, original: nn.Module, target: Path, metadata: Mapping[str, str] | None = None
 ) -> None:  # fmt: skip
     """Write a pruned model's weights, with the sizes that differ from the original model's.
 
-    The names of the `classes`, in the order of the outputs, are saved with them.
+    `metadata`, such as the names of classes, is saved with them.
 
     All commands with `--weights` read this file, such as `penstock infer MODEL --weights FILE`. Raises `ModelError` if
     the file cannot be written.
@@ -126,7 +125,7 @@ def save_pruned(
         save_pruned(smaller, model, Path("deit_small_pruned.safetensors"))
     """
     weights = TensorWeights(pruned.state_dict())
-    save_weights(weights, target, metadata={**write_sizes(changed_sizes(original, pruned)), **write_classes(classes)})
+    save_weights(weights, target, metadata={**write_sizes(changed_sizes(original, pruned)), **(metadata or {})})
 
 
 def _projections(module: nn.Module) -> list[nn.Linear]:

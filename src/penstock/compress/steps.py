@@ -31,7 +31,8 @@ from penstock.compress.search import (
     write_search,
 )
 from penstock.cores import available_cores
-from penstock.errors import DataError, PlanError, UsageError
+from penstock.errors import DataError, PlanError
+from penstock.recipes.damaged import check_images
 from penstock.recipes.data_tasks import ImageReader, check_labelled, classes_of
 from penstock.recipes.labels import check_order
 from penstock.recipes.launch import fit
@@ -42,7 +43,9 @@ from penstock.terminal.notes import note
 from penstock.terminal.progress import working
 from penstock.zoo.data.image_names import open_images
 from penstock.zoo.data.image_set import ImageSet
-from penstock.zoo.models.models import ZooModel, classes_in, load_model, with_classes
+from penstock.zoo.data.preprocess import write_preprocess
+from penstock.zoo.models.models import ZooModel, load_model
+from penstock.zoo.models.names import classes_in, with_classes
 from penstock.zoo.weights.classes import read_classes, write_classes
 from penstock.zoo.weights.weight_files import FileWeights, save_weights
 
@@ -109,8 +112,7 @@ class _Search:
             note(f"{settings.data}: left out {images.left_out}")
         self._name = with_classes(settings.model, len(images.classes))
         self._zoo = self._load(None)
-        if self._zoo.transform is None or self._zoo.task != "image":
-            raise UsageError(f"{settings.model} does not classify images; give an image classification model")
+        transform = self._zoo.pictures()
         check_order(self._zoo, images)
         learned, out = held_out(spread(len(images), settings.num_rows), None if settings.test else HOLD_OUT)
         tested = open_images(settings.test) if settings.test else images
@@ -124,12 +126,14 @@ class _Search:
         chosen = [rows[place] for place in spread(len(rows), settings.num_test_rows)]
         if settings.test:
             chosen = _not_learned(tested, chosen, images, learned)
+        check_images([(settings.data, images, learned), (settings.test or settings.data, tested, chosen)], folder)
         self._rows, self._learned = chosen, learned
         self._classes = classes_of(self._zoo, images)
         counted = classes_in(self._name) in (None, len(self._classes))
-        self._written = self._classes if counted else None  # class names, if the head has as many outputs
-        self._test_image = ImageReader(tested, self._zoo.transform, None, self._classes)
-        self._image = ImageReader(images, self._zoo.transform, None, self._classes)
+        # class names, if the head has as many outputs
+        self._metadata = write_classes(self._classes if counted else None) | write_preprocess(self._zoo.preprocess)
+        self._test_image = ImageReader(tested, transform, None, self._classes)
+        self._image = ImageReader(images, transform, None, self._classes)
         self._examples: Examples | None = None
 
     def step(self, ratio: float) -> list[Found]:
@@ -202,7 +206,7 @@ class _Search:
         path = self._folder / "original.safetensors"
         if not path.exists():
             names = [name for name in self._zoo.module.state_dict() if name in set(self._zoo.weights.names())]
-            save_weights(self._zoo.weights, path, names, write_classes(self._written))
+            save_weights(self._zoo.weights, path, names, self._metadata)
         return path
 
     def _pruned(self, ratio: float) -> Path:
@@ -215,7 +219,7 @@ class _Search:
             how = Pruning(
                 ratio=ratio, importance=given.importance, everywhere=given.everywhere, round_to=given.round_to
             )  # fmt: skip
-            save_pruned(prune(zoo.module, example, how, self._batches()), zoo.module, path, self._written)
+            save_pruned(prune(zoo.module, example, how, self._batches()), zoo.module, path, self._metadata)
         if not given.epochs:
             return path
         settings = FitSettings(

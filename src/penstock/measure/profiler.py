@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 import msgspec
 from torch import Tensor
 
-from penstock.errors import DataError, RunError, UsageError
+from penstock.errors import DataError, RunError
 from penstock.graph.cuts import Cut, Cuts
 from penstock.graph.graph import Graph
 from penstock.graph.ops import State
@@ -219,11 +219,9 @@ def measure_loader(model: ZooModel, images: ImageSet) -> float:
     Example:
         loader_s_per_row = measure_loader(load_model("timm:deit_small_patch16_224"), open_images("photos/"))
 
-    Raises `UsageError` for a model that takes no images, and `DataError` if none can be read.
+    Raises `ModelError` for a model that takes no images, and `DataError` if none can be read.
     """
-    transform = model.transform
-    if transform is None:
-        raise UsageError(f"{model.name} does not take images; leave --images out")
+    transform = model.pictures()
     seconds = _seconds(len(images), lambda index: transform(images.read(index)), skipped=DataError)
     if not seconds:
         raise DataError(f"none of the {len(images)} images can be read; give others, or leave --images out")

@@ -1,6 +1,7 @@
 """Classification of a set of images with a streamed model, in order; images that cannot be read do not stop it."""
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +12,8 @@ from torch.utils import _pytree as pytree
 from penstock.errors import DataError, UsageError
 from penstock.pipeline import Pipeline
 from penstock.zoo.data.image_set import ImageSet
-from penstock.zoo.models.models import ZooModel, count_classes
+from penstock.zoo.models.models import ZooModel
+from penstock.zoo.models.names import count_classes
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,31 +31,33 @@ class Prediction:
     class_name: str | None = None
     confidence: float | None = None
     error: str | None = None
+    top: Sequence[Mapping[str, Any]] | None = None
+    logits: Sequence[float | None] | None = None  # None for an infinite one, which JSON has not
 
     def row(self) -> dict[str, Any]:
         """Return the prediction as a row of a prediction file, without empty fields."""
         values = {
             "image": self.image, "label": self.label_name, "prediction": self.prediction, "class": self.class_name,
             "confidence": None if self.confidence is None else round(self.confidence, 6), "error": self.error,
+            "top": self.top, "logits": self.logits,
         }  # fmt: skip
         return {name: value for name, value in values.items() if value is not None}
 
 
 def classify(
     pipe: Pipeline, model: ZooModel, images: ImageSet, *, names: Sequence[str] = (), microbatch_size: int = 1,
-    start: int = 0,
+    start: int = 0, top: int = 0, logits: bool = False,
 ) -> Iterator[Prediction]:  # fmt: skip
     """Return a prediction for every image from `start` on, in order, or the error of its image or of its scores.
 
-    `names` are those of the model's classes. Raises `UsageError` if the model does not take images or returns no class
-    scores.
+    `names` are those of the model's classes. Each prediction has the `top` best classes, and with `logits` the model's
+    outputs. Raises `UsageError` if the model does not take images or returns no class scores.
     """
-    if model.transform is None:
-        raise UsageError(f"{model.name} does not take images; use an image classification model")
     feed = _Feed(model, images, microbatch_size, start)
     outputs = pipe.stream(feed)
     for output in outputs:
-        scores = confidences(model, class_scores(output))
+        values = class_scores(output)
+        scores = confidences(model, values)
         for item in feed.groups.pop(0):
             if isinstance(item, Prediction):
                 yield item
@@ -67,8 +71,10 @@ def classify(
                 continue
             name = names[int(best)] if int(best) < len(names) else None
             yield replace(
-                _prediction(images, index), prediction=int(best), class_name=name, confidence=float(confidence)
-            )
+                _prediction(images, index), prediction=int(best), class_name=name, confidence=float(confidence),
+                top=best_classes(scores[row], names, top) if top else None,
+                logits=[x if math.isfinite(x) else None for x in values[row].tolist()] if logits else None,
+            )  # fmt: skip
     for group in feed.groups:  # images after the last readable image
         for item in group:
             if isinstance(item, Prediction):
@@ -84,7 +90,7 @@ class _Feed:
     """Gathers images into microbatches, and records which images each has and which could not be read."""
 
     def __init__(self, model: ZooModel, images: ImageSet, microbatch_size: int, start: int) -> None:
-        self._model, self._images = model, images
+        self._model, self._images, self._transform = model, images, model.pictures()
         self._size, self._start = microbatch_size, start
         self.groups: list[list[Prediction | tuple[int, int]]] = []
 
@@ -93,7 +99,7 @@ class _Feed:
         rows: list[Tensor] = []
         for index in range(self._start, len(self._images)):
             try:
-                rows.append(self._read(index))
+                rows.append(self._transform(self._images.read(index)))
                 group.append((index, len(rows) - 1))
             except DataError as error:
                 group.append(replace(_prediction(self._images, index), error=str(error)))
@@ -106,19 +112,23 @@ class _Feed:
         if rows:
             yield self._batch(rows)
 
-    def _read(self, index: int) -> Tensor:
-        if self._model.transform is None:
-            raise UsageError("the model takes no images")
-        return self._model.transform(self._images.read(index))
-
     def _batch(self, rows: Sequence[Tensor]) -> Any:
         return as_input(self._model, rows)
 
 
 def as_input(model: ZooModel, rows: Sequence[Tensor]) -> Any:
     """Return images as an input of a model, in the form that the model takes."""
-    batch = torch.stack(list(rows))
-    return {"pixel_values": batch} if "pixel_values" in model.example_kwargs else batch
+    batch, name = torch.stack(list(rows)), next(iter(model.example_kwargs), None)
+    return batch if name is None else {name: batch}
+
+
+def best_classes(scores: Tensor, names: Sequence[str], count: int) -> list[dict[str, Any]]:
+    """Return the classes with the best scores of a row, best first."""
+    found = scores.topk(min(count, len(scores)))
+    return [
+        {"class": index, "name": names[index] if index < len(names) else None, "score": score}
+        for index, score in zip(found.indices.tolist(), found.values.tolist(), strict=True)
+    ]
 
 
 def example_call(model: ZooModel, rows: int) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:

@@ -10,7 +10,7 @@ from penstock.zoo.data.texts import is_trees
 
 if TYPE_CHECKING:  # the settings read the help texts without importing torch
     from penstock.recipes.settings import FitSettings
-    from penstock.recipes.tasks import Task
+    from penstock.recipes.tasks import Agree, Task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,26 +19,26 @@ class DataFormat:
 
     help: str
     holds: Callable[[Path], bool]
-    task: Callable[["FitSettings"], "Task"]
+    task: Callable[["FitSettings", "Agree"], "Task"]
     options: tuple[str, ...] = ()
 
 
-def _sentences(settings: "FitSettings") -> "Task":
+def _sentences(settings: "FitSettings", _agree: "Agree") -> "Task":
     from penstock.recipes.data_tasks import sentence_task
 
     return sentence_task(settings)
 
 
-def _text(settings: "FitSettings") -> "Task":
+def _text(settings: "FitSettings", _agree: "Agree") -> "Task":
     from penstock.recipes.data_tasks import language_task
 
     return language_task(settings)
 
 
-def _images(settings: "FitSettings") -> "Task":
+def _images(settings: "FitSettings", agree: "Agree") -> "Task":
     from penstock.recipes.data_tasks import image_task
 
-    return image_task(settings)
+    return image_task(settings, agree)
 
 
 # the first format whose test a path passes is used
@@ -52,14 +52,14 @@ FORMATS: Mapping[str, DataFormat] = {
     ),
     "images": DataFormat(
         help="images (folder, tar, CIFAR, 'digits')", holds=lambda _path: True, task=_images,
-        options=("teacher", "hold_out"),
+        options=("teacher", "hold_out", "skip_damaged", "preprocess"),
     ),
 }  # fmt: skip
 FORMATS_HELP = ", ".join(known.help for known in FORMATS.values())
 
 
-def make_task(settings: "FitSettings") -> "Task":
-    """Determine the training task from the data, and prepare it.
+def make_task(settings: "FitSettings", agree: "Agree" = lambda _find: []) -> "Task":
+    """Determine the training task from the data, and prepare it; `agree` finds damaged rows, by default none.
 
     Raises `ModelError` and `DataError` if the model or data cannot be loaded, `UsageError` if they do not match.
     """
@@ -69,7 +69,7 @@ def make_task(settings: "FitSettings") -> "Task":
     found = next(known for known in FORMATS.values() if known.holds(path))
     for name, known in FORMATS.items():
         for option in known.options:
-            if known is not found and getattr(settings, option) is not None:
+            if known is not found and getattr(settings, option) not in (None, False):
                 raise UsageError(f"--{option.replace('_', '-')} is for {name}, not for {settings.data}; leave it out")
-    made = found.task(settings)
+    made = found.task(settings, agree)
     return replace(made, metadata={**metadata_of(settings), **made.metadata})

@@ -13,11 +13,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from penstock.errors import DataError, UsageError
-from penstock.recipes.damaged import check_images
+from penstock.recipes.damaged import check_images, path_of
 from penstock.recipes.labels import check_order
 from penstock.recipes.settings import FitSettings
 from penstock.recipes.tasks import (
     SHARE_KEPT,
+    Agree,
     Rows,
     Task,
     class_accuracy,
@@ -31,42 +32,63 @@ from penstock.recipes.tasks import (
 from penstock.recipes.teaching import taught
 from penstock.zoo.data.image_names import open_images
 from penstock.zoo.data.image_set import ImageSet
-from penstock.zoo.data.preprocess import Transform
+from penstock.zoo.data.preprocess import Transform, write_preprocess
 from penstock.zoo.data.texts import CLS, PAD, Sentences, read_tokenizer, read_trees, train_tokenizer
 from penstock.zoo.models.language import load_tokenizer
-from penstock.zoo.models.models import ZooModel, classes_in, parse_hf, with_classes
+from penstock.zoo.models.models import ZooModel
+from penstock.zoo.models.names import classes_in, parse_hf, with_classes
 from penstock.zoo.optional import optional_import
 from penstock.zoo.weights.classes import write_classes
 
 _POOL = 50  # batches whose rows are sorted together
 
 
-def image_task(settings: FitSettings) -> Task:
+def image_task(settings: FitSettings, agree: Agree) -> Task:
     """Prepare image classification; raises `DataError` for images without labels, `UsageError` for other models."""
     opened, notes = open_parts(settings)
     (path, images), *others = opened
     name = with_classes(settings.model, len(images.classes))
     zoo, weights, new = load_for(settings, name, "images" if name.startswith("hf:") else None)
-    if zoo.transform is None or zoo.task != "image":
-        raise UsageError(f"{settings.model} does not take images, but {settings.data} has images; use an image model")
+    transform, num_classes = zoo.pictures(), len(images.classes)
+    if 0 < zoo.num_classes < num_classes:
+        raise UsageError(
+            f"{settings.model} has {zoo.num_classes} outputs, but {settings.data} has {num_classes} classes; give the "
+            f"model the option num_classes={num_classes}, as an argument of a function"
+        )
     if not new:  # the head is the given one
         check_order(zoo, images)
     key, classes = next(iter(zoo.example_kwargs), None), classes_of(zoo, images)
-    make = ImageReader(images, zoo.transform, key, classes)
+    make = ImageReader(images, transform, key, classes)
     chosen, _ = held_out(spread(len(images), settings.num_rows), settings.hold_out)
+    read = [(path, images, chosen), *((path, other, list(range(len(other)))) for path, other in others)]
+    chosen, *kept = _readable(read, agree(partial(check_images, read, settings.folder, skip=settings.skip_damaged)))
     if others:
-        training, other = Rows(chosen, make), others[0][1]
-        validation = Rows(range(len(other)), ImageReader(other, zoo.transform, key, classes))
+        training = Rows(chosen, make)
+        validation = Rows(kept[0], ImageReader(others[0][1], transform, key, classes))
     else:
         training, validation = (Rows([chosen[row] for row in part], make) for part in keep_some(len(chosen)))
-    read = [(path, images, chosen), *((path, other, range(len(other))) for path, other in others)]
     task = Task(
         unit="images", module=zoo.module.train(), weights=weights, example=(zoo.example_args, zoo.example_kwargs),
         training=training, validation=validation, loss_fn=class_loss, accuracy=class_accuracy, new_tensors=new,
-        classes=classes, check=partial(check_images, [each for each in read if each[1].by_folder]), notes=notes,
-        metadata=write_classes(classes if classes_in(name) in (None, len(classes)) else None),
+        classes=classes, notes=notes,
+        metadata=write_classes(classes if classes_in(name) in (None, len(classes)) else None)
+        | write_preprocess(zoo.preprocess),
     )  # fmt: skip
     return task if settings.teacher is None else taught(task, name, Path(settings.teacher))
+
+
+def _readable(sets: Sequence[tuple[str, ImageSet, list[int]]], damaged: Sequence[str]) -> list[list[int]]:
+    """Return the rows of each set that are not damaged; raises `DataError` if none is left, or none of a class."""
+    if not damaged:
+        return [rows for _, _, rows in sets]
+    names = set(damaged)
+    found = [[row for row in rows if path_of(path, images, row) not in names] for path, images, rows in sets]
+    for (path, images, rows), left in zip(sets, found, strict=True):
+        lost = {images.label(row) for row in rows} - {images.label(row) for row in left}
+        if not left or (lost and left is found[0]):  # without validation images of a class it is still learned
+            first = images.classes[min(label or 0 for label in lost)]
+            raise DataError(f"no image of the class {first} of {path} can be read; copy its images again")
+    return found
 
 
 def classes_of(zoo: ZooModel, images: ImageSet) -> Sequence[str]:

@@ -3,10 +3,11 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from penstock.errors import UsageError
 from penstock.zoo.data.image_set import ImageSet
-from penstock.zoo.models.models import ZooModel, count_classes
+from penstock.zoo.models.models import ZooModel
 from penstock.zoo.models.timm_models import imagenet_synsets
 
 _SYNSET = re.compile(r"n[0-9]{8}")
@@ -31,13 +32,13 @@ def match_labels(model: ZooModel, images: ImageSet, order: str | None = None) ->
 
     Names are compared as they are; folders named by ImageNet's synsets match the models of these classes. Without names
     a folder's number is its class, if there are as many; `order` numbers folders as torchvision (sorted) or natural (9
-    before 10).
+    before 10), or is a file with the folder of each class in a line, as timm's class_map.txt.
 
     Raises `UsageError` if the two orders differ and none was chosen, and for folders that are parts of a data set.
     """
-    named, num_classes = tuple(model.class_names or ()), count_classes(model.module)
-    if order is not None and order not in ("torchvision", "natural"):
-        raise UsageError(f"--class-order must be torchvision or natural; got {order!r}")
+    named, num_classes = tuple(model.class_names or ()), model.num_classes
+    if order not in (None, "torchvision", "natural"):
+        return _by_map(model, images, Path(order))
     if named and order is not None:
         raise UsageError(f"{model.name} has class names, by which folders are matched; leave --class-order out")
     if images.is_parts and not set(images.classes) <= set(named):
@@ -75,9 +76,28 @@ def match_labels(model: ZooModel, images: ImageSet, order: str | None = None) ->
     return Labels(images=images, names=named, reason=reason)
 
 
+def _by_map(model: ZooModel, images: ImageSet, path: Path) -> Labels:
+    """Match folders by a file of their names, in the order of the model's outputs."""
+    try:
+        names = [line.strip() for line in path.read_text(encoding="utf-8-sig").split("\n") if line.strip()]
+    except (OSError, UnicodeDecodeError):
+        raise UsageError(
+            f"--class-order must be torchvision, natural or a text file with a folder's name in each line; got {path}"
+        ) from None
+    places = {name: index for index, name in enumerate(names)}
+    unknown = next((name for name in images.classes if name not in places), None)
+    if len(places) != len(names) or len(names) != model.num_classes or unknown is not None:
+        problem = f"not {unknown}" if unknown is not None else f"{len(places)} different names"
+        raise UsageError(
+            f"{path} must have the folder of each of the model's {model.num_classes} classes, in their order, in a "
+            f"line; it has {problem}"
+        )
+    return _checked(images, tuple(model.class_names or names), places, model.num_classes)
+
+
 def check_order(model: ZooModel, images: ImageSet) -> None:
     """Raise `UsageError` if given weights have a class for each folder, but the order of the folders is unknown."""
-    if not model.class_names and len(images.classes) == count_classes(model.module):
+    if not model.class_names and len(images.classes) == model.num_classes:
         _ordered(model, images, None, "")
 
 
@@ -93,6 +113,7 @@ def _ordered(
         raise UsageError(
             f"class {here} is the folder {by_code[here]} in the order of torchvision (sorted), and "
             f"{images.classes[here]} in natural order, as in timm; the weights have no class names: {option}{_NAMES}"
+            + ("" if model.name.startswith(("timm:", "hf:")) else ", or return class_names from the function")
         )
     return images.reordered(by_code) if order == "torchvision" else images
 

@@ -5,6 +5,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from penstock.elastic.elastic_training import ElasticTraining, PlanChange
 from penstock.errors import DataError, UsageError
 from penstock.group.entry import join_torchrun, under_torchrun
 from penstock.group.world import World
-from penstock.recipes.damaged import without_traceback
+from penstock.recipes.damaged import on_every_rank, without_traceback
 from penstock.recipes.data_formats import make_task
 from penstock.recipes.metrics import (
     ACCURACY,
@@ -65,11 +66,9 @@ def fit_here(settings: FitSettings, *, holds_folder: bool = False) -> FitResult:
             held.enter_context(sole_run(settings.folder))
             check_new(settings)
         with working("preparing model and data", shown=first):
-            task = make_task(settings)
+            task = make_task(settings, partial(on_every_rank, settings, world))
         for text in task.notes if first else ():
             note(text)
-        if first and task.check is not None and not settings.resume:
-            task.check(settings.folder)
         with make_pipeline(settings, task, world) as pipe:
             pipe.model_name = settings.model
             if first and settings.on_loss != "stop" and pipe.joins_at is not None:
@@ -234,6 +233,8 @@ class _Fit:
             look = self._trainer.watch.stage_states if self._settings.live else None
             with FitProgress(self._num_steps, unit, shown=shown, done=self._first, look=look) as progress:
                 self._say = progress.say
+                if (unrecorded := self._unrecorded()) is not None:
+                    self._finish(unrecorded)
                 while self._trainer.step < self._num_steps:
                     self._iterate(progress)
             if self._settings.save:
@@ -248,6 +249,18 @@ class _Fit:
             settings=self._settings, num_processes=self._world.transport.size, epochs=epochs,
             new_tensors=list(self._task.new_tensors),
         )  # fmt: skip
+
+    def _unrecorded(self) -> int | None:
+        """Return the epoch that ended with the checkpoint of a resumed run, if its validation failed; else None."""
+        position, step = self._loader.position, self._first
+        if not self._settings.resume or not step or (position and step < self._num_steps):
+            return None
+        epoch = self._loader.epoch - (position == 0)
+        losses = self._folder.losses(step - (position or len(self._loader)), step)
+        mine = {"losses": [] if self._folder.has_epoch(step) else list(losses.items())}
+        found = self._trainer.together(lambda: mine)[FEEDER]["losses"]
+        self._steps |= {step: _StepNote(epoch=epoch, loss=loss) for step, loss in found}
+        return epoch if found else None
 
     def _iterate(self, progress: FitProgress) -> None:
         """Train until an iteration over the data ends: an epoch, or several after a rollback."""
@@ -264,7 +277,7 @@ class _Fit:
             rate = sum(each.counted_units for each in notes) / (counted_s or 1.0)
             progress.advance(loss=loss, rate=rate)
             if self._loader.position and self._trainer.step < self._num_steps:
-                if self._is_checkpoint_due():  # the checkpoint at the end of an epoch is written after validation
+                if self._is_checkpoint_due():  # that at the end of an epoch is written by _finish
                     self._checkpoint()
             elif self._trainer.survivors is not None:  # within the iteration, so that a rollback continues it
                 self._finish(epoch)
@@ -326,13 +339,17 @@ class _Fit:
 
     def _finish(self, epoch: int) -> None:
         """Evaluate, gather the devices' costs, and record the epoch; stops if the run rolls back to a checkpoint."""
+        notes = self._notes_of(epoch)
+        # before the validation, whose failure must not cost the epoch; elastic runs need its results
+        alone = self._trainer.survivors is None and self._elastic is None
+        if alone and (self._settings.save or self._is_checkpoint_due()):
+            self._checkpoint()
         found = self._validate() if self._settings.validate else (None, None)
         if found is None:
             return
         loss, accuracy = found
         if self._elastic is not None:
             self._elastic.validated(loss=loss, accuracy=accuracy)
-        notes = self._notes_of(epoch)
         mine = {"steps": sum(1 for each in notes if each.batch_rows), "s": sum(each.counted_s for each in notes),
                 "units": sum(each.counted_units for each in notes), "sent": sum(each.sent_bytes for each in notes),
                 "memory": self._pipe.last_step.peak_memory_bytes, "rows": max(each.batch_rows for each in notes),
@@ -345,7 +362,8 @@ class _Fit:
         whole = [document["s"] for document in gathered if document["steps"] == first["steps"]]
         train_s = sum(whole) / len(whole)
         result = EpochResult(
-            epoch=epoch, step=self._trainer.step, unit=self._task.unit, batch_rows=first["rows"],
+            epoch=epoch, step=self._trainer.step, unit=self._task.unit,
+            batch_rows=first["rows"] or self._settings.batch_size,
             train_loss=first["loss"], train_s=train_s, units_per_s=first["units"] / train_s if train_s else 0.0,
             validation_loss=loss, accuracy=accuracy, peak_memory_bytes=[document["memory"] for document in gathered],
             sent_bytes=[document["sent"] for document in gathered],

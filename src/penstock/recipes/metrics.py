@@ -170,6 +170,11 @@ class RunFolder:
                 found[fields["step"]] = fields["loss"]
         return found
 
+    def has_epoch(self, step: int) -> bool:
+        """Return True if the epoch that ended at a step was recorded."""
+        lines = map(json.loads, self._before(step))
+        return any(fields.get("kind") == "epoch" and fields["step"] == step for fields in lines)
+
     def go_back(self, step: int) -> None:
         """Remove the lines of later steps, which will be repeated; if this fails, the lines stay."""
         self._file.close()

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,14 +16,21 @@ from penstock.pipeline import Pipeline
 from penstock.plan.check import read_plan
 from penstock.recipes.classify import Prediction, check_head, classify, example_call
 from penstock.recipes.labels import Labels, match_labels
-from penstock.recipes.predictions import PredictionFile, PredictionRun, check_replaceable, go_on_with, is_stdout
+from penstock.recipes.predictions import (
+    COLUMNS,
+    PredictionFile,
+    PredictionRun,
+    check_replaceable,
+    go_on_with,
+    is_stdout,
+)
 from penstock.spec.cluster import read_cluster
 from penstock.spec.profile import read_profile
 from penstock.terminal.live import LiveView
 from penstock.terminal.notes import note, say
 from penstock.terminal.progress import how_far, progress_console, telling, working
 from penstock.text import counted
-from penstock.zoo.data.image_names import open_images
+from penstock.zoo.data.image_names import name_of, open_images
 from penstock.zoo.data.image_set import ImageSet
 from penstock.zoo.data.label_files import read_labels
 from penstock.zoo.models.models import ZooModel, load_model
@@ -35,7 +42,7 @@ class PredictSettings:
     """Options of `penstock infer`."""
 
     model: str
-    images: str
+    images: str | Sequence[str]
     output: Path
     on_loss: str
     stages: int | None = None
@@ -59,6 +66,9 @@ class PredictSettings:
     planned_for: Path | None = None
     class_order: str | None = None
     labels: Path | None = None
+    preprocess: str | None = None
+    top: int = 0
+    logits: bool = False
 
 
 def predict_images(asked: PredictSettings, world: World | None = None) -> tuple[dict[str, Any], str | None]:
@@ -76,17 +86,12 @@ def predict_images(asked: PredictSettings, world: World | None = None) -> tuple[
         known = read_profile(asked.profiled) if asked.profiled else None
         machines = read_cluster(asked.planned_for) if asked.planned_for else None
         with working("loading the model"):
-            zoo = load_model(asked.model, weights=asked.weights, pretrained=asked.pretrained, seed=asked.seed)
-            found = open_images(asked.images)
-        if found.left_out:
-            note(f"{asked.images}: left out {found.left_out}")
-        chosen = found.take(asked.num_images) if asked.num_images else found
-        if asked.labels is not None:
-            chosen = read_labels(asked.labels, chosen)
-            if absent := chosen.labels.count(None):
-                note(f"{absent} of {len(chosen)} images have no label in {asked.labels}")
-        if zoo.transform is None or zoo.task != "image":
-            raise UsageError(f"{asked.model} does not classify images; give an image classification model")
+            zoo = load_model(
+                asked.model, weights=asked.weights, pretrained=asked.pretrained, seed=asked.seed,
+                preprocess=asked.preprocess,
+            )  # fmt: skip
+            chosen, source = _open_set(asked)
+        zoo.pictures()
         check_head(zoo)
         labels = match_labels(zoo, chosen, asked.class_order)
         chosen = labels.images
@@ -97,12 +102,14 @@ def predict_images(asked: PredictSettings, world: World | None = None) -> tuple[
         plan = read_plan(asked.plan) if asked.plan else None
         microbatch_size = asked.microbatch_size if plan is None else plan.microbatch_rows
         about = PredictionRun(
-            model=asked.model, weights=fingerprint_of(zoo.weights), images=asked.images,
-            runtimes=[asked.runtime] if plan is None else plan.runtimes, num_images=len(chosen),
+            model=asked.model, weights=fingerprint_of(zoo.weights), images=source,
+            runtimes=[asked.runtime] if plan is None else plan.runtimes, num_images=len(chosen), top=asked.top,
+            logits=asked.logits, preprocess=zoo.preprocess or "",
         )  # fmt: skip
         if not asked.resume:
             check_replaceable(asked.output, len(chosen))
-        with PredictionFile(asked.output, resume=asked.resume) as file:
+        more = [name for name, on in (("top", asked.top), ("logits", asked.logits)) if on]
+        with PredictionFile(asked.output, resume=asked.resume, columns=(*COLUMNS, *more)) as file:
             _check_done(file, chosen)
             go_on_with(file, about)
             if len(file.done) == len(chosen):
@@ -121,7 +128,7 @@ def predict_images(asked: PredictSettings, world: World | None = None) -> tuple[
             pipe.model_name = zoo.name
             if world is not None and (place := pipe.joins_at) is not None:
                 note(f"to add a device, run penstock worker --join {place}")
-            tally = _run(pipe, zoo, labels, file, microbatch_size, live=asked.live)
+            tally = _run(pipe, zoo, labels, file, microbatch_size, asked)
     summary = tally.summary(pipe)
     if labels.reason is not None:
         note(f"no accuracy: {labels.reason}")
@@ -135,6 +142,19 @@ def predict_images(asked: PredictSettings, world: World | None = None) -> tuple[
     return summary, f"{len(tally.failed)} of {len(chosen)} images failed, the first one: {tally.failed[0].error}"
 
 
+def _open_set(asked: PredictSettings) -> tuple[ImageSet, str]:
+    """Return the images, with the labels of their file, and their name."""
+    found, source = open_images(asked.images), name_of(asked.images)
+    if found.left_out:
+        note(f"{source}: left out {found.left_out}")
+    chosen = found.take(asked.num_images) if asked.num_images else found
+    if asked.labels is not None:
+        chosen = read_labels(asked.labels, chosen)
+        if absent := chosen.labels.count(None):
+            note(f"{absent} of {len(chosen)} images have no label in {asked.labels}")
+    return chosen, source
+
+
 def _check_done(file: PredictionFile, images: ImageSet) -> None:
     """Check that the rows of the earlier run are for the first images of this run."""
     for index, row in enumerate(file.done):
@@ -146,7 +166,7 @@ def _check_done(file: PredictionFile, images: ImageSet) -> None:
 
 
 def _run(
-    pipe: Pipeline, zoo: ZooModel, labels: Labels, file: PredictionFile, microbatch_size: int, *, live: bool
+    pipe: Pipeline, zoo: ZooModel, labels: Labels, file: PredictionFile, microbatch_size: int, asked: PredictSettings
 ) -> "_Tally":  # fmt: skip
     """Write a row for every image; return the tally."""
     images = labels.images
@@ -155,17 +175,18 @@ def _run(
     progress = Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
         TextColumn("{task.fields[rate]:.1f} images/s"), TimeRemainingColumn(),
-        console=console, disable=live or console.quiet or not console.is_terminal, transient=True,
+        console=console, disable=asked.live or console.quiet or not console.is_terminal, transient=True,
     )  # fmt: skip
     start = len(file.done)
     left = len(images) - start
-    view = LiveView(console, pipe.stage_states, total=len(images), unit="images", done=start, shown=live)
+    view = LiveView(console, pipe.stage_states, total=len(images), unit="images", done=start, shown=asked.live)
     try:
         with progress, pipe, view, telling(lambda: how_far(tally.num_rows, left, "images", tally.seconds), console):
             task = progress.add_task("infer", total=len(images), completed=start, rate=0.0)
             for prediction in classify(
-                pipe, zoo, images, names=labels.names, microbatch_size=microbatch_size, start=start
-            ):
+                pipe, zoo, images, names=labels.names, microbatch_size=microbatch_size, start=start, top=asked.top,
+                logits=asked.logits,
+            ):  # fmt: skip
                 file.write(prediction.row())
                 tally.add(prediction)
                 progress.update(task, advance=1, rate=pipe.last_report.rows_per_s)

@@ -95,7 +95,8 @@ class PredictionRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """The run that wrote a prediction file, saved next to it as FILE.run.json and compared on `--resume`.
 
     `weights` is the fingerprint of the model's tensors, `runtimes` the runtimes of its stages. `num_images` is the
-    number of rows of the finished file, which a resumed run may change; None in records of earlier versions.
+    number of rows of the finished file, which a resumed run may change; None in records of earlier versions. `top`,
+    `logits` and `preprocess` are the options of these names.
     """
 
     format: Literal["penstock-predictions"] = "penstock-predictions"
@@ -104,6 +105,9 @@ class PredictionRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     images: str
     runtimes: list[str]
     num_images: int | None = None
+    top: int = 0
+    logits: bool = False
+    preprocess: str = ""
 
 
 def check_replaceable(path: Path, num_images: int) -> None:
@@ -198,6 +202,7 @@ def _csv_line(row: dict[str, Any], columns: Sequence[str]) -> str:
     buffer = io.StringIO()
     # image names must not be evaluated as formulas when the file is opened in a spreadsheet
     row = {key: guard_cell(value) if isinstance(value, str) else value for key, value in row.items()}
+    texts = {key: json.dumps(value, ensure_ascii=False) for key, value in row.items() if isinstance(value, list)}
     # the writer quotes values that contain its line terminator, so use the longer terminator
-    csv.DictWriter(buffer, columns, lineterminator="\r\n", restval="").writerow(row)
+    csv.DictWriter(buffer, columns, lineterminator="\r\n", restval="").writerow(row | texts)
     return buffer.getvalue().removesuffix("\r\n") + "\n"

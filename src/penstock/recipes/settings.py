@@ -30,8 +30,8 @@ PathText = Annotated[str, Meta(extra={"path": "as given"})]
 WholePath = Annotated[str, Meta(extra={"path": "whole"})]
 # settings that a resumed run must keep: changes would invalidate its position in the data or its state
 _KEPT = (
-    "model", "data", "validation", "batch_size", "length", "num_rows", "hold_out", "seed", "optimizer", "lr_schedule",
-    "weights", "pretrained", "teacher", "elastic",
+    "model", "data", "validation", "batch_size", "length", "num_rows", "hold_out", "skip_damaged", "preprocess", "seed",
+    "optimizer", "lr_schedule", "weights", "pretrained", "teacher", "elastic",
 )  # fmt: skip
 # settings that may change on resuming; changes are reported
 _CHANGEABLE = ("lr", "weight_decay", "clip", "autocast", "epochs", "steps", "freeze")
@@ -106,6 +106,7 @@ class FitSettings(ElasticChoices, frozen=True, kw_only=True, forbid_unknown_fiel
         Annotated[int, Meta(ge=2)] | None,
         Meta(description="Leave out every n-th row, for a later test."),
     ] = None
+    skip_damaged: Annotated[bool, Meta(description="Train without the images that cannot be read.")] = False
     save: bool = True
     validate: bool = True
     track: Annotated[
@@ -138,6 +139,7 @@ class FitSettings(ElasticChoices, frozen=True, kw_only=True, forbid_unknown_fiel
             extra={"metavar": "HOST:PORT"},
         ),
     ] = None
+    preprocess: Annotated[str | None, Meta(description="As in size=224x320,mean=0.5,std=0.5,crop_pct=1.")] = None
     trace: WholePath | None = None
     profile: bool = False
     live: bool = False

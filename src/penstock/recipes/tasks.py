@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,6 +13,7 @@ from torch.utils.data import Dataset
 from penstock.errors import DataError, UsageError
 from penstock.recipes.settings import FitSettings
 from penstock.train.loss_convention import LossFunction
+from penstock.zoo.data.preprocess import PREPROCESS
 from penstock.zoo.models.models import ZooModel, load_model
 from penstock.zoo.weights.fit import check_weights
 from penstock.zoo.weights.shapes import KEY
@@ -19,6 +21,8 @@ from penstock.zoo.weights.weight_files import FileWeights
 from penstock.zoo.weights.weights import JoinedWeights, TensorWeights, Weights
 
 SHARE_KEPT = 10  # every tenth row is kept for validation
+# runs a search for damaged rows on one process, and returns its result on all
+Agree = Callable[[Callable[[], list[str]]], list[str]]
 
 
 class Batches(Protocol):
@@ -57,7 +61,6 @@ class Task:
     new_tensors: Sequence[str] = field(default_factory=tuple)  # tensors that the given weights lack
     classes: Sequence[str] = ()  # names, in the order of the outputs
     metadata: Mapping[str, str] = field(default_factory=dict)  # the model's metadata, from the weights' file
-    check: Callable[[Path], None] | None = None  # of all rows, once; writes what is damaged into the folder
     notes: Sequence[str] = ()  # what the data leaves out
     save_beside: Callable[[Path], None] | None = None  # saves the configuration and tokenizer of a text model
 
@@ -93,13 +96,15 @@ def load_for(settings: FitSettings, name: str, head: Any = None) -> tuple[ZooMod
     Weights of a narrowed model are used unchanged.
     """
     path = Path(settings.weights) if settings.weights else None
-    if metadata_of(settings):
-        zoo = load_model(name, weights=path, seed=settings.seed, head=head)
+    metadata = FileWeights(path).metadata if path is not None else {}
+    load = partial(load_model, seed=settings.seed, preprocess=settings.preprocess or metadata.get(PREPROCESS))
+    if KEY in metadata:
+        zoo = load(name, weights=path, head=head)
         return zoo, zoo.weights, []
-    zoo = load_model(name, seed=settings.seed, head=head)
+    zoo = load(name, head=head)
     if settings.weights is None and not settings.pretrained:
         return zoo, zoo.weights, []
-    other = load_model(settings.model, weights=path, pretrained=settings.pretrained, seed=settings.seed)
+    other = load(settings.model, weights=path, pretrained=settings.pretrained)
     given = other.weights
     zoo = replace(zoo, class_names=other.class_names or zoo.class_names, is_random=False)
     known = given.names()

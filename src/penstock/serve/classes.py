@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from penstock.errors import DataError, RunError, UsageError
-from penstock.recipes.classify import as_input, class_scores, confidences
+from penstock.errors import DataError, RunError
+from penstock.recipes.classify import as_input, best_classes, class_scores, confidences
 from penstock.serve.admission import Admission
 from penstock.serve.metrics import Metrics
 from penstock.serve.protocol import ApiError
@@ -33,6 +33,7 @@ class ClassService:
     ) -> None:
         self.stream, self.admission, self.metrics = stream, admission, metrics
         self._zoo, self._deadline_s, self._names = zoo, deadline_s, zoo.class_names or ()
+        self._transform = zoo.pictures()
 
     def read(self, data: bytes, content_type: str) -> Tensor:
         """Decode and preprocess an image: the body itself, or the first file of a multipart form."""
@@ -40,10 +41,8 @@ class ClassService:
             data = _first_file(data, content_type)
         if not data:
             raise ApiError("image: the body is empty; send the image's bytes, or a form with a file", param="image")
-        if self._zoo.transform is None:
-            raise UsageError(f"{self._zoo.name} takes no images")
         try:
-            return self._zoo.transform(decode(data, "that was sent"))
+            return self._transform(decode(data, "that was sent"))
         except DataError as error:
             raise ApiError(str(error), param="image") from None
 
@@ -67,11 +66,7 @@ class ClassService:
             ticket.leave()
         self.metrics.ended("stop", asked_s)
         scores = confidences(self._zoo, class_scores(output))[0]
-        found = scores.topk(min(top, len(scores)))
-        return {"object": "classes", "classes": [
-            {"class": index, "name": self._names[index] if index < len(self._names) else None, "score": score}
-            for index, score in zip(found.indices.tolist(), found.values.tolist(), strict=True)
-        ]}  # fmt: skip
+        return {"object": "classes", "classes": best_classes(scores, self._names, top)}
 
 
 def _first_file(data: bytes, content_type: str) -> bytes:

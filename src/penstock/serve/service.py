@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.deploy.run_options import CutOptions, ModelCall, RunOptions, SurvivalOptions
-from penstock.errors import RunError, UsageError
+from penstock.errors import RunError
 from penstock.group.world import World
 from penstock.plan.check import read_plan
 from penstock.recipes.classify import check_head, example_call
@@ -46,6 +46,7 @@ class ServeSettings:
     certificate_key: Path | None = None
     origins: Sequence[str] = ()
     strict: bool = False
+    preprocess: str | None = None
 
 
 def serve_model(settings: ServeSettings, host: str, listener: socket.socket, world: World | None = None) -> bool:
@@ -166,12 +167,10 @@ def _texts(settings: ServeSettings, metrics: Metrics, world: World | None) -> It
 def _classes(settings: ServeSettings, metrics: Metrics, world: World | None) -> Iterator[_Opened]:
     placed = settings.placed
     with working("loading the model"):
-        zoo = load_model(placed.model, weights=placed.weights, pretrained=placed.pretrained)
-    if zoo.transform is None or zoo.task != "image":
-        raise UsageError(
-            f"{placed.model} is neither a language model nor an image classifier; give a transformers language model "
-            "with its tokenizer, or an image classification model"
+        zoo = load_model(
+            placed.model, weights=placed.weights, pretrained=placed.pretrained, preprocess=settings.preprocess
         )
+    zoo.pictures()
     check_head(zoo)
     args, kwargs = example_call(zoo, 1)
     call = ModelCall(model=zoo.module, args=args, kwargs=kwargs, weights=zoo.weights)

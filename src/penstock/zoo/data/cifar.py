@@ -112,7 +112,7 @@ def open_records(files: Sequence[RecordFile], texts: Mapping[str, bytes] | None 
         starts = range(file.offset + file.num_label_bytes, file.offset + file.num_bytes, file.record_bytes)
         places += zip(repeat(ByteRange(file.source)), starts)
     load = partial(_picture, places)
-    return ImageSet(names=names, labels=labels, classes=_classes(texts, num_classes), load=load)
+    return ImageSet(names=names, labels=labels, classes=_classes(texts, num_classes), load=load, encoded=False)
 
 
 def _labels(file: RecordFile, num_classes: int) -> list[int]:

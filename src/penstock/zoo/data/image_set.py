@@ -1,7 +1,9 @@
 """Images with names and labels, each decoded on access."""
 
+import bz2
 import gzip
 import hashlib
+import lzma
 import os
 import threading
 import warnings
@@ -31,6 +33,11 @@ SUFFIXES = {
 }  # fmt: skip
 _ORIENTATION = 0x0112  # of EXIF
 _MAX_PIXELS = 2**26
+# suffixes of compressed tar files, with the names of their compressions in tarfile
+COMPRESSED = {
+    ".tar.gz": "gz", ".tgz": "gz", ".tar.xz": "xz", ".txz": "xz", ".tar.bz2": "bz2", ".tbz2": "bz2", ".tbz": "bz2",
+}  # fmt: skip
+_OPENERS: dict[str, Callable[[Path], Any]] = {"gz": gzip.open, "xz": lzma.open, "bz2": bz2.open}
 PARTS = frozenset({"train", "training", "val", "valid", "validation", "test", "testing"})  # names of folders
 MAX_FILE_BYTES = 2**26  # limit for a stored image: an archive's header may announce any length
 
@@ -50,6 +57,7 @@ class ImageSet:
     load: Callable[[int], "Image | bytes"]
     by_folder: bool = False  # classes are the names of folders, whose order is ours
     left_out: str = ""  # files that are no images, counted by reason
+    encoded: bool = True  # each image is a file that may be damaged, not an array
 
     def __len__(self) -> int:
         return len(self.names)
@@ -96,7 +104,7 @@ class ImageSet:
         name = self.names[self._check(index)]
         try:
             return self.load(index)
-        except (OSError, EOFError, zlib.error, DataError) as problem:
+        except (OSError, EOFError, zlib.error, lzma.LZMAError, DataError) as problem:
             raise DataError(f"the image {name} cannot be read ({one_line(problem)})") from problem
 
     def _check(self, index: int) -> int:
@@ -115,10 +123,10 @@ def decode(data: bytes, name: str) -> "Image":
     """
     pillow = optional_import("PIL.Image", "vision", DataError)
     pillow.init()  # not every Pillow has AVIF and JPEG 2000
+    # of EXIF data and transparency, for each image; catch_warnings would not be safe in threads
+    warnings.filterwarnings("ignore", module=r"PIL\.")
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", pillow.DecompressionBombWarning)
-            image = pillow.open(BytesIO(data), formats=[kind for kind in SUFFIXES if kind in pillow.OPEN])
+        image = pillow.open(BytesIO(data), formats=[kind for kind in SUFFIXES if kind in pillow.OPEN])
         num_pixels = image.width * image.height
         if num_pixels <= _MAX_PIXELS:
             return _as_rgb(_upright(image))
@@ -164,7 +172,7 @@ def picture(values: "np.ndarray[Any, np.dtype[np.uint8]]", index: int) -> "Image
 
 
 class ByteRange:
-    """Reads pieces of one file, plain or compressed with gzip; safe to use from several threads.
+    """Reads pieces of one file, plain or compressed; safe to use from several threads.
 
     >>> ByteRange(Path("images.tar")).read(512, 4)  # doctest: +SKIP
     b'\\xff\\xd8\\xff\\xe0'
@@ -192,8 +200,9 @@ class ByteRange:
         with self._lock:
             if self._owner != os.getpid():  # a forked process would share the position in the file
                 self._owner = os.getpid()
-                compressed = self._path.name.lower().endswith((".gz", ".tgz"))
-                self._file = gzip.open(self._path) if compressed else self._path.open("rb")  # noqa: SIM115
+                name = self._path.name.lower()
+                kind = next((kind for suffix, kind in COMPRESSED.items() if name.endswith(suffix)), "")
+                self._file = _OPENERS[kind](self._path) if kind else self._path.open("rb")
             self._file.seek(offset)
             data: bytes = self._file.read(num_bytes)
         if len(data) != num_bytes:

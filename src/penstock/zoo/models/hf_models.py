@@ -188,19 +188,26 @@ def _model_class(name: str, config: Any, wanted: Head | None) -> Any:
     raise ModelError(f"transformers has no {what} hf:{name} ({type(config).__name__}); choose another model")
 
 
-def hf_example(name: str, config: Any, module: Any, seed: int) -> tuple[dict[str, Tensor], Task]:
+def hf_example(
+    name: str, config: Any, module: Any, seed: int, size: tuple[int, int] | None = None
+) -> tuple[dict[str, Tensor], Task]:
     """Make the keyword arguments of one forward pass of two samples, and return them with their kind.
+
+    `size` is the height and width of images, if it is not that of the configuration.
 
     >>> sorted(hf_example("gpt2", config, module, seed=0)[0])  # doctest: +SKIP
     ['attention_mask', 'input_ids']
 
-    Raises `ModelError` for a model that takes neither images, text nor sound.
+    Raises `ModelError` for a model that takes neither images, text nor sound, or images of another size.
     """
     generator = torch.Generator().manual_seed(seed)
+    if size is not None and getattr(config, "image_size", None) is not None and size != hf_image_size(config):
+        own, option = ("x".join(map(str, each)) for each in (hf_image_size(config), size))
+        raise ModelError(f"{name} takes images of {own}; for {option} give image_size={option} in MODEL")
     accepted = inspect.signature(module.forward).parameters
     main = module.main_input_name
     if main == "pixel_values":
-        return {main: _image(config, generator)}, "image"
+        return {main: _image(config, generator, size)}, "image"
     if main == "input_ids":
         example = _text(config, accepted, generator)
         if "pixel_values" in accepted and getattr(config, "vision_config", None) is not None:
@@ -234,9 +241,9 @@ def hf_image_size(config: Any) -> tuple[int, int]:
     return (int(size), int(size)) if isinstance(size, int) else (224, 224)
 
 
-def _image(config: Any, generator: torch.Generator) -> Tensor:
+def _image(config: Any, generator: torch.Generator, size: tuple[int, int] | None = None) -> Tensor:
     channels = getattr(config, "num_channels", None) or 3
-    return torch.randn(_BATCH_SIZE, channels, *hf_image_size(config), generator=generator)
+    return torch.randn(_BATCH_SIZE, channels, *(size or hf_image_size(config)), generator=generator)
 
 
 def _text(config: Any, accepted: Any, generator: torch.Generator) -> dict[str, Tensor]:

@@ -38,9 +38,12 @@ def build_timm(name: str, options: Mapping[str, object], seed: int) -> tuple[nn.
             f"a timm model's weights must be given by --weights or --pretrained; got {option}; leave it out"
         )
     try:
-        return build_on_meta(lambda: timm.create_model(name, pretrained=False, **options), seed)
+        module = build_on_meta(lambda: timm.create_model(name, pretrained=False, **options), seed)
     except Exception as problem:  # timm's builders raise any exception on invalid options
         raise ModelError(f"timm cannot build {name} with {dict(options)} ({one_line(problem)})") from problem
+    if "in_chans" in options:
+        module.__dict__["in_chans"] = options["in_chans"]  # few models record it
+    return module
 
 
 def timm_checkpoint(name: str, module: nn.Module) -> Path:
@@ -82,11 +85,13 @@ def timm_weights(name: str, module: nn.Module, path: Path, check: Callable[[Weig
         raise ModelError(f"{path} does not fit timm:{name}: {direct}") from direct
 
 
-def timm_input_size(module: nn.Module) -> tuple[int, int, int]:
-    """Return channels, height and width of the images that a timm model takes.
+def timm_input_size(module: nn.Module, wanted: tuple[int, int] | None = None) -> tuple[int, int, int]:
+    """Return channels, height and width of the images that a timm model takes, or is to take.
 
     >>> timm_input_size(build_timm("vit_tiny_patch16_224", {"img_size": 32}, seed=0)[0])
     (3, 32, 32)
+
+    Raises `ModelError` for another size than that of a model whose size is fixed.
     """
     channels, height, width = _pretrained_config(module).get("input_size") or (3, 224, 224)
     embed = getattr(module, "patch_embed", None)
@@ -95,6 +100,13 @@ def timm_input_size(module: nn.Module) -> tuple[int, int, int]:
         height, width = size
     elif isinstance(size, int):
         height = width = size
+    if wanted is not None:
+        if size is not None and wanted != (height, width):
+            option = "x".join(map(str, wanted))
+            raise ModelError(
+                f"the model takes images of {height}x{width}; for {option} give img_size={option} in MODEL"
+            )
+        height, width = wanted
     first = next((layer for layer in module.modules() if isinstance(layer, nn.Conv2d)), None)
     # the first convolution sees the image unless the model folds pixels into channels before it
     if first is not None and embed is not None and first.in_channels < 16:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from penstock.errors import ModelError
 from penstock.text import nearest
 from penstock.zoo.weights.classes import write_classes
+from penstock.zoo.weights.distributed import INDEX, StoredWeights, TensorPart, read_distributed
 from penstock.zoo.weights.pickled import Inert, read_pickled
 from penstock.zoo.weights.weight_files import save_weights, shards_of_index
 from penstock.zoo.weights.weights import TensorWeights
@@ -18,7 +20,7 @@ from penstock.zoo.weights.weights import TensorWeights
 # evaluation uses those
 _NESTINGS = (
     "model_ema", "state_dict_ema", "ema", "ema_state_dict", "model", "state_dict", "module", "model_state_dict",
-    "model_state", "net", "network", "student",
+    "model_state", "net", "network", "student", "app",
 )  # fmt: skip
 _PREFIXES = ("module.", "_orig_mod.")
 _AVERAGED = "n_averaged"  # the counter of torch's AveragedModel, next to its module
@@ -40,7 +42,9 @@ class Converted:
 
 
 def convert_checkpoint(source: Path, target: Path, key: str | None = None) -> Converted:
-    """Write the tensors of a checkpoint, or of an index of .bin shards, as one safetensors file.
+    """Write the tensors of a checkpoint as one safetensors file.
+
+    A checkpoint is a file of torch.save, an index of .bin shards, or a folder of torch.distributed.checkpoint.
 
     The weights are under `key`, or else under the first of `model_ema`, `state_dict_ema`, `ema`, `model`, `state_dict`,
     `module`, `model_state_dict` and others that exists, also nested. The prefixes `module.`, `_orig_mod.` and, below a
@@ -61,19 +65,25 @@ def convert_checkpoint(source: Path, target: Path, key: str | None = None) -> Co
         raise ModelError(f"{target} is {source} itself, which would be lost; choose another --output")
     files = shards_of_index(source) if source.name.endswith(_INDEX_SUFFIX) else [source]
     state: dict[str, Tensor] = {}
+    parts: dict[int, list[TensorPart]] | None = None
+    whole: Mapping[Any, object]
     for file in files:
-        whole = _mapping(read_pickled(file), file)
+        if (file / INDEX).is_file():
+            whole, parts = read_distributed(file)
+        else:
+            whole = _mapping(read_pickled(file), file)
         path, found = _unwrap(whole, file, key)
         tensors, dropped = _tensors(found, file, nested=bool(path))
         state |= tensors
     others = [name for name in _NESTINGS if path and name != path[0] and _is_weights(whole.get(name))]
-    num_bytes = save_weights(TensorWeights(state), target, metadata=write_classes(_class_names(whole)))
+    weights = TensorWeights(state) if parts is None else StoredWeights(state, parts)
+    num_bytes = save_weights(weights, target, metadata=write_classes(_class_names(whole)))
     return Converted(
         num_tensors=len(state), num_bytes=num_bytes, dropped=dropped, key=".".join(path), others=tuple(others)
     )
 
 
-def _mapping(value: object, source: Path) -> Mapping[object, object]:
+def _mapping(value: object, source: Path) -> Mapping[Any, object]:
     if isinstance(value, Inert):
         raise ModelError(
             f"{source} holds a pickled object, not tensors by name; where it was made, save model.state_dict() instead "
@@ -85,8 +95,8 @@ def _mapping(value: object, source: Path) -> Mapping[object, object]:
 
 
 def _unwrap(
-    value: Mapping[object, object], source: Path, chosen: str | None
-) -> tuple[list[str], Mapping[object, object]]:  # fmt: skip
+    value: Mapping[Any, object], source: Path, chosen: str | None
+) -> tuple[list[str], Mapping[Any, object]]:  # fmt: skip
     """Follow the usual nesting to the mapping that contains the tensors; return the keys on the way, too."""
     if chosen is not None and not _is_weights(value.get(chosen)):
         known = [str(key) for key, item in value.items() if _is_weights(item)]
@@ -116,7 +126,7 @@ def _is_weights(value: object) -> bool:
     return any(isinstance(value.get(key), Mapping) for key in _NESTINGS)
 
 
-def _class_names(checkpoint: Mapping[object, object]) -> list[str] | None:
+def _class_names(checkpoint: Mapping[Any, object]) -> list[str] | None:
     """Return the class names that a training script saved with its weights, in the order of the outputs, or None."""
     numbers = checkpoint.get("class_to_idx")
     if isinstance(numbers, Mapping) and sorted(numbers.values(), key=str) == sorted(range(len(numbers)), key=str):
@@ -129,7 +139,7 @@ def _class_names(checkpoint: Mapping[object, object]) -> list[str] | None:
 
 
 def _tensors(
-    state: Mapping[object, object], source: Path, *, nested: bool
+    state: Mapping[Any, object], source: Path, *, nested: bool
 ) -> tuple[dict[str, Tensor], tuple[str, ...]]:  # fmt: skip
     """Return the tensors by clean name, and the names of everything else."""
     tensors = {str(key): value for key, value in state.items() if isinstance(value, Tensor)}

@@ -112,10 +112,7 @@ def what_it_is(path: Path) -> str | None:
     """Return what a path is that is neither safetensors nor a pickled checkpoint, with what to do; None if unknown."""
     if path.is_dir():
         if (path / ".metadata").is_file():
-            return (
-                "a distributed checkpoint; run python -m torch.distributed.checkpoint.format_utils dcp_to_torch "
-                f"{path} {path.name}.pth, and convert that"
-            )
+            return f"a distributed checkpoint; convert it first: penstock convert {path} -o {path.name}.safetensors"
         return "a folder; give the file in it" + (f" {_INDEX}" if (path / _INDEX).is_file() else "")
     if _head(path).startswith(b"version https://git-lfs"):
         return "a pointer of Git LFS, not the file; run git lfs pull in its repository"

@@ -6,13 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from PIL import Image
 
 from penstock.errors import DeviceLost, RunError
-from penstock.recipes import loop, several
-from penstock.recipes.settings import SETTINGS, FitSettings
-from penstock.recipes.several import Place, Row
-from tests.cli.conftest import SMALL
+from penstock.recipes import loop
+from penstock.recipes.settings import SETTINGS
 from tests.processes import run_python
 from tests.recipes.test_fit import VIT
 
@@ -114,13 +111,7 @@ def test_a_run_that_ends_early_reports_how_to_continue(
         (["--data", "nowhere"], "nowhere not found"),
         ([], "a new run needs --data"),
         (["--data", "digits", "--optimizer", "adam"], "optimizer must be adamw or sgd; got 'adam'"),
-        (["--data", "digits", "--sweep", "x", "--compare", "data"], "--compare and --sweep starts"),
         (["--data", "digits", "--compare", "none"], "single, model, pipeline, data, both; got none"),
-        (["--data", "digits", "--memory", "1GiB"], "leave it out"),
-        (
-            ["--data", "digits", "--memory", "1GiB", "--cluster", "lab.toml"],
-            "--memory is for processes on this machine",
-        ),
         (["--data", "digits", "--compare", "data", "--trace", "x"], "--trace records one"),
         (["--data", "digits", "--weak-scaling"], "--weak-scaling requires --compare"),
         (["--data", "digits", "--schedule", "2f2b"], "'2f2b' is neither"),
@@ -130,8 +121,6 @@ def test_a_run_that_ends_early_reports_how_to_continue(
         (["--data", "digits", "--elastic", "--freeze", "0,-1"], "'0,-1'"),
         (["--data", "digits", "--elastic", "--freeze", "0,9"], "has 2 layers, so 9 cannot be frozen"),
         (["--data", "digits", "--elastic", "--trace", "x"], "leave the trace out"),
-        (["--data", "digits", "--ablation", "--compare", "data"], "--compare and --ablation starts"),
-        (["--data", "digits", "--ablation", "--trace", "x"], "--trace records one"),
     ],
 )
 def test_wrong_usage_is_one_line(arguments: list[str], said: str, penstock: Run, tmp_path: Path) -> None:
@@ -157,7 +146,7 @@ def test_ways_to_train_beside_each_other_in_processes_of_their_own(penstock: Run
         "--json",
         tmp_path / "rows.json",
     ]
-    status, out, err = penstock("train", VIT, *few, *given)
+    status, _out, err = penstock("train", VIT, *few, *given)
     assert status == 0, err
     one, two = json.loads((tmp_path / "rows.json").read_text())["rows"]
     assert [(row["name"], row["processes"], row["settings"]["batch_size"]) for row in (one, two)] == [
@@ -166,26 +155,6 @@ def test_ways_to_train_beside_each_other_in_processes_of_their_own(penstock: Run
     assert one["units_per_s"] > 0 < two["units_per_s"]
     for picture in ("training_time", "throughput"):
         assert (tmp_path / "compared" / f"{picture}.png").read_bytes().startswith(b"\x89PNG")
-    sweep = tmp_path / "sweep.toml"
-    sweep.write_text('[[settings]]\nname = "halves"\nstages = 2\n[[settings]]\nname = "too fast"\nbatch_size = 0\n')
-    assert penstock("train", VIT, *few, "--sweep", sweep, "-o", tmp_path / "swept")[0] == 2
-    sweep.write_text('[[settings]]\nname = "halves"\nstages = 2\nmicrobatches = 2\n')
-    status, out, err = penstock("train", VIT, *few, "--sweep", sweep, "-o", tmp_path / "swept")
-    assert status == 0, err
-    assert json.loads((tmp_path / "swept" / "sweep.json").read_text())["rows"][0]["processes"] == 2
-    assert "halves" in out
-
-
-def test_the_largest_batch_in_processes_of_their_own(penstock: Run, photos: Path, tmp_path: Path) -> None:
-    for index in range(4):  # eleven rows, of which one is for validation
-        Image.new("RGB", (32, 32)).save(photos / "cats" / f"more{index}.png")
-    few = ["--data", photos, "--threads", 1, "--microbatches", 8, "--find-max-batch", "-o", tmp_path / "tries"]
-    status, out, err = penstock("train", SMALL, *few, "--json", tmp_path / "tries.json")
-    assert status == 0, err
-    found = json.loads((tmp_path / "tries.json").read_text())
-    assert [row["settings"]["batch_size"] for row in found["rows"]] == [8, 16]
-    assert found["largest_batch"] == 10
-    assert "the largest batch that fits is 10" in out
 
 
 def test_an_elastic_run_and_its_report(penstock: Run, tmp_path: Path) -> None:
@@ -199,25 +168,3 @@ def test_an_elastic_run_and_its_report(penstock: Run, tmp_path: Path) -> None:
     assert status == 0
     plans = json.loads((tmp_path / "report.json").read_text())["plans"]
     assert [(plan["epoch"], plan["frozen_layers"], plan["num_layers"]) for plan in plans] == [(0, 0, 2), (1, 1, 2)]
-
-
-def test_an_ablation_is_five_rows(penstock: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[str, FitSettings]] = []
-
-    def run_nothing(runs: list[tuple[str, FitSettings]], _place: Place, tell: Callable[[Row], None]) -> list[Row]:
-        asked.extend(runs)
-        rows = [Row(name=name, settings=given, failed="no room", out_of_memory=True) for name, given in runs]
-        for row in rows:
-            tell(row)
-        return rows
-
-    monkeypatch.setattr(several, "run_all", run_nothing)
-    arguments = ["--data", "digits", "--ablation", "--elastic", "--freeze", "0,1", "--json", tmp_path / "rows.json"]
-    status, out, _ = penstock("train", VIT, *arguments, "-o", tmp_path / "run")
-    assert status == 0
-    names = ["none", "freeze", "freeze, pack, cache", "freeze, pack, replicate", "all"]
-    assert [name for name, _ in asked] == names
-    assert all(given.elastic for _, given in asked)
-    for file in (tmp_path / "rows.json", tmp_path / "run" / "ablation.json"):
-        assert [row["name"] for row in json.loads(file.read_text())["rows"]] == names
-    assert all(name in " ".join(out.split()) for name in names)

@@ -18,7 +18,7 @@ from penstock.recipes import launch, several
 from penstock.recipes.launch import fit
 from penstock.recipes.metrics import FitResult
 from penstock.recipes.settings import FitSettings
-from penstock.recipes.several import Place, Row
+from penstock.recipes.several import Row
 from penstock.spec.cluster import Cluster, Device, write_cluster
 from tests.cli.conftest import SMALL
 from tests.processes import ROOT, run_groups
@@ -128,7 +128,7 @@ def test_commands_run(guide: Path, penstock: Run, tmp_path: Path, monkeypatch: p
     (tmp_path / "measured.toml").write_text(write_cluster(Cluster(devices=tuple(devices))))  # as `hosts measure` does
     compared: list[str] = []
 
-    def run_nothing(runs: list[tuple[str, FitSettings]], _place: Place, _tell: Any) -> list[Row]:
+    def run_nothing(runs: list[tuple[str, FitSettings]], _lab: Any, _tell: Any) -> list[Row]:
         compared.extend(name for name, _ in runs)
         return [Row(name=name, settings=asked, failed="", out_of_memory=True) for name, asked in runs]
 

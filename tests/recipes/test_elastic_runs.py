@@ -1,4 +1,4 @@
-"""Elastic runs from settings: what they write, how they go on after a process was killed, and the ablation."""
+"""Elastic runs from settings: what they write and how they go on after a process was killed."""
 
 import json
 import signal
@@ -11,7 +11,6 @@ from penstock.errors import UsageError
 from penstock.recipes.data_formats import make_task
 from penstock.recipes.launch import fit
 from penstock.recipes.settings import FitSettings, elastic_options, read_settings, write_settings
-from penstock.recipes.several import ablation_runs
 from penstock.report.training.metrics import read_metrics
 from penstock.spec.cluster import Cluster, Device, write_cluster
 from penstock.spec.profile import write_profile
@@ -216,16 +215,3 @@ def test_what_cannot_be_is_said_before_anything_is_trained(
     with pytest.raises(UsageError, match=said):
         fit(elastic(tmp_path, costs).replace(**wrong))
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
-
-
-def test_the_rows_of_an_ablation(tmp_path: Path) -> None:
-    base = settings(tmp_path, elastic=True, freeze="schedule:1/3")
-    runs = dict(ablation_runs(base))
-    assert list(runs) == ["none", "freeze", "freeze, pack, cache", "freeze, pack, replicate", "all"]
-    assert all(run.elastic for run in runs.values())
-    assert [run.freeze for run in runs.values()] == ["none", *["schedule:1/3"] * 4]
-    assert {name: (run.pack, run.replicate, run.cache) for name, run in runs.items()} == {
-        "none": (False, False, False), "freeze": (False, False, False), "freeze, pack, cache": (True, False, True),
-        "freeze, pack, replicate": (True, True, False), "all": (True, True, True),
-    }  # fmt: skip
-    assert len({run.output for run in runs.values()}) == 5

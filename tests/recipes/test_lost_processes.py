@@ -145,7 +145,7 @@ def test_only_the_first_process_ends_a_run_that_outlives_others(monkeypatch: pyt
     lost, first = WorkerExit(3, -signal.SIGKILL), WorkerExit(0, 0)
 
     def watched(*exits: WorkerExit, outlives: bool) -> RunError | None:
-        return launch._watch(Ending(*exits), None, outlives=outlives)  # type: ignore[arg-type]
+        return launch._watch(Ending(*exits), outlives=outlives)  # type: ignore[arg-type]
 
     assert watched(lost, first, outlives=True) is None
     assert "rank 3" in str(watched(lost, first, outlives=False))

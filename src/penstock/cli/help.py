@@ -31,7 +31,7 @@ GROUPS = {
     "Elastic training": """
         elastic freeze pack replicate cache cache-dir cache-limit cache-dtype cache-views keep-cache
     """,
-    "Several trainings": "compare weak-scaling sweep ablation find-max-batch memory",
+    "Several trainings": "compare weak-scaling",
     "Machines": "cluster on-loss wait-for join from-profile from-cluster bind key patience",
     "Recording": "trace profile live track report pictures",
 }

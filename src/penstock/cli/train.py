@@ -1,4 +1,4 @@
-"""`penstock train`: training or fine-tuning of a model, in one mode, in several to compare, or from a table."""
+"""`penstock train`: training or fine-tuning of a model, in one mode or in several to compare."""
 
 import contextlib
 import os
@@ -20,12 +20,13 @@ from penstock.recipes.settings import SETTINGS, FitSettings, keep_settings, make
 from penstock.terminal.notes import say
 from penstock.terminal.progress import working
 from penstock.text import counted
-from penstock.units import format_bytes, format_seconds, parse_bytes
+from penstock.units import format_bytes, format_seconds
 from penstock.wire import FEEDER
 
 if TYPE_CHECKING:
+    from penstock.cluster.lab import Lab
     from penstock.recipes.metrics import FitResult
-    from penstock.recipes.several import Place, Row
+    from penstock.recipes.several import Row
 
 _SHARED = {
     "model": Annotated[str | None, get_args(opt.Model)[1]],  # with --resume that of the run
@@ -47,19 +48,11 @@ def train(
     weak_scaling: Annotated[
         bool, typer.Option("--weak-scaling", help="With --compare, a batch that grows with the processes.")
     ] = False,
-    sweep: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="TOML file with a [[settings]] table for each run.")
-    ] = None,
-    ablation: Annotated[bool, typer.Option("--ablation", help="Runs with each part of --elastic off and on.")] = False,
-    find_max_batch: Annotated[
-        bool, typer.Option("--find-max-batch", help="Search for the largest batch that fits.")
-    ] = False,
-    memory: Annotated[str | None, typer.Option(help="Memory limit of each process, as in 2GiB.")] = None,
     json: opt.JsonFile = None,
 ) -> None:
     """Train a model: in one process, in stages, in replicas, in both, with metrics and checkpoints in a folder."""
     with working("loading PyTorch", shown=_rank() == FEEDER):
-        from penstock.recipes.several import Place
+        from penstock.recipes import several  # noqa: F401 (takes seconds)
 
     opt.check_profiled(profile=given["profile"], trace=given["trace"])
     opt.bind_to(bind, cluster)
@@ -78,82 +71,47 @@ def train(
             f"--output of a run: {written.parent} holds none"
         )
     settings = make_settings(given)
-    several = {
-        "--compare": compare, "--sweep": sweep, "--ablation": ablation, "--find-max-batch": find_max_batch,
-    }  # fmt: skip
-    chosen = [name for name, on in several.items() if on]
-    _check_goes_together(settings, chosen, cluster=cluster, memory=memory)
     if weak_scaling and compare is None:
         raise UsageError("--weak-scaling requires --compare; add it, or leave --weak-scaling out")
-    if not chosen:
+    if compare is None:
         _show_one(_train_one(settings, cluster), json)
         return
+    names = [name.strip() for name in compare.split(",")]
+    _check_compared(settings)
     with contextlib.nullcontext() if cluster is None else lab_session(read_lab(cluster)) as lab:
-        place = Place(lab=lab, memory_bytes=parse_bytes(memory) if memory else None)
-        _several(settings, place, compare, sweep, json, ablation=ablation, weak_scaling=weak_scaling)
+        _compare(settings, names, lab, json, weak_scaling=weak_scaling)
 
 
-def _check_goes_together(settings: FitSettings, chosen: list[str], *, cluster: Path | None, memory: str | None) -> None:
-    """Check that options that start several runs do not conflict with others; raises `UsageError`."""
+def _check_compared(settings: FitSettings) -> None:
+    """Check that no option conflicts with the start of several runs; raises `UsageError`."""
     from penstock.group.entry import under_torchrun
 
-    if len(chosen) > 1 or (chosen and under_torchrun()):
-        raise UsageError(f"{' and '.join(chosen)} starts its processes itself; use one of them, without torchrun")
-    if settings.plan is not None and chosen and chosen != ["--sweep"]:
-        raise UsageError(f"{chosen[0]} chooses stages, replicas and batches itself; leave --plan out")
-    if chosen and settings.trace is not None:
-        raise UsageError(f"{chosen[0]} starts several runs and --trace records one; leave one of them out")
-    if memory is not None and cluster is not None:
-        raise UsageError("--memory is for processes on this machine; set the memory of a lab's hosts in the lab file")
-    if memory is not None and not chosen:
-        raise UsageError("--memory is for --compare, --sweep, --ablation and --find-max-batch; leave it out")
+    if under_torchrun():
+        raise UsageError("--compare starts its processes itself; use it without torchrun")
+    if settings.plan is not None:
+        raise UsageError("--compare chooses stages, replicas and batches itself; leave --plan out")
+    if settings.trace is not None:
+        raise UsageError("--compare starts several runs and --trace records one; leave one of them out")
 
 
-def _several(
-    settings: FitSettings, place: "Place", compare: str | None, sweep: Path | None, json: Path | None, *,
-    ablation: bool, weak_scaling: bool,
-) -> None:  # fmt: skip
-    """Run several training runs, and print a table of them."""
-    from penstock.recipes.launch import available_memory
-    from penstock.recipes.several import (
-        Place,
-        Row,
-        ablation_runs,
-        draw_comparison,
-        find_largest_batch,
-        mode_runs,
-        read_sweep,
-        run_all,
-    )
+def _compare(
+    settings: FitSettings, names: list[str], lab: "Lab | None", json: Path | None, *, weak_scaling: bool
+) -> None:
+    """Train in several ways, and print a table of them."""
+    from penstock.recipes.several import Row, draw_comparison, mode_runs, run_all
 
     console = opt.make_console()
 
     def tell(row: Row) -> None:
         console.print(f"{row.name}: {row.failed or 'done'}", markup=False)
 
-    if compare is None and sweep is None and not ablation:
-        if place.lab is None and place.memory_bytes is None:
-            place = Place(memory_bytes=available_memory() // settings.num_processes)
-        size, rows = find_largest_batch(settings, place, tell)
-        console.print(f"the largest batch that fits is {size}")
-        opt.write_json(json, {"largest_batch": size, "rows": [row.document() for row in rows]})
-        return
-    if compare is not None:
-        names = [name.strip() for name in compare.split(",")]
-        runs = mode_runs(names, settings, available_cores(), weak_scaling=weak_scaling)
-    elif ablation:
-        runs = ablation_runs(settings)
-    else:
-        runs = read_sweep(sweep or Path(), settings)
-    rows = run_all(runs, place, tell)
+    runs = mode_runs(names, settings, available_cores(), weak_scaling=weak_scaling)
+    rows = run_all(runs, lab, tell)
     console.print(_table(rows))
-    name = "compare" if compare is not None else "ablation" if ablation else "sweep"
     document = {"rows": [row.document() for row in rows]}
-    settings.folder.mkdir(parents=True, exist_ok=True)  # with a sweep, all runs may be in other folders
-    opt.write_json(settings.folder / f"{name}.json", document)
+    opt.write_json(settings.folder / "compare.json", document)
     opt.write_json(json, document)
-    if compare is not None or ablation:
-        console.print(f"figures: {', '.join(str(path) for path in draw_comparison(rows, settings.folder))}")
+    console.print(f"figures: {', '.join(str(path) for path in draw_comparison(rows, settings.folder))}")
     failed = [row for row in rows if row.failed is not None and not row.out_of_memory]
     if failed:
         raise RunError(f"{len(failed)} of {len(rows)} runs failed, the first one: {failed[0].name}: {failed[0].failed}")

@@ -16,12 +16,11 @@ from penstock.files import written_whole
 from penstock.group.addresses import BIND, free_port
 from penstock.group.entry import meeting_place, under_torchrun
 from penstock.group.launcher import LocalWorkers, WorkerExit, module_command, module_path
-from penstock.memory import available_bytes, is_out_of_memory, num_killed, resident_bytes
+from penstock.memory import is_out_of_memory, num_killed
 from penstock.recipes.loop import fit_here
 from penstock.recipes.metrics import FitResult, check_new, sole_run
 from penstock.recipes.settings import FitSettings, num_processes, plan_of, write_settings
 from penstock.spec.plan import Plan
-from penstock.units import format_bytes
 from penstock.wire import FEEDER
 
 WORKER = "penstock.recipes.training_worker"
@@ -62,10 +61,8 @@ def _check_enough(settings: FitSettings, num_started: int) -> None:
         )
 
 
-def fit_apart(settings: FitSettings, *, lab: Lab | None = None, memory_bytes: int | None = None) -> FitResult:
+def fit_apart(settings: FitSettings, *, lab: Lab | None = None) -> FitResult:
     """Train in separate processes, which have exited when this returns.
-
-    Processes on this machine that use more than `memory_bytes` are killed.
 
     Raises as `fit` does, and `OutOfMemory` naming the process or host that ran out of memory.
     """
@@ -83,10 +80,7 @@ def fit_apart(settings: FitSettings, *, lab: Lab | None = None, memory_bytes: in
             ) from None
         problem: RunError | None = None
         try:
-            if lab is None:
-                problem = _run_local(settings, plan, file, memory_bytes)
-            else:
-                problem = _run_in_lab(settings, plan, file, lab)
+            problem = _run_local(settings, plan, file) if lab is None else _run_in_lab(settings, plan, file, lab)
         finally:
             file.unlink(missing_ok=True)
         return _read_result(result, problem)
@@ -126,7 +120,7 @@ def _read_result(path: Path, problem: RunError | None) -> FitResult:
     raise problem or RunError("the first process exited without a result; its output above has the reason")
 
 
-def _run_local(settings: FitSettings, plan: Plan | None, file: Path, memory_bytes: int | None) -> RunError | None:
+def _run_local(settings: FitSettings, plan: Plan | None, file: Path) -> RunError | None:
     """Run on this machine; return the error that this process observed, if any."""
     count = num_processes(settings, plan)
     address, folder = meeting_place()
@@ -141,14 +135,14 @@ def _run_local(settings: FitSettings, plan: Plan | None, file: Path, memory_byte
         arguments[rank] += ["--host", name]  # processes here represent the plan's devices, in order
     workers = LocalWorkers(WORKER, arguments, env)
     try:
-        return _watch(workers, memory_bytes, outlives=settings.on_loss != "stop")
+        return _watch(workers, outlives=settings.on_loss != "stop")
     finally:
         workers.stop(0.0)
         if folder is not None:
             folder.close()
 
 
-def _watch(workers: LocalWorkers, memory_bytes: int | None, *, outlives: bool) -> RunError | None:
+def _watch(workers: LocalWorkers, *, outlives: bool) -> RunError | None:
     """Wait for all processes to exit; if the run `outlives` lost processes, only the first one's exit ends the run."""
     running = dict(enumerate(workers.pids))
     killed_before = num_killed()
@@ -163,11 +157,6 @@ def _watch(workers: LocalWorkers, memory_bytes: int | None, *, outlives: bool) -
                 problem = problem or explain_exit(exit_, killed_before)
             if exit_.status or outlives:
                 deadline = min(deadline, time.monotonic() + _GRACE_S)
-        for rank, pid in running.items():
-            used = resident_bytes(pid) or 0
-            if memory_bytes is not None and used > memory_bytes:
-                held, allowed = format_bytes(used), format_bytes(memory_bytes)
-                return OutOfMemory(f"rank {rank} is out of memory: it holds {held}, but the limit is {allowed}")
     return problem
 
 
@@ -179,14 +168,6 @@ def explain_exit(exit_: WorkerExit, killed_before: int | None) -> RunError:
     if killed is None or killed_before is None or killed > killed_before:
         return OutOfMemory(f"rank {exit_.index} was killed because memory ran out; use a smaller batch or more stages")
     return RunError(f"rank {exit_.index} was killed by signal {signal.SIGKILL:d}")
-
-
-def available_memory() -> int:
-    """Return the available memory of this machine; raises `UsageError` if the system does not report it."""
-    available = available_bytes()
-    if available is None:
-        raise UsageError("this system does not report its available memory; give --memory")
-    return available
 
 
 def _run_in_lab(settings: FitSettings, plan: Plan | None, file: Path, lab: Lab) -> RunError | None:

@@ -1,25 +1,22 @@
-"""Several training runs in separate processes: sweeps, comparison of modes, search for the largest batch; figures.
+"""Comparison of ways to train, each in separate processes; figures.
 
 A run that fails becomes a row with its error; the other runs continue.
 """
 
-from codecs import BOM_UTF8
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from penstock.cluster.lab import Lab
-from penstock.errors import ClusterError, OutOfMemory, PenstockError, RunError, UsageError
+from penstock.errors import ClusterError, OutOfMemory, PenstockError, UsageError
 from penstock.recipes.launch import fit_apart
 from penstock.recipes.metrics import FitResult
-from penstock.recipes.settings import FitSettings, make_settings
+from penstock.recipes.settings import FitSettings
 from penstock.zoo.optional import optional_import
 
 MODES = ("single", "model", "pipeline", "data", "both")
-_STEPS = 2  # steps per trial of a batch size: in the second, the optimizer's state exists
 _COLOR = "#3b6ea5"
 
 
@@ -46,18 +43,10 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where runs take place: on this machine, with an optional memory limit per process, or in a lab."""
-
-    lab: Lab | None = None
-    memory_bytes: int | None = None
-
-
-def run_row(name: str, settings: FitSettings, place: Place) -> Row:
+def run_row(name: str, settings: FitSettings, lab: Lab | None) -> Row:
     """Train once in separate processes; returns a row for every error except wrong usage of the lab."""
     try:
-        result = fit_apart(settings, lab=place.lab, memory_bytes=place.memory_bytes)
+        result = fit_apart(settings, lab=lab)
     except ClusterError:
         raise
     except PenstockError as error:
@@ -66,39 +55,14 @@ def run_row(name: str, settings: FitSettings, place: Place) -> Row:
 
 
 def run_all(
-    runs: Sequence[tuple[str, FitSettings]], place: Place, tell: Callable[[Row], None] = lambda _row: None
+    runs: Sequence[tuple[str, FitSettings]], lab: Lab | None, tell: Callable[[Row], None] = lambda _row: None
 ) -> list[Row]:
-    """Train with all settings, one after the other."""
+    """Train with all settings, one after the other, on this machine or in a lab."""
     rows = []
     for name, settings in runs:
-        rows.append(run_row(name, settings, place))
+        rows.append(run_row(name, settings, lab))
         tell(rows[-1])
     return rows
-
-
-def read_sweep(path: Path, base: FitSettings) -> list[tuple[str, FitSettings]]:
-    """Read a table of settings, each with changes to the base settings.
-
-    [[settings]]
-    name = "large batches"
-    batch_size = 256
-
-    Raises `UsageError` if the file cannot be read, or has no or invalid settings.
-    """
-    try:
-        document = msgspec.toml.decode(path.read_bytes().removeprefix(BOM_UTF8))
-    except (OSError, msgspec.DecodeError) as error:
-        raise UsageError(f"{path} cannot be read as TOML ({error}); give a file of [[settings]] tables") from None
-    tables = document.get("settings")
-    whole = isinstance(tables, list) and tables and all(isinstance(table, dict) for table in tables)
-    if not whole or set(document) != {"settings"}:
-        raise UsageError(f"settings not found in {path}; write [[settings]] tables, each with its changes")
-    runs: list[tuple[str, FitSettings]] = []
-    for index, table in enumerate(tables):
-        name = str(table.pop("name", f"row {index + 1}"))
-        folder = str(base.folder / f"{index + 1:02}")
-        runs.append((name, make_settings({**msgspec.to_builtins(base), "output": folder, **table})))
-    return runs
 
 
 def mode_runs(
@@ -130,69 +94,6 @@ def mode_runs(
         runs = {name: run.replace(batch_size=run.batch_size * run.num_processes) for name, run in runs.items()}
     threads = base.threads or max(1, cores // max(settings.num_processes for settings in runs.values()))
     return [(name, settings.replace(threads=threads)) for name, settings in runs.items()]
-
-
-def ablation_runs(base: FitSettings) -> list[tuple[str, FitSettings]]:
-    """Return settings that isolate the parts of elastic training; all except the first freeze the same layers.
-
-    none: the initial placement. freeze: no migration. pack + cache: one pipeline, on the fastest number of devices,
-    that reads cached outputs of frozen layers. pack + replicate: also more pipelines, without a cache. all: all parts.
-    """
-    off = {"pack": False, "replicate": False, "cache": False}
-    changes: dict[str, dict[str, Any]] = {
-        "none": {"freeze": "none", **off},
-        "freeze": off,
-        "freeze, pack, cache": {"replicate": False},
-        "freeze, pack, replicate": {"cache": False},
-        "all": {},
-    }
-    return [
-        (name, base.replace(elastic=True, output=str(base.folder / name.replace(", ", "-")), **change))
-        for name, change in changes.items()
-    ]
-
-
-def find_largest_batch(
-    settings: FitSettings, place: Place, tell: Callable[[Row], None] = lambda _row: None
-) -> tuple[int, list[Row]]:
-    """Double the batch until it no longer fits, then bisect; return the size and every trial.
-
-    Each trial runs two steps in separate processes. The result is exact to one sixteenth, and at most the number of
-    rows of the data.
-
-    Raises `RunError` if a trial fails for a reason other than memory, or if the smallest batch does not fit.
-    """
-    rows: list[Row] = []
-    tried: list[int] = []  # actual sizes of batches
-    smallest = (settings.replicas or 1) * (settings.microbatches or 1)
-
-    def fits(size: int) -> bool:
-        asked = settings.replace(
-            batch_size=size, steps=_STEPS, validate=False, save=False, resume=False, num_rows=None,
-            output=str(settings.folder / f"batch-{size}"),
-        )  # fmt: skip
-        row = run_row(f"batch {size}", asked, place)
-        rows.append(row)
-        tell(row)
-        if row.failed is not None and not row.out_of_memory:
-            raise RunError(f"a batch of {size} failed for a reason other than memory: {row.failed}")
-        if row.result is None:
-            return False
-        tried.append(max(epoch.batch_rows for epoch in row.result.epochs))
-        peak = max(max(epoch.peak_memory_bytes) for epoch in row.result.epochs)
-        return place.memory_bytes is None or peak <= place.memory_bytes
-
-    if not fits(smallest):
-        raise RunError(f"not even a batch of {smallest} fits; use more stages, or --checkpointing")
-    good, bad = smallest, 2 * smallest
-    while fits(bad):
-        good, bad = bad, 2 * bad
-        if tried[-1] < good:
-            return tried[-1], rows
-    while bad - good > max(1, good // 16):
-        middle = (good + bad) // 2
-        good, bad = (middle, bad) if fits(middle) else (good, middle)
-    return good, rows
 
 
 def draw_comparison(rows: Sequence[Row], folder: Path) -> list[Path]:

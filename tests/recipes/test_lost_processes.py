@@ -31,7 +31,8 @@ SCRIPT = (
     + """
 settings = FitSettings(
     model=MODEL, data="digits",
-    stages=2, replicas=2, threads=1, batch_size=64, num_rows=600, steps=24, checkpoint_every=5, on_loss="wait",
+    stages=2, replicas=2, threads=1, batch_size=64, num_rows=600, steps=24, lr=1e-2, checkpoint_every=5,
+    on_loss="wait",
     output=str(folder / "run"),
 )
 updates, update = [], _Fit._update

@@ -18,7 +18,7 @@ def test_from_a_run_to_its_page(penstock: Run, photos: Path, tmp_path: Path) -> 
     run, file = tmp_path / "run", tmp_path / "report.json"
     arguments = ["--images", photos, "-o", tmp_path / "p.csv", "--stages", 2, "--threads", 1, "--trace", run]
     assert penstock("infer", SMALL, *arguments)[0] == 0
-    status, out, _ = penstock("report", run, "--no-pictures", "--json", file)
+    status, out, _ = penstock("report", run, "--json", file)
     assert status == 0
     assert "2.00)" in out.splitlines()[0]
     result = json.loads(file.read_text())

@@ -27,7 +27,7 @@ def test_a_run_on_the_command_line(penstock: Run, tmp_path: Path) -> None:
     status, out, err = penstock("train", VIT, *arguments[:-4], "--resume")
     assert (status, err, out.count("\n")) == (0, "", 1)
     assert f"{tmp_path / 'run'} is finished" in out
-    status, out, _ = penstock("report", tmp_path / "trace", "--no-pictures")
+    status, out, _ = penstock("report", tmp_path / "trace")
     assert status == 0
     assert "synchronization" in out
 
@@ -164,7 +164,7 @@ def test_an_elastic_run_and_its_report(penstock: Run, tmp_path: Path) -> None:
     assert status == 0, err
     assert "give a profile" in err
     assert "model, checkpoints and metrics are in" in out
-    status, out, _ = penstock("report", tmp_path / "run", "--no-pictures", "--json", tmp_path / "report.json")
+    status, out, _ = penstock("report", tmp_path / "run", "--json", tmp_path / "report.json")
     assert status == 0
     plans = json.loads((tmp_path / "report.json").read_text())["plans"]
     assert [(plan["epoch"], plan["frozen_layers"], plan["num_layers"]) for plan in plans] == [(0, 0, 2), (1, 1, 2)]

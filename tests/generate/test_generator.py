@@ -341,7 +341,7 @@ def test_a_trace_has_every_microbatch_and_request(model: Any, tmp_path: Path) ->
         assert len(each.came_s) == 20
         assert each.asked_s <= each.came_s[0] <= each.came_s[-1] <= facts.total_s + 1.0
     assert len(found.cache_bytes) == 2
-    report = write_report(tmp_path, pictures=False)
+    report = write_report(tmp_path)
     tables = (tmp_path / "tables.md").read_text()
     assert "| requests | 3 |" in tables
     assert f"{found.num_right} of {found.num_guesses}" in tables

@@ -105,4 +105,4 @@ def test_bits_alone_are_those_in_company(runtime: str, tmp_path: Path) -> None:
     facts = read_run(tmp_path).facts
     assert facts.generation is not None
     assert facts.num_microbatches == len(facts.generation.microbatches)  # without those that were tried
-    write_report(tmp_path, pictures=False)
+    write_report(tmp_path)

@@ -26,7 +26,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Report]:
 def test_files_and_tables(made: tuple[Path, Report]) -> None:
     folder, report = made
     names = {file.name for file in report.files}
-    assert names >= {"report.html", "trace.json", "tables.md", "account.csv", "links.csv", "timeline.svg", "loads.png"}
+    assert names >= {"report.html", "trace.json", "tables.md", "account.csv", "links.csv"}
     assert all(file.stat().st_size > 20 for file in report.files)
     rows = [line.split(",") for line in (folder / "account.csv").read_text().splitlines()]
     times = {row[0]: float(row[1]) for row in rows[1:]}
@@ -73,7 +73,7 @@ def test_it_draws_every_figure_and_asks_for_nothing(page: Any) -> None:
 def test_what_to_do_is_there_if_something_is(made: tuple[Path, Report], tmp_path: Path) -> None:
     run = streamed(num=60, wire_s=0.05)  # which the planner does not understand
     write_run(tmp_path, run.facts, list(run.processes))
-    assert len(write_report(tmp_path, pictures=False).advice) == 2
+    assert len(write_report(tmp_path).advice) == 2
     found = [(folder / "report.html").read_text(encoding="utf-8") for folder in (made[0], tmp_path)]
     assert ['<section id="advice"' in page for page in found] == [True, False]
     assert "not worth trying" in found[1]

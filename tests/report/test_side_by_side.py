@@ -38,7 +38,7 @@ def test_pipelines_side_by_side_are_one_run(devices: int, pipelines: int, tmp_pa
     assert sum(stage.share for stage in stream.stages) == pytest.approx(devices)
     account = make_account(run, stream)
     assert account.num_times - sum(line.times for line in account.lines) == pytest.approx(account.speedup)
-    report = write_report(tmp_path, pictures=False)
+    report = write_report(tmp_path)
     assert report.account.speedup == pytest.approx(account.speedup)
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     arrows = [event for event in events if event["ph"] == "s"]

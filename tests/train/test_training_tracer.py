@@ -92,7 +92,7 @@ def test_replicas_and_their_sums(tmp_path: Path) -> None:
     sums = [s for s in run.spans if s.name == "sum"]
     assert len(sums) == 2 * STEPS
     assert {s.num_bytes for s in sums} == {4 * 4 * (WIDTH * WIDTH + WIDTH)}
-    report = write_report(tmp_path, pictures=False)
+    report = write_report(tmp_path)
     assert "schedule 1f1b" in report.lead[0]
     assert report.account.num_times == pytest.approx(2.0)
     assert abs(report.account.times("remainder")) < 0.5

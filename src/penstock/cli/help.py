@@ -33,7 +33,7 @@ GROUPS = {
     """,
     "Several trainings": "compare weak-scaling",
     "Machines": "cluster on-loss wait-for join from-profile from-cluster bind key patience",
-    "Recording": "trace profile live track report pictures",
+    "Recording": "trace profile live track report",
 }
 _GROUP_OF = {f"--{name}": title for title, names in GROUPS.items() for name in names.split()}
 _VALUES = {"int": "N", "float": "X", "str": "TEXT", "list": "TEXT", "path": "PATH"}

@@ -26,10 +26,9 @@ def report(
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Page of several runs.  [default: beside.html]")
     ] = None,
-    pictures: Annotated[bool, typer.Option(help="PNG and SVG files of the figures.")] = True,
     json: JsonFile = None,
 ) -> None:
-    """Write a run's page, tables and pictures, and print where its time went or how it learned; or compare runs."""
+    """Write a run's page and tables, and print where its time went or how it learned; or compare runs."""
     console = make_console()
     if len(runs) > 1:
         _beside(runs, output or Path("beside.html"), json)
@@ -38,7 +37,7 @@ def report(
         raise UsageError("--output is for several runs; the page of a single run is in the run's folder; leave it out")
     (run,) = runs
     with working("reading the run"):
-        made = write_any_report(run, pictures=pictures)
+        made = write_any_report(run)
     for line in made.lead:
         console.print(line, markup=False, soft_wrap=True)
     result: dict[str, Any] = {

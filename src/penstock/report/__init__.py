@@ -1,1 +1,1 @@
-"""Reports of recorded runs: a merged trace, the account of lost time, tables, pictures, a page."""
+"""Reports of recorded runs: a merged trace, the account of lost time, tables, a page."""

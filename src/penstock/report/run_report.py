@@ -1,4 +1,4 @@
-"""The report of a run's folder: page, trace, tables, pictures."""
+"""The report of a run's folder: page, trace, tables."""
 
 import os
 from collections.abc import Sequence
@@ -13,7 +13,6 @@ from penstock.report.page.figures import Figure, loads, memory, throughput, time
 from penstock.report.page.generation_tables import generation_tables
 from penstock.report.page.learning_figures import learning_figure, learning_lines
 from penstock.report.page.page import Text, make_page
-from penstock.report.page.pictures import Picture, draw_pictures, stream_picture
 from penstock.report.page.plan_figures import plans_figure, plans_lines
 from penstock.report.page.tables import (
     Table,
@@ -26,7 +25,7 @@ from penstock.report.page.tables import (
     predicted_loads,
     stage_table,
 )
-from penstock.report.page.training_figures import training_figures, training_picture, training_tables
+from penstock.report.page.training_figures import training_figures, training_tables
 from penstock.report.stream.account import Account, make_account, shape_of
 from penstock.report.stream.advice import Advice, advise, advise_memory
 from penstock.report.stream.measured import measure_stream
@@ -57,7 +56,7 @@ class TrainingReport:
     plans: tuple[PlanLine, ...]
 
 
-def write_any_report(folder: str | os.PathLike[str], *, pictures: bool = True) -> Report | TrainingReport:
+def write_any_report(folder: str | os.PathLike[str]) -> Report | TrainingReport:
     """Write the report of a traced run, or of a training run's metrics if there is no trace.
 
     Example:
@@ -67,13 +66,13 @@ def write_any_report(folder: str | os.PathLike[str], *, pictures: bool = True) -
     """
     place = Path(folder)
     metrics = None if (place / RUN_FILE).is_file() else read_metrics(place)
-    return write_report(place, pictures=pictures) if metrics is None else write_training_report(place, metrics)
+    return write_report(place) if metrics is None else write_training_report(place, metrics)
 
 
-def write_report(folder: str | os.PathLike[str], *, pictures: bool = True) -> Report:
+def write_report(folder: str | os.PathLike[str]) -> Report:
     """Read a run's folder and write its report into it.
 
-    Writes `report.html`, `trace.json` for Perfetto, `tables.md`, a CSV file for each table, and pictures.
+    Writes `report.html`, `trace.json` for Perfetto, `tables.md` and a CSV file for each table.
 
     Example:
         write_report("runs/one").account.speedup
@@ -102,7 +101,6 @@ def write_report(folder: str | os.PathLike[str], *, pictures: bool = True) -> Re
         write_chrome_trace(run, files[-1])
     except OSError as error:
         raise _not_written(place, error) from None
-    files += draw_pictures(place, found.account, found.picture) if pictures else []
     return Report(found.account, tuple(lead), (*advice.known, *to_do), tuple(files), metrics.plans if metrics else ())
 
 
@@ -152,7 +150,6 @@ class Contents:
     advice: Advice
     figures: Sequence[Figure | None]
     tables: Sequence[Table]
-    picture: Picture
 
 
 def stream_contents(run: Run) -> Contents:
@@ -170,7 +167,6 @@ def stream_contents(run: Run) -> Contents:
                  throughput(run), memory(run)],
         tables=[*generation_tables(run), link_table(run, stream), plan_table(run, stream), clock_table(run),
                 environment_table(run)],
-        picture=stream_picture(stream),
     )  # fmt: skip
 
 
@@ -189,7 +185,6 @@ def training_contents(run: Run) -> Contents:
         title=f"Training {facts.model} in {each}{counted(len(facts.cuts) + 1, 'stage')}", account=account,
         lead=lead_lines(account, done), advice=advise_training(run, training, account),
         figures=training_figures(run, training, account), tables=training_tables(run, training),
-        picture=training_picture(run, training),
     )  # fmt: skip
 
 

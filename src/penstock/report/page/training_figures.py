@@ -1,7 +1,6 @@
 """Figures and tables of a training run's page: all actions of all steps, and each device's seconds by activity."""
 
 import statistics
-from collections.abc import Sequence
 
 from penstock.report.page.figures import (
     COMPUTING,
@@ -21,7 +20,6 @@ from penstock.report.page.figures import (
     waterfall,
 )
 from penstock.report.page.figures import memory as memory_figure
-from penstock.report.page.pictures import Bar, Picture
 from penstock.report.page.tables import Cell, Table, account_table, clock_table, environment_table, memory_of
 from penstock.report.stream.account import Account
 from penstock.report.training.steps import Done, MeasuredTraining, Part
@@ -223,20 +221,3 @@ def link_table(training: MeasuredTraining) -> Table:
             rows.append((process.device, f"all-reduces of gradients, {format_bytes(per_step)} per step",
                          format_seconds(statistics.median(s.seconds for s in all_reduces))))  # fmt: skip
     return Table("links", "The links", ("link", "what", "under way"), tuple(rows))
-
-
-def training_picture(run: Run, training: MeasuredTraining) -> Picture:
-    """Return the content of the pictures: the first measured step."""
-    step = training.steps[0]
-    origin_s = min((d.asked_s for part in step.parts.values() for d in part.done), default=0.0)
-    held = [(rank, stage) for replica in training.replicas for stage, rank in enumerate(replica)]
-    bars = [
-        Bar(held.index((rank, done.stage)), done.begin_s - origin_s, done.compute_s, done.label,
-            PALETTE[done.microbatch % len(PALETTE)], done.kind != "F")
-        for rank, part in step.parts.items() for done in part.done
-    ]  # fmt: skip
-    shares = [device_shares(training, rank) for rank in training.processes]
-    parts = [(name, color, [own[at] for own in shares]) for at, (name, color) in enumerate(_SHARES)]
-    names = [_row(run, training, rank, stage).partition("<br>")[0] for rank, stage in held]
-    devices: Sequence[str] = [run.facts.devices[rank] for rank in training.processes]
-    return Picture(names, bars, devices, parts, "ms per step")

@@ -26,8 +26,8 @@ _LEAVE_OUT = re.compile(r"\bleave\b[^.;]{0,90}?\bout\b")
 
 # lines and files of each room
 ROOMS: dict[str, tuple[int, int]] = {
-    "bench": (677, 6),
-    "cli": (2964, 25),  # +39: paths at home, preparation of images
+    "bench": (711, 6),
+    "cli": (2967, 25),  # +39: paths at home, preparation of images
     "cluster": (3103, 24),
     "compress": (984, 7),
     "deploy": (2013, 15),
@@ -76,9 +76,9 @@ OPTIONS = {
 }
 
 TOTALS = {
-    "lines of src": 63707,  # +4,874: silent faults of scripts, text, folders and files; own classifiers
+    "lines of src": 63744,  # +4,874: silent faults of scripts, text, folders and files; own classifiers
     "files of src": 443,  # +29
-    "lines of tests": 41390,  # +4,848: silent faults of scripts, text, folders and files; own classifiers
+    "lines of tests": 41411,  # +4,848: silent faults of scripts, text, folders and files; own classifiers
     "lines of benchmarks": 8384,  # +150: every decoder of transformers
     "keyword arguments of Pipeline": 26,
     "public names": 12,

@@ -19,7 +19,7 @@ def test_replicas_are_a_row_with_the_same_numbers() -> None:
         comparison = Comparison(
             load_model(SMALL), world, BenchOptions(num_images=12, passes=1, threads=1), max_stages=2
         )
-        comparison.serial()
+        first = comparison.serial()
         row = comparison.replicas(2)
         world.dismiss()
     finally:
@@ -29,6 +29,9 @@ def test_replicas_are_a_row_with_the_same_numbers() -> None:
     assert [stage["stage"] for stage in row["per_stage"]] == [0, 0]
     assert len({stage["device"] for stage in row["per_stage"]}) == 2
     assert row["efficiency"] > 0
+    # the serial row's rate is taken to the speed that the machine had around this row
+    assert row["speedup"] == pytest.approx(row["images_per_second"] / row["serial_images_per_second"])
+    assert row["serial_images_per_second"] == pytest.approx((1 + row["drift"]) * first["images_per_second"])
 
 
 class TwoRowsPerSecond:

@@ -1,8 +1,11 @@
 """Inputs whose results are known, and how results are held against them."""
 
+import re
+
+import pytest
 import torch
 
-from penstock.bench.samples import Difference, Samples
+from penstock.bench.samples import Difference, Samples, doubt_of
 from penstock.graph.capture import capture
 from penstock.zoo.models.models import load_model
 from tests.cli.conftest import SMALL
@@ -37,3 +40,18 @@ def test_agreement_is_of_rows_of_scores() -> None:
     assert difference.top1_agreement is None
     difference.add(0, [torch.tensor([[1.0, 1.5], [2.0, 3.0]])])
     assert difference.top1_agreement == 0.5
+
+
+@pytest.mark.parametrize(
+    ("row", "doubt"),
+    [
+        ({"drift": 0.05, "efficiency": 0.98}, "^$"),
+        ({"drift": -0.5, "efficiency": 0.98}, "50% slower around this row"),
+        ({"drift": 0.3, "efficiency": None}, "30% faster around this row"),
+        ({"drift": 0.0, "efficiency": 6.5}, r"efficiency of 6\.50 is more"),
+        ({"drift": 0.0, "efficiency": 6.5, "runtime": "onnxruntime"}, "^$"),  # its references run on eager
+        ({}, "^$"),
+    ],
+)
+def test_figures_beyond_what_devices_can_do_are_doubted(row: dict[str, object], doubt: str) -> None:
+    assert re.search(doubt, doubt_of({"runtime": "eager", **row}, "eager"))

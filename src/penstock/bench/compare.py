@@ -66,7 +66,11 @@ class Comparison:
             threads=self._threads, computes_on=options.device,
         )  # fmt: skip
         self._ceilings = self._limited_by(self._whole)
-        self._serial_images_per_s = 0.0
+        # one device before and after each row: the machine's speed drifts, and other work comes and goes
+        self._alone = Ceilings(
+            self._whole, world.devices[:1], num_microbatches=max(4, self._num_microbatches // 8), rows=self._rows
+        )
+        self._serial_images_per_s = self._alone_at_first = 0.0
         self._peers: dict[int, float] = {}
         self._num_serial = max(1, (options.serial_images or options.num_images * options.passes) // self._rows)
 
@@ -102,6 +106,7 @@ class Comparison:
             self._samples.expect(outputs)
             rates.append(self._num_serial * self._rows / seconds[0])
         self._serial_images_per_s = sum(rates) / len(rates)
+        (self._alone_at_first,) = self._alone.before(1)
         return {
             "mode": "serial", "stages": 1, "policy": None, "runtime": EAGER.name, "cuts": [],
             "images_per_second": self._serial_images_per_s, "speedup": 1.0, "bit_equal": True,
@@ -186,11 +191,12 @@ class Comparison:
         )  # fmt: skip
         transport = self._world.transport
         others = [rank for rank in ranks if rank != self._world.rank]
-        for rank in others:
-            send_bytes(transport, write_document(settings.document()), rank)
-        seconds = do_peer(self._world, settings, self._zoo.name, self._options.seed)
-        for rank in others:
-            seconds = float(json.loads(receive_bytes(transport, rank, limit=WORD_BYTES)))
+        with self._alone.around(1) as alone:
+            for rank in others:
+                send_bytes(transport, write_document(settings.document()), rank)
+            seconds = do_peer(self._world, settings, self._zoo.name, self._options.seed)
+            for rank in others:
+                seconds = float(json.loads(receive_bytes(transport, rank, limit=WORD_BYTES)))
         if seconds is None:
             raise RunError("no device took part in the peer's run")
         self._ceilings.forget()
@@ -198,7 +204,7 @@ class Comparison:
         return {
             "mode": "peer", "stages": stages, "policy": "best blocks", "runtime": EAGER.name,
             "cuts": [f"{name}:before" for name in modules],
-            "images_per_second": rate, "speedup": rate / self._serial_images_per_s, "bit_equal": None,
+            "images_per_second": rate, "speedup": rate / self._serial_around(alone), "bit_equal": None,
             "max_abs_difference": None, "fill_s": None, "efficiency": None, "ceiling_images_per_second": None,
             "per_stage": [], "peer_images_per_second": rate,
         }  # fmt: skip
@@ -214,7 +220,7 @@ class Comparison:
         difference = self._samples.difference()
         reports = []
         rates: list[Sequence[float]] = []
-        with self._limit(num_devices, rates, beside=False):
+        with self._alone.around(1) as alone, self._limit(num_devices, rates, beside=False):
             deployment = deploy()
             self._pass(deployment, min(self._num_microbatches, 10 * stages), difference)
             for _ in range(self._options.passes):
@@ -223,7 +229,11 @@ class Comparison:
                 reports.append(deployment.last_report)
             self.last_run = self._recorded(deployment, cuts) if deployment.traces else None
             deployment.close()
-        return Measured(reports, difference, rates, self._serial_images_per_s)
+        return Measured(reports, difference, rates, self._serial_around(alone), self._serial_images_per_s)
+
+    def _serial_around(self, alone: Sequence[float]) -> float:
+        """Return the serial rate as it would have been around a row, from one device's rate then and at first."""
+        return self._serial_images_per_s * alone[0] / self._alone_at_first
 
     def _pass(self, deployment: Deployment, length: int, difference: Difference) -> None:
         for index, outputs in enumerate(deployment.stream(self._samples.feed(length))):

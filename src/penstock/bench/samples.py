@@ -16,6 +16,7 @@ from penstock.units import format_bytes, format_rate, format_seconds
 from penstock.zoo.models.models import ZooModel
 
 _NUM_DISTINCT = 8
+_DRIFT, _MOST_EFFICIENT = 0.1, 1.05  # beyond these a row's figures are not believed
 
 
 class Samples:
@@ -99,7 +100,8 @@ class Measured:
     reports: list[StreamReport]
     difference: Difference
     rates: Sequence[Sequence[float]]  # measured around all passes, or around each pass
-    serial_images_per_s: float
+    serial_images_per_s: float  # around this row
+    serial_at_first: float  # in the serial row
 
     @property
     def baseline_rows_per_s(self) -> tuple[float, ...]:
@@ -117,7 +119,8 @@ class Measured:
         return {
             "mode": mode, "stages": stages, "policy": policy, "runtime": runtime, "cuts": cuts,
             "images_per_second": rate, "steady_images_per_second": steady,
-            "speedup": rate / self.serial_images_per_s, "bit_equal": difference.equal,
+            "speedup": rate / self.serial_images_per_s, "serial_images_per_second": self.serial_images_per_s,
+            "drift": self.serial_images_per_s / self.serial_at_first - 1, "bit_equal": difference.equal,
             "max_abs_difference": difference.largest, "top1_agreement": difference.top1_agreement,
             "fill_s": sum(report.fill_s for report in reports) / len(reports),
             "efficiency": steady / ceiling, "ceiling_images_per_second": ceiling,
@@ -136,6 +139,27 @@ class Measured:
                 for i, s in enumerate(reports[0].stages)
             ],
         }  # fmt: skip
+
+
+def doubt_of(row: Mapping[str, Any], runtime: str) -> str:
+    """Return why a row's figures cannot be believed, or ""; `runtime` is that of the references.
+
+    >>> doubt_of({"runtime": "eager", "drift": 0.0, "efficiency": 0.97}, "eager")
+    ''
+    """
+    drift, efficiency = row.get("drift", 0.0), row.get("efficiency") or 0.0
+    if abs(drift) > _DRIFT:
+        changed = f"{abs(drift):.0%} {'faster' if drift > 0 else 'slower'}"
+        return (
+            f"one process was {changed} around this row than in the first; other work had the cores, or the processor "
+            "changed its speed: measure again on an idle machine"
+        )
+    if row["runtime"] == runtime and efficiency > _MOST_EFFICIENT:
+        return (
+            f"an efficiency of {efficiency:.2f} is more than its devices can do; other work had the cores while single "
+            "devices were measured: measure again on an idle machine"
+        )
+    return ""
 
 
 def limit_of(world: World, ranks: Sequence[int], crossing_bytes: Sequence[int], reports: Sequence[StreamReport]) -> str:

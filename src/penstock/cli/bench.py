@@ -225,6 +225,8 @@ def _stage_table(rows: list[dict[str, Any]]) -> Table:
 
 def _notes(rows: list[dict[str, Any]]) -> Iterator[str]:
     """Yield what the figures of the table are compared with."""
+    from penstock.bench.samples import doubt_of
+
     serial = rows[0]["runtime"]
     yield (
         "Speed-up: times one process. Efficiency: steady rate over that of the row's devices, each with the whole "
@@ -232,6 +234,7 @@ def _notes(rows: list[dict[str, Any]]) -> Iterator[str]:
     )
     if others := sorted({row["runtime"] for row in rows} - {serial}):
         yield f"Rows on {' and '.join(others)} differ from one process by the runtime too, not by the pipeline alone."
+    yield from (f"{name_of(row)}: {doubt}" for row in rows[1:] if (doubt := doubt_of(row, serial)))
 
 
 def _equality(row: dict[str, Any]) -> str:

@@ -142,7 +142,7 @@ def test_a_run_that_was_killed_goes_on_as_if_it_had_not_been(whole: Path, costs:
 
 
 def test_the_lines_of_plans_are_what_a_report_reads(costs: Path, tmp_path: Path) -> None:
-    result = fit(elastic(tmp_path, costs, keep_cache=True, epochs=5))
+    result = fit(elastic(tmp_path, costs, epochs=5))
     read = read_metrics(tmp_path / "run")
     assert read is not None
     assert [plan.step for plan in read.plans] == [STEPS * epoch for epoch in range(5)]
@@ -152,7 +152,7 @@ def test_the_lines_of_plans_are_what_a_report_reads(costs: Path, tmp_path: Path)
     assert all(plan.why and plan.stages == plan.replicas == 1 for plan in read.plans)
     assert read.plans[1].fill_s > 0
     assert [epoch.accuracy for epoch in read.epochs] == [epoch.accuracy for epoch in result.epochs]
-    assert list((tmp_path / "cache").iterdir())
+    assert list((tmp_path / "cache").iterdir()) == []
 
 
 def test_more_epochs_after_the_end(whole: Path, costs: Path, tmp_path: Path) -> None:
@@ -187,12 +187,12 @@ def test_settings_are_the_same_after_a_file(costs: Path, tmp_path: Path) -> None
     (tmp_path / "boards.toml").write_text(write_cluster(cluster))
     given = elastic(
         tmp_path, costs, from_cluster=str(tmp_path / "boards.toml"), pack=False, replicate=False, cache=False,
-        cache_limit="1GiB", cache_dtype="bfloat16", cache_views=3, keep_cache=True,
+        cache_limit="1GiB", cache_dtype="bfloat16", cache_views=3,
     )  # fmt: skip
     write_settings(given, tmp_path / "settings.json")
     assert read_settings(tmp_path / "settings.json") == given
     asked = elastic_options(given)
-    assert (asked.pack, asked.replicate, asked.cache, asked.keep_cache) == (False, False, False, True)
+    assert (asked.pack, asked.replicate, asked.cache) == (False, False, False)
     assert (asked.limit_bytes(), asked.cache_dtype, asked.cache_views, asked.epochs) == (2**30, "bfloat16", 3, 4)
     assert asked.profile is not None
     assert asked.cluster == cluster

@@ -29,7 +29,7 @@ GROUPS = {
         checkpoint-every keep-best
     """,
     "Elastic training": """
-        elastic freeze pack replicate cache cache-dir cache-limit cache-dtype cache-views keep-cache
+        elastic freeze pack replicate cache cache-dir cache-limit cache-dtype cache-views
     """,
     "Several trainings": "compare weak-scaling",
     "Machines": "cluster on-loss wait-for join from-profile from-cluster bind key patience",

@@ -108,13 +108,13 @@ class Caching:
         if self._cache is not None and self._trainer.now.features is not None:
             self._cache.show(self._trainer.now.features, self._loader.epoch)
 
-    def drop(self, *, keep: bool = False) -> None:
+    def drop(self) -> None:
         """Release the cache; the caller must migrate before the next step, since the current placement reads it."""
         if self._cache is None:
             return
         if self._trainer.now.features is not None:
             self._trainer.now.features.close()
-        self._cache.close(keep=keep or self._options.keep_cache)
+        self._cache.close()
         self._cache = None
 
     def _give_up(self, why: str) -> None:

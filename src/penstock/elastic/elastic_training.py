@@ -342,12 +342,12 @@ class ElasticTraining:
         self._caching.drop()  # the cache may be of a later epoch than the checkpoint
         trainer.known_groups[:] = [dict(groups) for groups in state["groups"]]
 
-    def close(self, *, finished: bool = True) -> None:
-        """Release the cache; it is deleted unless `keep_cache` is set or the run did not finish, and may be resumed."""
+    def close(self) -> None:
+        """Release the cache."""
         if self._over:
             return
         self._over = True
-        self._caching.drop(keep=not finished)
+        self._caching.drop()
 
 
 def _innermost(policy: FreezePolicy) -> FreezePolicy:

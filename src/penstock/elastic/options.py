@@ -46,7 +46,6 @@ class ElasticChoices(msgspec.Struct, frozen=True, kw_only=True):
     cache_limit: Annotated[Size | None, Meta(description="Size limit of the cache on a machine, as in 4GiB.")] = None
     cache_dtype: Annotated[Stored, Meta(description="Cached floats: float32 or bfloat16.")] = "float32"
     cache_views: Annotated[int, Meta(ge=1, description="Cached variants of an augmented sample.")] = 1
-    keep_cache: Annotated[bool, Meta(description="Keep the cache after the run.")] = False
 
 
 class ElasticOptions(ElasticChoices, frozen=True, kw_only=True):

@@ -155,5 +155,5 @@ class Follower(Protocol):
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore the follower's state from a checkpoint, before the tensors are read."""
 
-    def close(self, *, finished: bool) -> None:
-        """Release resources; a run that has not `finished` may be continued later."""
+    def close(self) -> None:
+        """Release resources."""

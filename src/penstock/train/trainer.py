@@ -348,7 +348,7 @@ class Trainer:
             return
         self._closed = True
         if self.follower is not None:
-            self.follower.close(finished=wait and self.world.health.failure is None)
+            self.follower.close()
         if self.survivors is not None:
             self.survivors.close()
         try:

@@ -6,25 +6,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.elastic.cache.shard import Layout, Shard, Values, make_columns, writing
+from penstock.elastic.cache.shard import Layout, Shard, ShardFile, Values, make_columns
 
 VALUES: Values = [((3, 2), torch.float32), ((), torch.int64)]
 
 
 def layout_of(
-    num_rows: int = 8, *, key: str = "k", owner: int = 1, values: Values = VALUES, stored: torch.dtype | None = None
+    num_rows: int = 8, *, owner: int = 1, values: Values = VALUES, stored: torch.dtype | None = None
 ) -> Layout:
     """Return the layout of a shard of `VALUES`, with some of its arguments changed."""
-    return Layout(key=key, owner=owner, num_rows=num_rows, columns=make_columns(values, stored))
+    return Layout(owner=owner, num_rows=num_rows, columns=make_columns(values, stored))
 
 
 def fill_shard(folder: Path, num_rows: int = 8, *, limit_bytes: int | None = None, **changed: Any) -> Shard:
-    """Write a shard of `rows`, three at a time, and open it."""
-    layout = layout_of(num_rows, **changed)
-    with writing(folder, layout, limit_bytes) as append:
+    """Write a shard of `rows`, three at a time, and open it; its file has no name afterwards."""
+    with ShardFile(folder, layout_of(num_rows, **changed), limit_bytes) as file:
         for first in range(0, num_rows, 3):
-            append(rows(first, min(3, num_rows - first)))
-    return Shard.open(folder, layout)
+            file.append(rows(first, min(3, num_rows - first)))
+        return file.shard()
 
 
 def rows(first: int, count: int) -> list[Tensor]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from penstock.elastic.cache import exchange
 from penstock.elastic.cache.exchange import CachedFeatures, owner_of, place_of
-from penstock.elastic.cache.shard import Shard, writing
+from penstock.elastic.cache.shard import Shard, ShardFile
 from penstock.engine.placement import Grid, Replica
 from penstock.errors import ConnectionBroken, TransportError
 from penstock.transport.memory_network import MemoryNetwork
@@ -31,10 +31,10 @@ def fill(folder: Path, size: int, num_rows: int, **changed: Any) -> list[Shard]:
     for owner in range(size):
         own = [row for row in range(num_rows) if owner_of(row, size) == owner]
         layout = layout_of(len(own), owner=owner, **changed)
-        with writing(folder, layout, None) as append:
+        with ShardFile(folder, layout, None) as file:
             for row in own:
-                append(rows(row, 1))
-        shards.append(Shard.open(folder, layout))
+                file.append(rows(row, 1))
+            shards.append(file.shard())
     return shards
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.elastic.cache.shard import Shard, bytes_per_row, make_columns, remove, writing
-from penstock.errors import CacheError, UsageError
-from tests.elastic.cache.shards import VALUES, check_rows, fill_shard, layout_of, rows
+from penstock.elastic.cache.shard import Shard, ShardFile, bytes_per_row, make_columns, remove_abandoned
+from penstock.errors import CacheError
+from tests.elastic.cache.shards import check_rows, fill_shard, layout_of, rows
 from tests.processes import run_python
 
 
@@ -22,10 +22,11 @@ def test_round_trips(tmp_path: Path, shape: tuple[int, ...], stored: torch.dtype
     torch.manual_seed(0)
     batch = [(torch.randn(7, *shape) * 100).to(dtype) for dtype in dtypes]
     layout = layout_of(7, values=values, stored=stored)
-    with writing(tmp_path, layout, None) as append:
-        append([tensor[:2] for tensor in batch])
-        append([tensor[2:] for tensor in batch])
-    with Shard.open(tmp_path, layout) as shard:
+    with ShardFile(tmp_path, layout, None) as file:
+        file.append([tensor[:2] for tensor in batch])
+        file.append([tensor[2:] for tensor in batch])
+        shard = file.shard()
+    with shard:
         order = torch.tensor([6, 0, 3, 3])
         for (_, dtype), found, given in zip(values, shard.read(order), batch, strict=True):
             expected = given[order]
@@ -38,18 +39,20 @@ def test_round_trips(tmp_path: Path, shape: tuple[int, ...], stored: torch.dtype
 def test_special_floats_keep_their_bits(tmp_path: Path) -> None:
     special = torch.tensor([float("nan"), float("inf"), -0.0, 1e-45]).view(1, 4)
     layout = layout_of(1, values=[((4,), torch.float32)])
-    with writing(tmp_path, layout, None) as append:
-        append([special])
-    with Shard.open(tmp_path, layout) as shard:
+    with ShardFile(tmp_path, layout, None) as file:
+        file.append([special])
+        shard = file.shard()
+    with shard:
         assert torch.equal(shard.read([0])[0].view(torch.int32), special.view(torch.int32))
 
 
 def test_strided_and_learned_tensors_are_taken(tmp_path: Path) -> None:
     batch = torch.randn(3, 4, requires_grad=True)
     layout = layout_of(4, values=[((3,), torch.float32)])
-    with writing(tmp_path, layout, None) as append:
-        append([batch.t()])
-    with Shard.open(tmp_path, layout) as shard:
+    with ShardFile(tmp_path, layout, None) as file:
+        file.append([batch.t()])
+        shard = file.shard()
+    with shard:
         (found,) = shard.read(torch.arange(4))
         assert torch.equal(found, batch.t())
         assert not found.requires_grad
@@ -117,18 +120,19 @@ def test_rows_that_are_not_there(tmp_path: Path, places: list[int]) -> None:
 def test_rows_of_another_kind_are_refused(tmp_path: Path, batch: list[torch.Tensor]) -> None:
     with (
         pytest.raises(CacheError, match=r"the values are .*, got .*; fill"),
-        writing(tmp_path, layout_of(), None) as append,
+        ShardFile(tmp_path / "cache", layout_of(), None) as file,
     ):
-        append(batch)
+        file.append(batch)
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(("last", "message"), [(2, r"\b1 row .* got 2;"), (0, r"7 of 8 rows")])
 def test_more_or_fewer_rows_than_are_missing_are_refused(tmp_path: Path, last: int, message: str) -> None:
     def fill() -> None:
-        with writing(tmp_path, layout_of(), None) as append:
-            append(rows(0, 7))
-            append(rows(7, last))
+        with ShardFile(tmp_path / "cache", layout_of(), None) as file:
+            file.append(rows(0, 7))
+            file.append(rows(7, last))
+            file.shard()
 
     with pytest.raises(CacheError, match=message):
         fill()
@@ -138,9 +142,9 @@ def test_more_or_fewer_rows_than_are_missing_are_refused(tmp_path: Path, last: i
 def test_a_limit_is_kept(tmp_path: Path) -> None:
     num_bytes = layout_of().num_bytes
     with pytest.raises(CacheError, match=rf"needs {num_bytes} B, .* {num_bytes - 1} B; set a larger limit, or s"):
-        fill_shard(tmp_path, limit_bytes=num_bytes - 1)
+        fill_shard(tmp_path / "a", limit_bytes=num_bytes - 1)
+    fill_shard(tmp_path / "a", limit_bytes=num_bytes).close()
     assert list(tmp_path.iterdir()) == []
-    fill_shard(tmp_path, limit_bytes=num_bytes).close()
     with pytest.raises(CacheError, match=r"set a larger limit$"):
         fill_shard(tmp_path / "b", values=[((4,), torch.int64)], limit_bytes=1)
 
@@ -161,83 +165,50 @@ from tests.elastic.cache.shards import check_rows, layout_of
 
 with Shard.open(Path(sys.argv[1]), layout_of()) as shard:
     check_rows(shard)
-    print("first", flush=True)
-    input()
-    check_rows(shard)
 """
 
 
-def test_another_process_reads_while_it_is_open_and_after_it_is_deleted(tmp_path: Path) -> None:
-    with fill_shard(tmp_path) as shard:
-        found = run_python("-c", _READ, str(tmp_path), deadline_s=60, stdin="\n")
-        assert found.stdout == "first\n", found.stderr
-        assert found.status == 0
-        with Shard.open(tmp_path, layout_of()) as reader:
-            shard.delete()
-            check_rows(reader)
+def test_other_processes_read_a_file_while_it_has_a_name_and_keep_it(tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
+    with ShardFile(folder, layout_of(), None) as file:
+        file.append(rows(0, 8))
+        found = run_python("-c", _READ, str(folder), deadline_s=60)
+        assert found.status == 0, found.stderr
+        reader = Shard.open(folder, layout_of())
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_reader_goes_on_while_the_file_is_written_anew(tmp_path: Path) -> None:
-    with fill_shard(tmp_path) as reader, fill_shard(tmp_path) as other:
+    with reader:
         check_rows(reader)
-        check_rows(other)
-
-
-def _flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[-5] ^= 16
-    path.write_bytes(data)
 
 
 @pytest.mark.parametrize(
     ("damage", "message"),
-    [
-        (lambda rows, _: _flip(rows), "is damaged"),
-        (lambda rows, _: os.truncate(rows, 100), "expected 256 bytes, got 100"),
-        (lambda rows, _: rows.unlink(), "holds no cache"),
-        (lambda _, mark: mark.unlink(), "is not finished"),
-        (lambda _, mark: mark.write_bytes(b""), "is damaged"),
-        (lambda _, mark: mark.write_bytes(mark.read_bytes().replace(b'"k"', b'"other"')), "belong to another cache"),
-    ],
+    [(lambda path: os.truncate(path, 100), "expected 256 bytes, got 100"), (Path.unlink, "holds no cache")],
 )
-def test_a_file_that_is_damaged_or_unfinished_is_not_used(
-    tmp_path: Path, damage: Callable[[Path, Path], object], message: str
-) -> None:
-    fill_shard(tmp_path).close()
-    damage(tmp_path / "shard-1.rows", tmp_path / "shard-1.done")
-    with pytest.raises(CacheError, match=message) as refused:
-        Shard.open(tmp_path, layout_of())
-    assert "\n" not in str(refused.value)
-    with fill_shard(tmp_path) as shard:  # and is written anew
-        check_rows(shard)
+def test_files_of_another_size_are_not_read(tmp_path: Path, damage: Callable[[Path], object], message: str) -> None:
+    layout = layout_of()
+    with ShardFile(tmp_path / "cache", layout, None):
+        damage(layout.path(tmp_path / "cache"))
+        with pytest.raises(CacheError, match=message):
+            Shard.open(tmp_path / "cache", layout)
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [{"key": "other"}, {"num_rows": 7}, {"stored": torch.bfloat16}, {"values": VALUES[::-1]}, {"owner": 2}],
-)
-def test_a_file_of_other_rows_is_not_used(tmp_path: Path, changed: dict[str, object]) -> None:
-    fill_shard(tmp_path).close()
-    with pytest.raises(UsageError):
-        Shard.open(tmp_path, layout_of(**changed))  # type: ignore[arg-type]
+def test_files_that_a_killed_process_was_filling_are_removed(tmp_path: Path) -> None:
+    killed = tmp_path / "killed"
+    killed.mkdir()
+    (killed / "shard-0.rows").write_bytes(bytes(100))
+    (tmp_path / "mine.txt").write_text("mine")
+    with ShardFile(tmp_path / "other", layout_of(), None) as file:  # of a run that goes on
+        remove_abandoned(tmp_path)
+        file.append(rows(0, 8))
+        with file.shard() as shard:
+            check_rows(shard)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
 
 def test_owners_do_not_meet(tmp_path: Path) -> None:
-    with fill_shard(tmp_path) as shard:
-        fill_shard(tmp_path, owner=0).delete()
+    with fill_shard(tmp_path / "cache") as shard, fill_shard(tmp_path / "cache", owner=0) as other:
         check_rows(shard)
-        Shard.open(tmp_path, layout_of()).close()
-
-
-def test_deletion_leaves_what_it_did_not_make(tmp_path: Path) -> None:
-    shard = fill_shard(tmp_path)
-    kept = [tmp_path / "notes.txt", tmp_path / "shard-99.rows"]
-    for path in kept:
-        path.write_text("mine")
-    shard.delete()
-    remove(tmp_path, shard.layout)
-    assert sorted(tmp_path.iterdir()) == kept
+        check_rows(other)
 
 
 def test_a_file_in_place_of_the_folder(tmp_path: Path) -> None:
@@ -252,6 +223,6 @@ def test_a_file_in_place_of_the_folder(tmp_path: Path) -> None:
 def test_links_are_not_written_through(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("mine")
     (tmp_path / "shard-1.rows").symlink_to(tmp_path / "mine")
-    with fill_shard(tmp_path) as shard:
-        check_rows(shard)
+    with pytest.raises(CacheError, match="File exists"):
+        fill_shard(tmp_path)
     assert (tmp_path / "mine").read_text() == "mine"

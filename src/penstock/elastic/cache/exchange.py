@@ -46,8 +46,8 @@ class CachedFeatures:
     """Outputs of frozen layers for this process's rows of each batch, read from files or sent by their owners.
 
     `shards` are the shards that this process can read: its own, and those on the same machine. The first `skipped`
-    stages do not run; the holders of the next stage need the rows. The first `num_outputs` values of a row are
-    returned, by default all. With several views of each sample, `view` selects the view for this epoch.
+    stages do not run; the holders of the next stage need the rows. With several views of each sample, `view` selects
+    the view for this epoch.
 
     Example:
         features = CachedFeatures(transport, grid, skipped=1, shards={0: shard}, hosts=world.hosts, num_views=1)
@@ -59,11 +59,11 @@ class CachedFeatures:
 
     def __init__(
         self, transport: Transport, grid: Grid, shards: Mapping[int, Shard], *, skipped: int, hosts: Sequence[str],
-        num_views: int = 1, view: int = 0, num_outputs: int | None = None,
+        num_views: int = 1, view: int = 0,
     ) -> None:  # fmt: skip
         self._transport, self._grid, self._shards, self._hosts = transport, grid, shards, hosts
         self._consumers = grid.holders(skipped)
-        self._num_views, self.view, self._num_outputs = num_views, view, num_outputs
+        self._num_views, self.view = num_views, view
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="penstock-features")
         self._next: _Fetched | None = None
 
@@ -124,7 +124,7 @@ class CachedFeatures:
         for owner, positions, room, pending in coming:
             pending.wait()
             _fill(columns, positions, _unpack(room, shard, len(positions), owner))
-        return columns[: self._num_outputs]
+        return columns
 
     def _alike(self, rank: int, other: int) -> bool:
         """Return True if two ranks are on one machine, so that one can read the other's files."""

@@ -1,29 +1,26 @@
 """Cache of the outputs of frozen layers for every sample of a data set: filling, filling for more layers, release."""
 
 import contextlib
-import hashlib
 import os
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 from torch import Tensor
 
 from penstock import trees
 from penstock.deploy.state import Held, Wanted, redistribute, room_for
 from penstock.elastic.cache.exchange import CachedFeatures
-from penstock.elastic.cache.shard import Layout, Shard, Values, bytes_per_row, make_columns, remove, writing
+from penstock.elastic.cache.shard import Layout, Shard, ShardFile, Values, bytes_per_row, make_columns, remove_abandoned
 from penstock.errors import CacheError
 from penstock.graph.call import as_call, bind_inputs
 from penstock.graph.cuts import Cut, Cuts
-from penstock.graph.program import write_program
 from penstock.graph.training_parts import TrainingPart, divide_for_training
 from penstock.runtime.registry import EAGER
 from penstock.tensors import digest, moved
-from penstock.terminal.notes import note
 from penstock.train.arrangement import Arrangement
 from penstock.train.captured import Captured
 from penstock.train.features import Features
@@ -37,9 +34,6 @@ from penstock.values import Size
 from penstock.wire import FEEDER
 
 _BATCH = 32  # rows computed at once
-_LOOKED_AT = 64  # at least this many samples, spread evenly, identify a data set
-_DIGEST_BYTES = 16
-_DIGEST = ((_DIGEST_BYTES,), torch.uint8)  # digest of the model's inputs for a sample: the last value of its row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +53,6 @@ class FrozenCache:
     layers: int
     shard: Shard
     place: CachePlace
-    folder: Path
     others: dict[int, Shard]  # other processes' shards on the same machine
 
     def features(self, trainer: Trainer, placed: Arrangement, epoch: int) -> CachedFeatures:
@@ -67,7 +60,7 @@ class FrozenCache:
         return CachedFeatures(
             trainer.world.transport, placed.grid, {trainer.world.rank: self.shard, **self.others},
             skipped=placed.skipped, hosts=trainer.world.hosts, num_views=self.place.num_views,
-            view=epoch % self.place.num_views, num_outputs=len(self.shard.values) - 1,
+            view=epoch % self.place.num_views,
         )  # fmt: skip
 
     def show(self, features: Features, epoch: int) -> None:
@@ -75,19 +68,10 @@ class FrozenCache:
         if isinstance(features, CachedFeatures):
             features.view = epoch % self.place.num_views
 
-    def close(self, *, keep: bool) -> None:
-        """Close the cache; delete this process's shard unless `keep`."""
-        for shard in self.others.values():
+    def close(self) -> None:
+        """Release the memory and the disk."""
+        for shard in (self.shard, *self.others.values()):
             shard.close()
-        if keep:
-            self.shard.close()
-            return
-        try:
-            self.shard.delete()
-        except CacheError as error:
-            note(str(error))
-        with contextlib.suppress(OSError):  # the folder has shards of other processes
-            self.folder.rmdir()
 
 
 def default_folder() -> Path:
@@ -118,7 +102,7 @@ def sizes_of_layers(captured: Captured, stored: torch.dtype, autocast: torch.dty
     if set(captured.graph.symbols) != {"batch"} or autocast is not None:
         return [None] * len(captured.layers)
     values = [values_after(captured, cut) for cut in captured.layers]
-    return [None if each is None else bytes_per_row([*each, _DIGEST], stored) for each in values]
+    return [None if each is None else bytes_per_row(each, stored) for each in values]
 
 
 def changes(loader: Loader, transport: Transport) -> bool:
@@ -135,36 +119,8 @@ def _digests_in(loaded: Any) -> list[str]:
     return [digest(leaf) for leaf in trees.leaves(loaded) if isinstance(leaf, Tensor)]
 
 
-def _digests(tensors: Sequence[Tensor], num_rows: int) -> Tensor:
-    """Return the digest of each row of the model's inputs, as rows of bytes."""
-    found = torch.empty((num_rows, _DIGEST_BYTES), dtype=torch.uint8)
-    for row in range(num_rows):
-        parts = [tensor[row] if tensor.ndim and tensor.shape[0] == num_rows else tensor for tensor in tensors]
-        found[row] = torch.frombuffer(bytearray.fromhex(_hash([digest(part) for part in parts])), dtype=torch.uint8)
-    return found
-
-
-def _hash(value: Any) -> str:
-    """Return a hash of a JSON value."""
-    return hashlib.blake2b(msgspec.json.encode(value), digest_size=_DIGEST_BYTES).hexdigest()
-
-
-def cache_key(
-    *, program: str, weights: Mapping[str, str], data: Sequence[Sequence[str]], num_processes: int, num_samples: int,
-    num_views: int, stored: torch.dtype,
-) -> str:  # fmt: skip
-    """Return a cache's name, a hash of all that determines its values; `weights` and `data` are given as digests.
-
-    The number of processes is included, since samples are divided among them.
-    """
-    return _hash([program, weights, data, num_processes, num_samples, num_views, str(stored)])
-
-
 class Filling:
     """Fills a cache for a model with frozen layers; every process fills its own shard, in parallel.
-
-    A complete shard of an earlier run is reused. With one view its samples must be unchanged: each row has a digest of
-    the inputs from which it was computed.
 
     `before` is the cache of fewer layers from which the computation continues. Every process creates this object and
     calls `run`.
@@ -184,29 +140,24 @@ class Filling:
         start = [cuts.find(captured.layers[before.layers - 1].name)] if before is not None else []
         parts = divide_for_training(captured.graph, [*start, self._end], captured.trainable)
         self._part: TrainingPart = parts[len(start)]
-        self._prefix = divide_for_training(captured.graph, [self._end], captured.trainable)[0]
         rank, size = trainer.world.rank, trainer.world.transport.size
         self._num_all = loader.num_samples * place.num_views
         self._rows = range(rank, self._num_all, size)
 
     def run(self) -> FrozenCache:
         """Fill the cache; if a process fails, remove the cache and raise `CacheError` on every process."""
-        key, weights = self._key(), dict(self._weights())
-        folder, layouts = self._place.folder / key, self._layouts(key)
-        own = layouts[self._trainer.world.rank]
+        weights, layouts, rank = dict(self._weights()), self._layouts(), self._trainer.world.rank
+        named = all_gather(self._trainer.world.transport, {"folder": secrets.token_hex(8)})
+        folder = self._place.folder / named[FEEDER]["folder"]
+        remove_abandoned(self._place.folder)
         made: list[Shard] = []  # at most one shard
-        try:
-            self._agree(lambda: made.append(self._fill(folder, own, weights)))
-            others: dict[int, Shard] = {}
+        others: dict[int, Shard] = {}
+        with contextlib.ExitStack() as named_files:
+            self._agree(lambda: made.append(self._fill(folder, layouts[rank], weights, named_files)))
             self._agree(lambda: others.update(self._open_neighbours(folder, layouts)))
-        except CacheError:
-            with contextlib.suppress(CacheError, OSError):  # remove it to free space: the disk may be full
-                remove(folder, own)
-                folder.rmdir()
-            raise
-        return FrozenCache(layers=self._layers, shard=made[0], place=self._place, folder=folder, others=others)
+        return FrozenCache(layers=self._layers, shard=made[0], place=self._place, others=others)
 
-    def _layouts(self, key: str) -> list[Layout]:
+    def _layouts(self) -> list[Layout]:
         """Return the layouts of all processes' shards."""
         values = values_after(self._captured, self._end)
         if values is None:
@@ -214,10 +165,9 @@ class Filling:
                 f"a value that crosses {self._end.name} has no row of fixed size per sample, so it cannot be cached; "
                 "train without the cache"
             )
-        columns, size = make_columns([*values, _DIGEST], self._place.stored), self._trainer.world.transport.size
+        columns, size = make_columns(values, self._place.stored), self._trainer.world.transport.size
         return [
-            Layout(key=key, owner=rank, num_rows=len(range(rank, self._num_all, size)), columns=columns)
-            for rank in range(size)
+            Layout(owner=rank, num_rows=len(range(rank, self._num_all, size)), columns=columns) for rank in range(size)
         ]
 
     def _agree(self, work: Callable[[], None]) -> None:
@@ -239,46 +189,18 @@ class Filling:
         alike = [rank for rank, host in enumerate(world.hosts) if host == world.hosts[world.rank]]
         return {rank: Shard.open(folder, layouts[rank]) for rank in alike if rank != world.rank}
 
-    def _fill(self, folder: Path, layout: Layout, weights: Mapping[str, Tensor]) -> Shard:
-        """Open this process's shard if it can be reused; otherwise compute it."""
-        shard = self._reusable(folder, layout)
-        if shard is not None:
-            return shard
+    def _fill(
+        self, folder: Path, layout: Layout, weights: Mapping[str, Tensor], named_files: contextlib.ExitStack
+    ) -> Shard:
+        """Compute this process's shard."""
         limit = self._place.limit_bytes
         if limit is not None:
             # this process's part of the machine's limit, minus the old shard, which still exists during filling
             limit = limit // self._neighbours() - (self._before.shard.layout.num_bytes if self._before else 0)
-        with writing(folder, layout, limit) as append:
-            for outputs in self._computed(weights):
-                append(outputs)
-        return Shard.open(folder, layout)
-
-    def _reusable(self, folder: Path, layout: Layout) -> Shard | None:
-        """Open the shard of an earlier run; None if it is missing, unfinished, damaged, or of changed samples."""
-        try:
-            shard = Shard.open(folder, layout)
-        except CacheError:
-            return None
-        changed = self._count_changed(shard)
-        if not changed:
-            return shard
-        shard.close()
-        note(f"{changed} of {layout.num_rows} samples have changed since {folder} was filled; recomputing all")
-        return None
-
-    def _count_changed(self, shard: Shard) -> int:
-        """Count the samples whose inputs differ from the inputs from which their rows were computed.
-
-        Counts 0 with several views of a sample: each read draws new inputs, so there is nothing to compare.
-        """
-        changed = 0
-        for places in _batches(len(self._rows) if self._place.num_views == 1 else 0):
-            if self._before is not None:
-                now = self._before.shard.read(places)[-1]
-            else:
-                now = _digests(list(self._inputs(self._samples(places)).values()), len(places))
-            changed += int((shard.read(places)[-1] != now).any(dim=1).sum())
-        return changed
+        file = named_files.enter_context(ShardFile(folder, layout, limit))
+        for outputs in self._computed(weights):
+            file.append(outputs)
+        return file.shard()
 
     def _samples(self, places: range) -> list[int]:
         return [self._rows[place] // self._place.num_views for place in places]
@@ -297,10 +219,9 @@ class Filling:
         for places in _batches(len(self._rows)):
             crossing = self._before.shard.read(places) if self._before is not None else []
             given = self._inputs(self._samples(places)) if own or self._before is None else {}
-            digests = crossing.pop() if crossing else _digests(list(given.values()), len(places))
             sizes = {"batch": len(places)}
             inputs = [*crossing, *(given[value.name] for value in self._part.own)]
-            yield [*(x.cpu() for x in runtime(sizes, [moved(x, how.device) for x in inputs])), digests]
+            yield [x.cpu() for x in runtime(sizes, [moved(x, how.device) for x in inputs])]
 
     def _inputs(self, samples: Sequence[int]) -> dict[str, Tensor]:
         places, graph = self._trainer.data.input_places, self._captured.graph
@@ -326,25 +247,6 @@ class Filling:
             if state.kind == "constant":
                 constant = self._captured.graph.constants[state.source]
                 yield state.value.name, moved(constant, self._trainer.now.how.device)
-
-    def _key(self) -> str:
-        """Return the name of the cache (see `cache_key`), the same on every process."""
-        trainer, count = self._trainer, self._loader.num_samples
-        tensors = trainer.tensors
-        names = [state.source for state in self._prefix.program.states if state.kind != "constant"]
-        mine = {
-            name: digest(tensors.find(name)) for name in names if tensors.holders(name)[0] == trainer.world.rank
-        }  # fmt: skip
-        looked_at = range(0, count, max(1, count // _LOOKED_AT))
-        first = trainer.world.rank == FEEDER
-        data = [_digests_in(self._loader.load([sample])) for sample in looked_at] if first else []
-        gathered = all_gather(trainer.world.transport, {"weights": mine, "data": data})
-        found = {name: each for document in gathered for name, each in document["weights"].items()}
-        return cache_key(
-            program=write_program(self._prefix.program), weights={name: found[name] for name in names},
-            data=gathered[FEEDER]["data"], num_processes=trainer.world.transport.size, num_samples=count,
-            num_views=self._place.num_views, stored=self._place.stored,
-        )  # fmt: skip
 
 
 def _batches(end: int) -> Iterator[range]:

@@ -1,12 +1,9 @@
 """A shard: the rows of the samples that one process owns, in a file that is mapped into memory.
 
-    folder/
-        shard-0.rows    | value 0 of all rows | value 1 of all rows | ...    each begins at a multiple of 64 bytes
-        shard-0.done    the mark: a description of the rows, and the checksum of their file
-        shard-1.rows    the shard of another process on this machine, which can be read
+    | value 0 of all rows | value 1 of all rows | ...    each begins at a multiple of 64 bytes
 
-A file is renamed to its final name once all rows are on the disk, then the mark is written. If the mark is missing or
-differs from the expected mark, the file is recomputed.
+The file loses its name once every process that reads it has mapped it, so nothing is left of a run that is killed. A
+file that a killed process was still filling is not locked, and the next run removes it.
 
 Rows are read from mapped memory, but written with `pwrite` into reserved space: on a full disk, a store into mapped
 memory would kill the process.
@@ -14,22 +11,22 @@ memory would kill the process.
 
 import contextlib
 import errno
+import fcntl
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import IO
 
-import msgspec
 import torch
 from torch import Tensor
 
 from penstock.errors import CacheError
-from penstock.files import reserve, write_whole, written_whole
-from penstock.tensors import HOST, aligned, sum_words
+from penstock.files import reserve
+from penstock.tensors import HOST, aligned
 from penstock.text import counted
 from penstock.units import format_bytes
 
@@ -77,9 +74,8 @@ def bytes_per_row(values: Values, stored: torch.dtype | None) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The rows of an owner and their offsets in its file; `key` is the name of the cache (see `cache_key`)."""
+    """The rows of an owner and their offsets in its file."""
 
-    key: str
     owner: int
     num_rows: int
     columns: tuple[Column, ...]
@@ -98,34 +94,23 @@ class Layout:
         """Size of the file; at least 1, since an empty file cannot be mapped."""
         return max(1, self.starts[-1])
 
-    def rows_path(self, folder: Path) -> Path:
-        """Return the path of the file."""
+    def path(self, folder: Path) -> Path:
+        """Return the path of the file, while it has one."""
         return folder / f"shard-{self.owner}.rows"
-
-    def mark_path(self, folder: Path) -> Path:
-        """Return the path of the file's mark."""
-        return folder / f"shard-{self.owner}.done"
-
-    def mark(self, checksum: int) -> bytes:
-        """Return the contents of the mark."""
-        values = [[list(column.shape), str(column.dtype), str(column.stored)] for column in self.columns]
-        return msgspec.json.encode([self.key, self.owner, self.num_rows, values, str(checksum)])
 
 
 class Shard:
     """A complete file of rows, one for each view of each sample that its process holds.
 
     Example:
-        with writing(folder, layout, limit_bytes=None) as append:
-            append(frozen(batch))
         with Shard.open(folder, layout) as shard:
             (values,) = shard.read([7, 3])
 
     All errors are `CacheError` with a one-line message, so that a caller can continue without a cache.
     """
 
-    def __init__(self, folder: Path, layout: Layout, memory: Tensor) -> None:
-        self.layout, self._folder, num_rows = layout, folder, layout.num_rows
+    def __init__(self, layout: Layout, memory: Tensor) -> None:
+        self.layout, num_rows = layout, layout.num_rows
         self._columns: list[Tensor] | None = [
             memory.narrow(0, start, num_rows * column.row_bytes).view(column.stored).view(num_rows, *column.shape)
             for column, start in zip(layout.columns, layout.starts, strict=False)
@@ -135,20 +120,10 @@ class Shard:
     def open(cls, folder: Path, layout: Layout) -> "Shard":
         """Open a complete shard, of this process or of another process on this machine.
 
-        The shard stays readable if its owner deletes it. Raises `CacheError` if the shard is missing, unfinished or
-        damaged, or does not match `layout`.
+        The shard stays readable when the file loses its name. Raises `CacheError` if the file is missing or has
+        another size than `layout`.
         """
-        path = layout.rows_path(folder)
-        memory = _map(path, layout)
-        try:
-            mark = layout.mark_path(folder).read_bytes()
-        except OSError as error:
-            raise CacheError(
-                f"{path} is not finished: its mark cannot be read ({error.strerror}); fill it first"
-            ) from None
-        if mark != layout.mark(sum_words(memory)):
-            raise CacheError(f"{path} is damaged, or its rows belong to another cache; fill it again")
-        return cls(folder, layout, memory)
+        return cls(layout, _map(layout.path(folder), layout))
 
     @property
     def values(self) -> Values:
@@ -173,7 +148,7 @@ class Shard:
     def read_stored(self, rows: Tensor | Sequence[int]) -> list[Tensor]:
         """Return copies of rows with the dtypes on disk; raises `CacheError` for rows that do not exist."""
         if self._columns is None:
-            raise CacheError(f"the cache {self.layout.rows_path(self._folder)} is closed; open it again")
+            raise CacheError(f"the shard of rank {self.layout.owner} is closed; open it again")
         places = torch.as_tensor(rows, dtype=torch.int64, device=HOST)
         wrong = places[(places < 0) | (places >= self.layout.num_rows)]
         if len(wrong):
@@ -187,11 +162,6 @@ class Shard:
         """Release the file."""
         self._columns = None
 
-    def delete(self) -> None:
-        """Remove the file and close it; raises `CacheError` if it cannot be removed."""
-        self.close()
-        remove(self._folder, self.layout)
-
     def __enter__(self) -> "Shard":
         return self
 
@@ -199,54 +169,72 @@ class Shard:
         self.close()
 
 
-@contextlib.contextmanager
-def writing(
-    folder: Path, layout: Layout, limit_bytes: int | None
-) -> Iterator[Callable[[Sequence[Tensor]], None]]:  # fmt: skip
-    """Context manager that writes a new shard; it yields a function that appends rows.
+class ShardFile:
+    """The file of a new shard, which has a name, and is locked, while the block runs.
 
-    The function takes one tensor for each value, with rows as its first dimension, on any device. The shard is complete
-    if all rows have been appended when the block ends. The owner's old file is removed first. If the block fails, its
-    file is removed; the file of a killed process is removed by the next writer.
+    Processes that have mapped the file by then can read it afterwards.
 
-    Raises `CacheError` if the folder cannot be written or has too little space, if `limit_bytes` is exceeded, and if
-    rows do not match the layout.
+    Example:
+        with ShardFile(folder, layout, limit_bytes=None) as file:
+            file.append(frozen(batch))
+            shard = file.shard()
+
+    Raises `CacheError` if the folder cannot be written or has too little space, or if `limit_bytes` is exceeded.
     """
-    if limit_bytes is not None and layout.num_bytes > limit_bytes:
-        raise CacheError(
-            f"this process's part of the cache needs {format_bytes(layout.num_bytes)}, but its share of the limit is "
-            f"{format_bytes(max(0, limit_bytes))}; set a larger limit{_bfloat16_helps(layout)}"
-        )
-    path, num_done = layout.rows_path(folder), 0
-    with contextlib.ExitStack() as stack:
-        with _explained(path):
-            folder.mkdir(parents=True, exist_ok=True)
-            remove(folder, layout)
-            file = stack.enter_context(written_whole(path))
-            _reserve(file, path, layout)
 
-        def append(tensors: Sequence[Tensor]) -> None:
-            nonlocal num_done
-            count = _check_rows(tensors, layout, layout.num_rows - num_done)
-            with _explained(path):
-                _write_rows(file, layout, num_done, tensors)
-            num_done += count
+    def __init__(self, folder: Path, layout: Layout, limit_bytes: int | None) -> None:
+        self._folder, self._layout, self._limit_bytes = folder, layout, limit_bytes
+        self._path, self._num_done = layout.path(folder), 0
+        self._ends = contextlib.ExitStack()
+        self._file: IO[bytes] | None = None
 
-        yield append
-        if num_done < layout.num_rows:
-            raise CacheError(f"{path} has {num_done} of {layout.num_rows} rows; fill it again")
-        with _explained(path):
-            stack.close()
-    checksum = sum_words(_map(path, layout))
-    with _explained(path):
-        write_whole(layout.mark_path(folder), layout.mark(checksum))
+    def __enter__(self) -> "ShardFile":
+        layout, limit = self._layout, self._limit_bytes
+        if limit is not None and layout.num_bytes > limit:
+            raise CacheError(
+                f"this process's part of the cache needs {format_bytes(layout.num_bytes)}, but its share of the limit "
+                f"is {format_bytes(max(0, limit))}; set a larger limit{_bfloat16_helps(layout)}"
+            )
+        with _explained(self._path), contextlib.ExitStack() as ends:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            ends.callback(self._leave)
+            self._file = ends.enter_context(self._path.open("xb"))
+            ends.callback(self._path.unlink, missing_ok=True)
+            fcntl.flock(self._file, fcntl.LOCK_EX)
+            _reserve(self._file, self._path, layout)
+            self._ends = ends.pop_all()
+        return self
+
+    def _leave(self) -> None:
+        with contextlib.suppress(OSError):  # the folder has files of other processes
+            self._folder.rmdir()
+
+    def append(self, tensors: Sequence[Tensor]) -> None:
+        """Append rows, one tensor for each value, on any device; raises `CacheError` if they do not match."""
+        count = _check_rows(tensors, self._layout, self._layout.num_rows - self._num_done)
+        if self._file is not None:
+            with _explained(self._path):
+                _write_rows(self._file, self._layout, self._num_done, tensors)
+        self._num_done += count
+
+    def shard(self) -> Shard:
+        """Return the shard; raises `CacheError` if rows are missing."""
+        if self._num_done < self._layout.num_rows:
+            raise CacheError(f"{self._path} has {self._num_done} of {self._layout.num_rows} rows; fill it again")
+        return Shard.open(self._folder, self._layout)
+
+    def __exit__(self, *_error: object) -> None:
+        with _explained(self._path):
+            self._ends.close()
 
 
-def remove(folder: Path, layout: Layout) -> None:
-    """Remove an owner's file, the mark first; raises `CacheError` if this fails."""
-    with _explained(layout.rows_path(folder)):
-        layout.mark_path(folder).unlink(missing_ok=True)
-        layout.rows_path(folder).unlink(missing_ok=True)
+def remove_abandoned(base: Path) -> None:
+    """Remove the files that killed processes were filling in folders of `base`: those that nobody has locked."""
+    for path in base.glob("*/shard-*.rows"):
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink()
+            path.parent.rmdir()
 
 
 @contextlib.contextmanager

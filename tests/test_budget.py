@@ -27,7 +27,7 @@ _LEAVE_OUT = re.compile(r"\bleave\b[^.;]{0,90}?\bout\b")
 # lines and files of each room
 ROOMS: dict[str, tuple[int, int]] = {
     "bench": (711, 6),
-    "cli": (2967, 25),  # +39: paths at home, preparation of images
+    "cli": (2968, 25),  # +39: paths at home, preparation of images
     "cluster": (3103, 24),
     "compress": (984, 7),
     "deploy": (2013, 15),
@@ -76,9 +76,9 @@ OPTIONS = {
 }
 
 TOTALS = {
-    "lines of src": 63633,  # +4,874: silent faults of scripts, text, folders and files; own classifiers
+    "lines of src": 63634,  # +4,874: silent faults of scripts, text, folders and files; own classifiers
     "files of src": 443,  # +29
-    "lines of tests": 41180,  # +4,848: silent faults of scripts, text, folders and files; own classifiers
+    "lines of tests": 41182,  # +4,848: silent faults of scripts, text, folders and files; own classifiers
     "lines of benchmarks": 8384,  # +150: every decoder of transformers
     "keyword arguments of Pipeline": 26,
     "public names": 12,

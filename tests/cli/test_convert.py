@@ -13,7 +13,7 @@ def test_a_checkpoint_becomes_safetensors(penstock: Run, tmp_path: Path) -> None
     torch.save({"model": {"module.weight": torch.arange(6.0).view(2, 3)}, "epoch": 3}, tmp_path / "a.pth")
     status, out, _ = penstock("convert", tmp_path / "a.pth", "-o", tmp_path / "a.safetensors")
     assert status == 0
-    assert "1 tensors, 24 B" in out
+    assert "1 tensor, 24 B" in out
     assert torch.equal(load_file(tmp_path / "a.safetensors")["weight"], torch.arange(6.0).view(2, 3))
 
 

@@ -55,10 +55,10 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # so small a model is best on one device: two are wanted here
     text = json.loads(plan.read_text())
     cut = made.cuts[len(made.cuts) // 2]
-    stage = {"shares": [1.0], "precision": "float32", "runtime": "eager"}
+    stage = {"precision": "float32", "runtime": "eager"}
     text["pipelines"] = [
         {
-            "stages": [stage | {"devices": ["desk"]}, stage | {"devices": ["board"]}],
+            "stages": [stage | {"device": "desk"}, stage | {"device": "board"}],
             "cut_sets": [
                 {"cuts": [cut], "weight": 0.5},
                 {"cuts": [made.cuts[len(made.cuts) // 2 + 5]], "weight": 0.5},

@@ -42,7 +42,7 @@ exec(compile(script.read_text(), str(script), "exec"), {"__name__": "__main__"})
 sys.stdout.flush()
 """
 # on machines of their own, with a real sshd or as root: by tests/cluster
-ELSEWHERE = r"penstock hosts (check|push|measure|run) |--cluster |scripts/run\.sh "
+ELSEWHERE = r"^scp |penstock hosts (check|push|measure|run) |--cluster |scripts/run\.sh "
 
 
 def blocks(language: str, guide: Path) -> list[str]:
@@ -51,7 +51,9 @@ def blocks(language: str, guide: Path) -> list[str]:
 
 def commands(guide: Path) -> list[str]:
     text = "".join(blocks("console", guide)).replace("\\\n", " ")
-    return [line[2:].partition("  #")[0].strip() for line in text.splitlines() if line.startswith("$ ")]
+    lines = [line[2:].partition("  #")[0].strip() for line in text.splitlines() if line.startswith("$ ")]
+    # a command on a board is that command here
+    return [re.sub(r'^ssh \S+ ".* -m (penstock .*)"$', r"\1", line) for line in lines]
 
 
 def test_scripts_in_guides_are_the_examples_or_run_as_they_are() -> None:

@@ -30,7 +30,7 @@ Preprocess = Annotated[
     str | None,
     typer.Option(metavar="TEXT", help="As in size=224x320,mean=0.5,std=0.5,crop_pct=1."),
 ]
-Seed = Annotated[int, typer.Option(help="Seed of random weights, as of `torch.manual_seed`.")]
+Seed = Annotated[int, typer.Option(help="Seed of random weights, as in PyTorch.")]
 Policy = Annotated[str, typer.Option(help="Cuts: balanced, equal-blocks, equal-size or smallest-crossing.")]
 CutNames = Annotated[
     list[str] | None, typer.Option("--cut", metavar="PATH:after", help="Position of a cut; may be repeated.")

@@ -38,12 +38,12 @@ def build_timm(name: str, options: Mapping[str, object], seed: int) -> tuple[nn.
             f"a timm model's weights must be given by --weights or --pretrained; got {option}; leave it out"
         )
     try:
-        module = build_on_meta(lambda: timm.create_model(name, pretrained=False, **options), seed)
+        module, drawn = build_on_meta(lambda: timm.create_model(name, pretrained=False, **options), seed)
     except Exception as problem:  # timm's builders raise any exception on invalid options
         raise ModelError(f"timm cannot build {name} with {dict(options)} ({one_line(problem)})") from problem
     if "in_chans" in options:
         module.__dict__["in_chans"] = options["in_chans"]  # few models record it
-    return module
+    return module, drawn
 
 
 def timm_checkpoint(name: str, module: nn.Module) -> Path:

@@ -97,7 +97,7 @@ def test_predictions_on_a_full_disk_are_kept_and_gone_on_with(tmp_path: Path, na
 def test_a_disk_that_is_really_full(small_disk: Path, name: str) -> None:
     def fill(file: PredictionFile) -> None:
         for index in range(1000):
-            file.write({"image": f"{index}.jpg"})
+            file.write({"image": f"{index}.jpg", "prediction": 1})
 
     with PredictionFile(small_disk / name) as file, pytest.raises(RunError, match="No space left on device"):
         fill(file)
@@ -106,4 +106,4 @@ def test_a_disk_that_is_really_full(small_disk: Path, name: str) -> None:
     with PredictionFile(small_disk / name, resume=True) as file:
         assert [row["image"] for row in file.done] == [f"{index}.jpg" for index in range(len(file.done))]
         assert len(file.done) > 50
-        file.write({"image": "last.jpg"})
+        file.write({"image": "last.jpg", "prediction": 1})

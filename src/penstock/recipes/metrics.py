@@ -145,6 +145,7 @@ class RunFolder:
                 with written_whole(self._metrics) as file:
                     file.writelines(line.encode() for line in self._before(first_step))
             self._file = LineFile(self._metrics, append=settings.resume or settings.join is not None)
+            self._file.begin()  # a folder with metrics holds a run
             if rank == 0:
                 write_settings(settings, self.path / SETTINGS)
         except OSError as error:

@@ -18,6 +18,7 @@ from penstock.cluster.ssh.run import PORT, RemoteRun, environment, remote_comman
 from penstock.errors import UsageError
 from penstock.group.launcher import QUIET, module_command, module_path
 from penstock.group.variables import TRUSTED
+from penstock.paths import check_paths
 from penstock.spec.cluster import Cluster as Spec
 from penstock.spec.cluster import read_cluster
 from penstock.terminal.notes import say
@@ -104,6 +105,15 @@ def refuse_bind(path: Path, arguments: Sequence[str]) -> None:
     """Raise `UsageError` if `--bind` is given with `--cluster`: each host has its own address."""
     bind = next((argument for argument in arguments if argument.partition("=")[0] == "--bind"), None)
     bind_to(bind, path)
+
+
+def check_outputs(path: Path, arguments: Sequence[str]) -> None:
+    """Raise `UsageError` if a command on a cluster would write over the cluster's file."""
+    short = next((argument[2:] for argument in arguments if argument[:2] == "-o" and argument[2:]), None)
+    given = {option: _option(arguments, option) for option in ("-o", "--output", "--json", "--trace", "--report")}
+    given |= {"-o": short} if short else {}
+    outputs = [(option, Path(value).expanduser()) for option, value in given.items() if value]
+    check_paths([(_OPTION, path)], outputs)
 
 
 def is_lab(path: Path) -> bool:

@@ -13,6 +13,7 @@ import msgspec
 
 from penstock.cluster.lab import Lab
 from penstock.errors import ClusterError, OutOfMemory, PenstockError, RunError, UsageError
+from penstock.paths import check_paths
 from penstock.recipes.launch import fit_apart
 from penstock.recipes.metrics import FitResult
 from penstock.recipes.settings import FitSettings, make_settings
@@ -98,7 +99,15 @@ def read_sweep(path: Path, base: FitSettings) -> list[tuple[str, FitSettings]]:
         name = str(table.pop("name", f"row {index + 1}"))
         folder = str(base.folder / f"{index + 1:02}")
         runs.append((name, make_settings({**msgspec.to_builtins(base), "output": folder, **table})))
+        _check_inputs(runs[-1][1])
     return runs
+
+
+def _check_inputs(run: FitSettings) -> None:
+    """Raise `UsageError` if a run of a table would replace its own inputs; those of options are checked before."""
+    names = ("weights", "teacher", "data", "validation", "plan", "schedule")
+    read = [(name, Path(path)) for name in names if (path := getattr(run, name))]
+    check_paths(read, [("output", run.folder)])
 
 
 def mode_runs(

@@ -25,7 +25,8 @@ _BEING_MADE_S = 5.0  # a younger temporary file may not be locked yet
 def written_whole(target: Path) -> Iterator[IO[bytes]]:
     """Open a temporary file next to `target`; at the end of the block, sync it to disk and rename it to `target`.
 
-    An existing `target` is unchanged until then, and if the block or the disk fails. Permissions are as with `open`.
+    An existing `target` is unchanged until then, and if the block or the disk fails. Links are followed and
+    permissions kept, as by `open`.
 
     Example:
         with written_whole(Path("model.safetensors")) as file:
@@ -33,6 +34,7 @@ def written_whole(target: Path) -> Iterator[IO[bytes]]:
 
         Raises `OSError` if it cannot be written.
     """
+    target = Path(os.path.realpath(target))
     drop_left(target)
     beside = _beside(target)
     try:
@@ -42,6 +44,8 @@ def written_whole(target: Path) -> Iterator[IO[bytes]]:
             yield file
             file.flush()
             os.fsync(file.fileno())
+            with contextlib.suppress(FileNotFoundError):
+                os.fchmod(file.fileno(), stat.S_IMODE(target.stat().st_mode))
             os.replace(beside, target)  # while the file is locked
     finally:
         beside.unlink(missing_ok=True)
@@ -74,7 +78,7 @@ def write_whole(path: Path, data: str | bytes) -> None:
     if _is_special(path):
         path.write_bytes(data)
         return
-    with written_whole(path.resolve()) as file:  # the target of a link
+    with written_whole(path) as file:
         file.write(data)
 
 

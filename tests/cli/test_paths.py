@@ -110,7 +110,7 @@ def test_outputs_are_different_files_that_can_be_written(
     call, kinds = _spy(VERBS[verb], calls), _paths(VERBS[verb])[1]
     (tmp_path / "file").write_text("x")
     for name, how in kinds.items():
-        wrong = [tmp_path / "file" / "below", Path("/proc/none/x"), Path("/proc/\udcff")]
+        wrong = [tmp_path / "file" / "below", Path("/proc/none/x")]
         for path in [
             *wrong,
             *([] if how.is_folder else [tmp_path, tmp_path / "missing" / "x", tmp_path / ("x" * 250)]),
@@ -159,6 +159,17 @@ def test_files_that_an_input_stands_for(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "photos" / "out.csv.run.json").touch()
     call(images=["photos"], output=Path("photos/out.csv"))
     assert len(calls) == 5
+
+
+@pytest.mark.parametrize("verb", sorted(VERBS))
+def test_a_path_that_is_not_text_is_refused(verb: str) -> None:
+    calls: list[dict[str, Any]] = []
+    call, (read, written) = _spy(VERBS[verb], calls), _paths(VERBS[verb])
+    for name in (*read, *written):
+        for value in (Path("x\udcff"), ["y", "x\udcff"]):
+            with pytest.raises(UsageError, match="UTF-8"):
+                call(**{name: value})
+    assert not calls
 
 
 def test_the_key_of_a_run_and_the_file_of_its_cluster(

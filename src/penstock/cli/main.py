@@ -1,5 +1,6 @@
 """The `penstock` command: its subcommands, and the display of errors."""
 
+import errno
 import importlib
 import os
 import sys
@@ -44,6 +45,9 @@ _HELP = {
 
 # if the first process fails, torchrun ends a machine's other processes within this time
 _FIRST_SPEAKS_S = 3.0
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
 
 class _Verbs(TyperGroup):
@@ -142,6 +146,12 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         say("interrupted", err=True)
         return 130
+    except OSError as error:
+        if "--debug" in arguments or error.filename is not None or error.errno not in _FULL:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # it is flushed once more at the exit
+        say(f"error: standard output cannot be written ({error.strerror}); free space, or send it elsewhere", err=True)
+        return 1
     except PenstockError as error:
         if "--debug" in arguments:
             raise

@@ -56,11 +56,23 @@ def with_paths(verb: Callable[..., None]) -> Callable[..., None]:
             first = value[0] if isinstance(value, list) and value else value
             if isinstance(first, Path) or (name in _PATH_TEXTS and isinstance(first, str)):
                 options[name] = _expanded(value)
+        _check_names(options)
         check_written(list(_read(options, kinds)), list(_written(options, kinds)))
         verb(**options)
 
     call.__dict__["checks_paths"] = True
     return call
+
+
+def _check_names(options: Mapping[str, Any]) -> None:
+    """Raise `UsageError` for a path that is not text: records and plans, which are JSON, could not name it."""
+    for value in options.values():
+        for each in value if isinstance(value, (list, tuple)) else [value]:
+            if isinstance(each, (str, Path)) and not (text := str(each)).isascii():
+                try:
+                    text.encode()
+                except UnicodeEncodeError:
+                    raise UsageError(f"a path must be text in UTF-8; got {text!a}; rename it") from None
 
 
 def check_written(read: list[_Named], written: list[tuple[str, Path, Written]]) -> None:

@@ -75,7 +75,7 @@ def write_whole(path: Path, data: str | bytes) -> None:
     Raises `OSError` if it cannot be written.
     """
     data = data.encode() if isinstance(data, str) else data
-    if _is_special(path):
+    if is_special(path):
         path.write_bytes(data)
         return
     with written_whole(path) as file:
@@ -87,7 +87,7 @@ def check_writable(path: Path) -> None:
     target = path.resolve()
     if target.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-    if not _is_special(path):
+    if not is_special(path):
         beside = _beside(target)
         beside.open("xb").close()
         beside.unlink()
@@ -102,7 +102,7 @@ def is_stdout(path: Path) -> bool:
     return str(path) in ("-", "/dev/stdout", "/dev/fd/1", "/proc/self/fd/1")
 
 
-def _is_special(path: Path) -> bool:
+def is_special(path: Path) -> bool:
     """Return True for a device or pipe; links in /dev/fd resolve to names that do not exist."""
     return path.exists() and not path.is_file()
 

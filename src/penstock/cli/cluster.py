@@ -1,12 +1,10 @@
 """`--cluster FILE`: run a command on the machines of a cluster."""
 
 import contextlib
-from codecs import BOM_UTF8
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
 
 from penstock.cli.options import bind_to
@@ -15,12 +13,13 @@ from penstock.cluster.lab.signals import ended_by_signals
 from penstock.cluster.output import EndTogether, OutputLine, exit_name, print_line
 from penstock.cluster.ssh.remote import Host, address_of, hosts_of
 from penstock.cluster.ssh.run import PORT, RemoteRun, environment, remote_command
-from penstock.errors import UsageError
+from penstock.errors import ClusterError, UsageError
 from penstock.group.launcher import QUIET, module_command, module_path
 from penstock.group.variables import TRUSTED
 from penstock.paths import check_paths
 from penstock.spec.cluster import Cluster as Spec
 from penstock.spec.cluster import read_cluster
+from penstock.spec.fields import decode_toml
 from penstock.terminal.notes import say
 
 Cluster = Annotated[
@@ -119,8 +118,7 @@ def check_outputs(path: Path, arguments: Sequence[str]) -> None:
 def is_lab(path: Path) -> bool:
     """Return whether a file describes a lab rather than machines; raises `ClusterError` if it describes neither."""
     read_cluster(path)
-    with path.open("rb") as file:
-        return "hosts" in msgspec.toml.decode(file.read().removeprefix(BOM_UTF8))
+    return "hosts" in decode_toml(path.read_bytes(), f"{path}", ClusterError)
 
 
 def ends_with(arguments: Sequence[str]) -> EndTogether:

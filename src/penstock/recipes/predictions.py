@@ -154,7 +154,7 @@ def check_replaceable(path: Path, num_images: int) -> None:
     try:
         record = msgspec.json.decode(record_of(path).read_bytes(), type=PredictionRun)
         rows, _ = _complete_rows(path, is_csv=_is_csv(path))
-    except (OSError, ValueError, csv.Error, msgspec.MsgspecError):
+    except (OSError, ValueError, csv.Error, msgspec.MsgspecError, RecursionError):
         return
     expected = record.num_images or num_images
     if 0 < len(rows) < expected:

@@ -233,7 +233,7 @@ def read_settings(path: Path) -> FitSettings:
     """Read settings that `write_settings` wrote; raises `UsageError` for any other file."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=FitSettings)
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, msgspec.MsgspecError, RecursionError) as error:
         raise UsageError(f"{path} holds no settings of a training run ({error})") from None
 
 

@@ -3,7 +3,6 @@
 A run that fails becomes a row with its error; the other runs continue.
 """
 
-from codecs import BOM_UTF8
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from penstock.paths import check_paths
 from penstock.recipes.launch import fit_apart
 from penstock.recipes.metrics import FitResult
 from penstock.recipes.settings import FitSettings, make_settings
+from penstock.spec.fields import decode_toml, read_bytes
 from penstock.zoo.optional import optional_import
 
 MODES = ("single", "model", "pipeline", "data", "both")
@@ -86,11 +86,8 @@ def read_sweep(path: Path, base: FitSettings) -> list[tuple[str, FitSettings]]:
 
     Raises `UsageError` if the file cannot be read, or has no or invalid settings.
     """
-    try:
-        document = msgspec.toml.decode(path.read_bytes().removeprefix(BOM_UTF8))
-    except (OSError, msgspec.DecodeError) as error:
-        raise UsageError(f"{path} cannot be read as TOML ({error}); give a file of [[settings]] tables") from None
-    tables = document.get("settings")
+    document = decode_toml(read_bytes(path, "a table of settings", UsageError), f"{path}", UsageError)
+    tables: Any = document.get("settings")
     whole = isinstance(tables, list) and tables and all(isinstance(table, dict) for table in tables)
     if not whole or set(document) != {"settings"}:
         raise UsageError(f"settings not found in {path}; write [[settings]] tables, each with its changes")

@@ -40,3 +40,14 @@ def _without_wandb() -> Iterator[None]:
     finally:
         if hidden:
             del sys.modules["wandb"]
+
+
+@contextlib.contextmanager
+def without_panics() -> Iterator[None]:
+    """Raise `ValueError` for a panic of a library in Rust, which is no `Exception`."""
+    try:
+        yield
+    except BaseException as problem:
+        if type(problem).__name__ == "PanicException":
+            raise ValueError(one_line(problem)) from problem
+        raise

@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from penstock.errors import ModelError
-from penstock.files import written_whole
+from penstock.files import is_special, written_whole
 from penstock.text import nearest, one_line
 from penstock.zoo.weights.pickled import SUFFIXES, looks_pickled, safetensors_name, what_it_is
 from penstock.zoo.weights.weights import ByName, Shape, Weights
@@ -91,6 +91,8 @@ class FileWeights(ByName[str]):
 
 
 def _open_file(path: Path) -> Any:
+    if is_special(path):  # without a writer, to open a pipe never ends
+        raise ModelError(f"{path} is {what_it_is(path)}")
     try:
         return safe_open(str(path), framework="pt")
     except FileNotFoundError as problem:
@@ -139,7 +141,7 @@ def shards_of_index(index: Path) -> list[Path]:
     """Return the files that an index of shards names; raises `ModelError` if one is missing or in another folder."""
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8-sig"))["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as problem:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
         raise ModelError(f"{index} is not an index of shards: weight_map of file names not found") from problem
     # a shard must be next to its index: other paths are rejected
     strange = [name for name in names if not isinstance(name, str) or Path(name).name != name]

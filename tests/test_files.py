@@ -4,6 +4,7 @@ import contextlib
 import errno
 import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ from typing import Any
 import pytest
 
 from penstock.errors import RunError
-from penstock.files import LineFile, written_whole
+from penstock.files import LineFile, write_whole, written_whole
 from penstock.recipes.predictions import PredictionFile
+from penstock.zoo.weights.weight_files import save_weights
+from penstock.zoo.weights.weights import TensorWeights
 
 
 @pytest.fixture
@@ -97,7 +100,7 @@ def test_predictions_on_a_full_disk_are_kept_and_gone_on_with(tmp_path: Path, na
 def test_a_disk_that_is_really_full(small_disk: Path, name: str) -> None:
     def fill(file: PredictionFile) -> None:
         for index in range(1000):
-            file.write({"image": f"{index}.jpg"})
+            file.write({"image": f"{index}.jpg", "prediction": 1})
 
     with PredictionFile(small_disk / name) as file, pytest.raises(RunError, match="No space left on device"):
         fill(file)
@@ -106,4 +109,31 @@ def test_a_disk_that_is_really_full(small_disk: Path, name: str) -> None:
     with PredictionFile(small_disk / name, resume=True) as file:
         assert [row["image"] for row in file.done] == [f"{index}.jpg" for index in range(len(file.done))]
         assert len(file.done) > 50
-        file.write({"image": "last.jpg"})
+        file.write({"image": "last.jpg", "prediction": 1})
+
+
+@pytest.mark.parametrize("save", [write_whole, lambda path, _: save_weights(TensorWeights({}), path)])
+def test_a_link_stays_one_and_permissions_stay(tmp_path: Path, save: Any) -> None:
+    (tmp_path / "far").mkdir()
+    target, link = tmp_path / "far" / "target", tmp_path / "link"
+    link.symlink_to(target)
+    save(link, b"first")
+    target.chmod(0o600)
+    save(link, b"second")
+    assert link.is_symlink()
+    assert target.stat().st_mode & 0o777 == 0o600
+    assert [path.name for path in (tmp_path / "far").iterdir()] == ["target"]
+
+
+@pytest.mark.fresh
+def test_devices_and_pipes_as_outputs(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "penstock", "schedule", "1f1b"]
+    piped = subprocess.run([*command, "--json", "/dev/fd/1"], capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert '"schedule": "1f1b"' in piped.stdout
+    for options in ([], ["--json", "/dev/full"]):
+        with Path(os.devnull if options else "/dev/full").open("w") as full:
+            found = subprocess.run(
+                [*command, *options], stdout=full, stderr=subprocess.PIPE, text=True, check=False, cwd=tmp_path
+            )
+        assert (found.returncode, found.stderr.count("\n")) == (2 if options else 1, 1), found.stderr
+        assert "No space left" in found.stderr

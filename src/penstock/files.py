@@ -25,7 +25,8 @@ _BEING_MADE_S = 5.0  # a younger temporary file may not be locked yet
 def written_whole(target: Path) -> Iterator[IO[bytes]]:
     """Open a temporary file next to `target`; at the end of the block, sync it to disk and rename it to `target`.
 
-    An existing `target` is unchanged until then, and if the block or the disk fails. Permissions are as with `open`.
+    An existing `target` is unchanged until then, and if the block or the disk fails. Links are followed and
+    permissions kept, as by `open`.
 
     Example:
         with written_whole(Path("model.safetensors")) as file:
@@ -33,8 +34,9 @@ def written_whole(target: Path) -> Iterator[IO[bytes]]:
 
         Raises `OSError` if it cannot be written.
     """
+    target = Path(os.path.realpath(target))
     drop_left(target)
-    beside = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
+    beside = _beside(target)
     try:
         # "x" never opens an existing file, and applies the umask
         with beside.open("xb") as file:
@@ -42,6 +44,8 @@ def written_whole(target: Path) -> Iterator[IO[bytes]]:
             yield file
             file.flush()
             os.fsync(file.fileno())
+            with contextlib.suppress(FileNotFoundError):
+                os.fchmod(file.fileno(), stat.S_IMODE(target.stat().st_mode))
             os.replace(beside, target)  # while the file is locked
     finally:
         beside.unlink(missing_ok=True)
@@ -71,12 +75,40 @@ def write_whole(path: Path, data: str | bytes) -> None:
     Raises `OSError` if it cannot be written.
     """
     data = data.encode() if isinstance(data, str) else data
-    target = path.resolve()  # the target of a link
-    if target.exists() and not target.is_file():
-        target.write_bytes(data)
+    if is_special(path):
+        path.write_bytes(data)
         return
-    with written_whole(target) as file:
+    with written_whole(path) as file:
         file.write(data)
+
+
+def check_writable(path: Path) -> None:
+    """Raise `OSError` if `write_whole` could not write a file, by writing an empty one next to it."""
+    target = path.resolve()
+    if target.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    if not is_special(path):
+        beside = _beside(target)
+        beside.open("xb").close()
+        beside.unlink()
+
+
+def is_stdout(path: Path) -> bool:
+    """Return True for standard output, which other lines must then keep free.
+
+    >>> is_stdout(Path("-")), is_stdout(Path("out.csv"))
+    (True, False)
+    """
+    return str(path) in ("-", "/dev/stdout", "/dev/fd/1", "/proc/self/fd/1")
+
+
+def is_special(path: Path) -> bool:
+    """Return True for a device or pipe; links in /dev/fd resolve to names that do not exist."""
+    return path.exists() and not path.is_file()
+
+
+def _beside(target: Path) -> Path:
+    return target.with_name(f".{target.name}.{secrets.token_hex(8)}")
 
 
 def read_private(path: Path, make: str) -> str:
@@ -148,22 +180,50 @@ def locked(path: Path) -> Iterator[None]:
 class LineFile:
     """A text file to append whole lines to; `write` returns when the operating system has the line.
 
-    A line that cannot be written completely is removed again, so the file can be read and continued.
+    A line that cannot be written completely is removed again, so the file can be read and continued. The first line
+    replaces what the file held after its first `kept` bytes, by default all of it; until then the file is unchanged.
+    It is locked until it is closed.
 
     Example:
         with LineFile(Path("metrics.jsonl"), append=True) as file:
             file.write("{}\\n")
 
-    Raises `OSError` if it cannot be opened.
+    Raises `OSError` if it cannot be opened, and `BlockingIOError` if another process has it open.
     """
 
     def __init__(self, path: Path, *, append: bool = False) -> None:
+        self._path, self._is_new = path, not path.exists()
         # unbuffered: a buffer would keep a line that did not fit and write it again on close
-        self._file = path.open("ab" if append else "wb", buffering=0)
-        self._end = self._file.tell()
+        self._file = path.open("ab", buffering=0)
+        found = os.fstat(self._file.fileno())
+        self._is_regular = stat.S_ISREG(found.st_mode)  # devices and pipes have no length
+        self.kept = self._end = found.st_size if append else 0
+        self._has_begun = False
+        if self._is_regular and not self._is_mine():
+            self._file.close()
+            raise BlockingIOError(errno.EAGAIN, "another process writes it")
+
+    def _is_mine(self) -> bool:
+        """Lock the file; return False if another process has locked it, or has removed it."""
+        with contextlib.suppress(FileNotFoundError):
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if isinstance(error, BlockingIOError):
+                    return False
+            return os.path.samestat(os.fstat(self._file.fileno()), self._path.stat())
+        return False
+
+    def begin(self) -> None:
+        """Cut the file to the bytes that are kept, as the first line does."""
+        if not self._has_begun:
+            if self._is_regular:
+                self._file.truncate(self.kept)
+            self._has_begun, self._end = True, self.kept
 
     def write(self, line: str) -> None:
         """Append a line; raises `OSError` if it does not fit on the disk."""
+        self.begin()
         rest = memoryview(line.encode(errors="surrogateescape"))  # file names may contain bytes that are not text
         end = self._end + len(rest)
         try:
@@ -172,12 +232,13 @@ class LineFile:
         except OSError:
             with contextlib.suppress(OSError):  # a device has no length
                 self._file.truncate(self._end)
-                self._file.seek(self._end)
             raise
         self._end = end
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file; a new one to which nothing was written is removed."""
+        if self._is_new and self._is_regular and not self._has_begun and not self._file.closed:
+            self._path.unlink(missing_ok=True)
         self._file.close()
 
     def __enter__(self) -> "LineFile":
@@ -192,6 +253,9 @@ class StandardOutput(LineFile):
 
     def __init__(self) -> None:
         pass
+
+    def begin(self) -> None:
+        """Leave it as it is."""
 
     def write(self, line: str) -> None:
         """Write a line; raises `OSError` if nobody reads it."""

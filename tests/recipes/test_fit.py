@@ -1,8 +1,10 @@
 """Whole runs on digits: what they leave behind, and how they are continued and compared."""
 
 import errno
+import itertools
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -274,6 +276,51 @@ def test_the_best_epoch_is_kept_and_stays_the_best_when_a_run_goes_on(tmp_path: 
     assert more.epochs[0].accuracy is not None
     if more.epochs[0].accuracy <= max(a for a in accuracies if a is not None):
         assert (tmp_path / "run" / "best.safetensors").read_bytes() == before
+
+
+class Killed(BaseException):
+    """An end of which a run is not told."""
+
+
+@pytest.mark.parametrize("name", ["best.safetensors", "checkpoint.json"])
+def test_a_run_that_is_killed_ends_with_the_files_of_one_that_is_not(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends when the file is put into its place: the first time, the second time and so on."""
+
+    def files(folder: Path) -> dict[str, dict[str, Tensor]]:
+        found = sorted(path for path in folder.rglob("*") if path.suffix not in {".lock", ".jsonl"} and path.is_file())
+        # an incomplete checkpoint is written again beside itself
+        kept = {re.sub(r"(stage-0)\.1", r"\1", str(path.relative_to(folder))): path for path in found}
+        return {each: load_file(path) if path.suffix == ".safetensors" else {} for each, path in kept.items()}
+
+    def ends(source: Any, target: Any) -> None:
+        if Path(target).name == name and next(left, None) is None:
+            raise Killed
+        replace_file(source, target)
+
+    given = settings(tmp_path / "whole", epochs=2, lr=0.01, num_rows=60)
+    fit(given)
+    whole, replace_file = files(given.folder), os.replace
+    epochs = [(line["accuracy"], line["train_loss"]) for line in lines(given.folder, "epoch")]
+    for number in itertools.count():
+        left, run = iter(range(number)), given.replace(output=str(tmp_path / f"{number}"))
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "replace", ends)
+            try:
+                fit(run)
+                break
+            except Killed:
+                pass
+        if newest_checkpoint(run) is None:
+            continue
+        fit(run.replace(resume=True))
+        found = files(run.folder)
+        assert found.keys() == whole.keys()
+        for each, tensors in whole.items():
+            assert all(torch.equal(found[each][key], tensor) for key, tensor in tensors.items()), (number, each)
+        assert [(line["accuracy"], line["train_loss"]) for line in lines(run.folder, "epoch")] == epochs
+    assert number > 0
 
 
 def test_a_teacher_changes_what_is_learned_and_not_how_accuracy_is_counted(tmp_path: Path) -> None:

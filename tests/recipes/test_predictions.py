@@ -47,6 +47,7 @@ def test_every_place_where_a_run_may_be_killed(tmp_path: Path, name: str) -> Non
     path = tmp_path / f"cut.{name}"
     for kept in range(len(data) + 1):
         path.write_bytes(data[:kept])
+        (tmp_path / f"cut.{name}.run.json").touch()
         with PredictionFile(path, resume=True) as file:
             done = [row["image"] for row in file.done]
             assert done == NAMES[: len(done)], kept
@@ -62,7 +63,8 @@ def test_nothing_is_lost_between_rows(tmp_path: Path, name: str) -> None:
     with PredictionFile(path) as file:
         for count, row in enumerate(ROWS, 1):
             file.write(row)
-            with PredictionFile(path, resume=True) as reader:
+            (tmp_path / f"seen.{name}").write_bytes(path.read_bytes())
+            with PredictionFile(tmp_path / f"seen.{name}", resume=True) as reader:
                 assert len(reader.done) == count
 
 
@@ -81,8 +83,12 @@ def test_the_columns(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "text"),
-    [("out.jsonl", "hello\n"), ("out.jsonl", "[1]\n"), ("out.jsonl", '{"a": 1}\n'), ("out.csv", "a,b\n1,2\n")],
-)
+    [
+        ("out.jsonl", "hello\n"), ("out.jsonl", "[1]\n"), ("out.jsonl", '{"a": 1}\n'), ("out.csv", "a,b\n1,2\n"),
+        ("out.jsonl", ""), ("out.jsonl", '{"image": "a.jpg"}\n'), ("out.csv", ""), ("out.csv", "image,label\n"),
+        ("out.jsonl", "[" * 100_000 + "\n"),
+    ],
+)  # fmt: skip
 def test_another_file_is_left_as_it_is(tmp_path: Path, name: str, text: str) -> None:
     path = tmp_path / name
     path.write_text(text + "half")
@@ -94,6 +100,38 @@ def test_another_file_is_left_as_it_is(tmp_path: Path, name: str, text: str) -> 
 def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot be written"):
         PredictionFile(tmp_path / "no folder" / "out.csv")
+
+
+def _fail_before_a_row(file: PredictionFile) -> None:
+    go_on_with(file, PredictionRun(model="m", weights="w", images="i", runtimes=[]))
+    raise UsageError("wrong cut")
+
+
+@pytest.mark.parametrize("name", ["out.csv", "out.jsonl"])
+def test_a_run_that_ends_before_its_first_row_changes_nothing(tmp_path: Path, name: str) -> None:
+    path, record = tmp_path / name, tmp_path / f"{name}.run.json"
+    for old in (None, "an older file"):
+        if old:
+            path.write_text(old)
+            record.write_text(old)
+        with pytest.raises(UsageError, match="wrong cut"), PredictionFile(path) as file:
+            _fail_before_a_row(file)
+        assert [each.read_text() for each in (path, record) if each.exists()] == [old, old] * bool(old)
+    with PredictionFile(path) as file:
+        go_on_with(file, PredictionRun(model="m", weights="w", images="i", runtimes=[]))
+    assert path.read_text() == (f"{','.join(COLUMNS)}\n" if name.endswith("csv") else "")
+    assert "penstock-predictions" in record.read_text()
+
+
+def test_one_run_at_a_time_writes_a_file(tmp_path: Path) -> None:
+    path, link = tmp_path / "out.jsonl", tmp_path / "link.jsonl"
+    link.symlink_to(path)
+    with PredictionFile(path) as file:
+        for name in (path, link):
+            with pytest.raises(UsageError, match="another run"):
+                PredictionFile(name, resume=True)
+        file.write(ROWS[0])
+    assert len(write(path, [], resume=True)) == 1
 
 
 def test_no_name_is_a_formula(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from rich.table import Column, Table
 from penstock.bench.options import BenchOptions
 from penstock.cli import options as opt
 from penstock.cli.cluster import Cluster
+from penstock.cli.paths import Written
 from penstock.cli.settings_options import Given, named_options, takes_settings
 from penstock.errors import UsageError
 from penstock.plan.check import read_plan
@@ -48,7 +49,7 @@ def bench(
     given: Given,
     peer: Annotated[bool, typer.Option("--peer", help="Comparison with torch.distributed.pipelining.")] = False,
     report: Annotated[
-        Path | None, typer.Option("--report", metavar="PAGE.html", help="Page that compares the rows.")
+        Path | None, Written(), typer.Option("--report", metavar="PAGE.html", help="Page that compares the rows.")
     ] = None,
     weights: opt.WeightsFile = None,
     pretrained: opt.Pretrained = False,

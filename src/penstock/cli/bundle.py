@@ -8,6 +8,7 @@ import typer
 from rich.table import Table
 
 from penstock.cli.options import JsonFile, Pretrained, Seed, WeightsFile, make_console, write_json
+from penstock.cli.paths import Written
 from penstock.errors import UsageError
 from penstock.plan.check import read_plan
 from penstock.spec.plan import Plan
@@ -17,9 +18,9 @@ from penstock.units import format_bytes
 
 def bundle(
     plan: Annotated[Path, typer.Argument(metavar="PLAN", help="Plan written by `penstock plan`.")],
-    output: Annotated[Path, typer.Option("-o", "--output", metavar="DIR", help="Folder of the bundle.")] = Path(
-        "bundle"
-    ),
+    output: Annotated[
+        Path, Written(is_folder=True), typer.Option("-o", "--output", metavar="DIR", help="Folder of the bundle.")
+    ] = Path("bundle"),
     model: Annotated[
         str | None, typer.Option(help="Model, required if the plan's is package.module:function. Default: the plan's.")
     ] = None,

@@ -1,12 +1,10 @@
 """`--cluster FILE`: run a command on the machines of a cluster."""
 
 import contextlib
-from codecs import BOM_UTF8
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
 
 from penstock.cli.options import bind_to
@@ -15,11 +13,13 @@ from penstock.cluster.lab.signals import ended_by_signals
 from penstock.cluster.output import EndTogether, OutputLine, exit_name, print_line
 from penstock.cluster.ssh.remote import Host, address_of, hosts_of
 from penstock.cluster.ssh.run import PORT, RemoteRun, environment, remote_command
-from penstock.errors import UsageError
+from penstock.errors import ClusterError, UsageError
 from penstock.group.launcher import QUIET, module_command, module_path
 from penstock.group.variables import TRUSTED
+from penstock.paths import check_paths
 from penstock.spec.cluster import Cluster as Spec
 from penstock.spec.cluster import read_cluster
+from penstock.spec.fields import decode_toml
 from penstock.terminal.notes import say
 
 Cluster = Annotated[
@@ -106,11 +106,19 @@ def refuse_bind(path: Path, arguments: Sequence[str]) -> None:
     bind_to(bind, path)
 
 
+def check_outputs(path: Path, arguments: Sequence[str]) -> None:
+    """Raise `UsageError` if a command on a cluster would write over the cluster's file."""
+    short = next((argument[2:] for argument in arguments if argument[:2] == "-o" and argument[2:]), None)
+    given = {option: _option(arguments, option) for option in ("-o", "--output", "--json", "--trace", "--report")}
+    given |= {"-o": short} if short else {}
+    outputs = [(option, Path(value).expanduser()) for option, value in given.items() if value]
+    check_paths([(_OPTION, path)], outputs)
+
+
 def is_lab(path: Path) -> bool:
     """Return whether a file describes a lab rather than machines; raises `ClusterError` if it describes neither."""
     read_cluster(path)
-    with path.open("rb") as file:
-        return "hosts" in msgspec.toml.decode(file.read().removeprefix(BOM_UTF8))
+    return "hosts" in decode_toml(path.read_bytes(), f"{path}", ClusterError)
 
 
 def ends_with(arguments: Sequence[str]) -> EndTogether:

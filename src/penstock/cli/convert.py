@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from penstock.cli.options import JsonFile, write_json
+from penstock.cli.paths import Written
 from penstock.terminal.notes import say
 from penstock.terminal.progress import working
 from penstock.text import counted
@@ -19,7 +20,7 @@ def convert(
             metavar="FILE.pth", help="Checkpoint of torch.save, or a folder of torch.distributed.checkpoint."
         ),
     ],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Safetensors file to write.")],
+    output: Annotated[Path, Written(), typer.Option("--output", "-o", help="Safetensors file to write.")],
     key: Annotated[
         str | None, typer.Option(metavar="NAME", help="Entry with the weights. Default: averaged weights, else others.")
     ] = None,

@@ -8,6 +8,7 @@ import typer
 
 from penstock.cli import options as opt
 from penstock.cli.cluster import Cluster
+from penstock.cli.paths import Written
 from penstock.errors import RunError, UsageError
 from penstock.terminal.notes import say
 from penstock.text import counted
@@ -47,6 +48,7 @@ def generate(
     ] = None,
     output: Annotated[
         Path | None,
+        Written(),
         typer.Option("--output", "-o", metavar="FILE", help="Answers, .csv or JSON lines; resumed if the file exists."),
     ] = None,
     max_new_tokens: NewTokens = 64,

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from penstock.cli.cluster import commands_by_ssh, ends_with, is_lab, run_by_ssh, run_on_cluster
 from penstock.cli.options import JsonFile, make_console, write_json
+from penstock.cli.paths import Written
 from penstock.cluster.lab.signals import ended_by_signals
 from penstock.cluster.ssh.check import check_hosts
 from penstock.cluster.ssh.push import FILES, bring, fetch, push, what_push_does
@@ -199,6 +200,7 @@ def measure(
     cluster: Annotated[Path, typer.Argument(metavar="CLUSTER", help="Lab file, or under torchrun any cluster file.")],
     output: Annotated[
         Path | None,
+        Written(),
         typer.Option("-o", "--output", metavar="measured.toml", help="Cluster file to write with measured values."),
     ] = None,
     profile: Annotated[

@@ -9,7 +9,9 @@ import typer
 
 from penstock.cli import options as opt
 from penstock.cli.cluster import Cluster
+from penstock.cli.paths import Written
 from penstock.errors import RunError
+from penstock.files import is_stdout
 from penstock.terminal.notes import say
 
 
@@ -17,7 +19,7 @@ def infer(
     model: opt.Model,
     images: Annotated[list[str], typer.Option(help="Folder, archive, image or .txt list.")],
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="Predictions, .csv or JSON lines; - prints them.")
+        Path, Written(), typer.Option("--output", "-o", help="Predictions, .csv or JSON lines; - prints them.")
     ] = Path("predictions.csv"),
     stages: Annotated[
         int | None, typer.Option(min=1, help="Number of stages. Default: 2, or torchrun's processes.")
@@ -104,8 +106,6 @@ def infer(
 @contextlib.contextmanager
 def _naming_resume(output: Path) -> Iterator[None]:
     """Add the next step to the error of a run that has ended early, on each of its processes."""
-    from penstock.recipes.predictions import is_stdout
-
     try:
         yield
     except RunError as error:

@@ -5,7 +5,8 @@ from typing import Annotated
 
 import typer
 
-from penstock.cli.options import write_json
+from penstock.cli.options import JsonFile, write_json
+from penstock.cli.paths import Written
 from penstock.cluster.lab import (
     DEFAULT_PORT,
     PRESETS,
@@ -29,14 +30,13 @@ from penstock.units import format_bytes, format_rate, parse_bytes, parse_rate
 
 app = typer.Typer(no_args_is_help=True, help="An emulated cluster on this Linux machine (needs root).")
 
-JsonFile = Annotated[Path | None, typer.Option("--json", help="Also write the result to this file.")]
 LabOrName = Annotated[str, typer.Argument(metavar="LAB", help="Lab file, or the name of a lab that is up.")]
 HostName = Annotated[str, typer.Argument(metavar="HOST", help="Name of one of the lab's hosts.")]
 
 
 @app.command()
 def init(
-    output: Annotated[Path, typer.Option("--output", "-o", help="Lab file to write.")] = Path("lab.toml"),
+    output: Annotated[Path, Written(), typer.Option("--output", "-o", help="Lab file to write.")] = Path("lab.toml"),
     hosts: Annotated[int, typer.Option(help="Number of hosts.")] = 4,
     like: Annotated[str, typer.Option(help=f"Board to emulate: {', '.join(PRESETS)}.")] = "raspberry-pi-4",
     name: Annotated[str, typer.Option(help="Name of the lab.")] = "lab",

@@ -1,5 +1,6 @@
 """The `penstock` command: its subcommands, and the display of errors."""
 
+import errno
 import importlib
 import os
 import sys
@@ -9,9 +10,9 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from penstock.cli.cluster import is_lab, refuse_bind, run_on_cluster, take_cluster
+from penstock.cli.cluster import check_outputs, is_lab, refuse_bind, run_on_cluster, take_cluster
 from penstock.cli.help import Verb
-from penstock.cli.options import from_home
+from penstock.cli.paths import with_paths
 from penstock.cluster.lab.signals import ignore_late_signals
 from penstock.errors import PenstockError, UsageError
 from penstock.terminal.notes import say
@@ -46,6 +47,9 @@ _HELP = {
 _FIRST_SPEAKS_S = 3.0
 
 
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+
+
 class _Verbs(TyperGroup):
     """The subcommands, each in a module of the same name that is imported when it runs."""
 
@@ -71,10 +75,10 @@ class _Verbs(TyperGroup):
         verb = typer.Typer(**_PLAIN)
         if hasattr(module, "app"):
             for each in module.app.registered_commands:
-                each.callback = from_home(each.callback)
+                each.callback = with_paths(each.callback)
             verb.add_typer(module.app, name=cmd_name)
             return typer.main.get_group(verb).commands[cmd_name]
-        verb.command(cmd_name, cls=Verb)(from_home(getattr(module, cmd_name)))
+        verb.command(cmd_name, cls=Verb)(with_paths(getattr(module, cmd_name)))
         return typer.main.get_command(verb)
 
     def invoke(self, ctx: Any) -> Any:
@@ -132,6 +136,7 @@ def main(arguments: list[str] | None = None) -> int:
         cluster, rest = take_cluster(arguments) if arguments and arguments[0] in _ON_CLUSTERS else (None, arguments)
         if cluster is not None:
             refuse_bind(cluster, rest)
+            check_outputs(cluster, rest)
             if arguments[0] != "train" or (cluster.exists() and not is_lab(cluster)):
                 return run_on_cluster(cluster, rest)
         app(arguments, standalone_mode=True)
@@ -141,6 +146,12 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         say("interrupted", err=True)
         return 130
+    except OSError as error:
+        if "--debug" in arguments or error.filename is not None or error.errno not in _FULL:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # it is flushed once more at the exit
+        say(f"error: standard output cannot be written ({error.strerror}); free space, or send it elsewhere", err=True)
+        return 1
     except PenstockError as error:
         if "--debug" in arguments:
             raise

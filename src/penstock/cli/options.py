@@ -1,16 +1,15 @@
 """Options that several commands share."""
 
-import functools
 import json as json_module
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 import typer
 
+from penstock.cli.paths import Written
 from penstock.errors import UsageError
 from penstock.files import write_whole
 from penstock.group.addresses import BIND, is_everywhere, listen
@@ -55,6 +54,7 @@ OnLoss = Annotated[
 WaitFor = Annotated[float, typer.Option("--wait-for", min=1.0, help="Seconds to wait with --on-loss wait.")]
 Trace = Annotated[
     Path | None,
+    Written(is_folder=True),
     typer.Option("--trace", metavar="DIR", help="Record a trace in a folder, for `penstock report DIR`."),
 ]
 Profiled = Annotated[bool, typer.Option("--profile", help="Record torch.profiler's operations too, in --trace DIR.")]
@@ -66,26 +66,9 @@ Bind = Annotated[
         help="Listening address. Default: the first host's route.",
     ),
 ]
-JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="File for the result as JSON.")]
-_PATH_TEXTS = frozenset({"class_order", "data", "images", "schedule", "test", "validation"})  # paths or other words
-
-
-def from_home(verb: Callable[..., None]) -> Callable[..., None]:
-    """Return a command whose paths may begin with ~/, which no shell expands in `--option=~/path`."""
-
-    def expanded(value: Any) -> Any:
-        return [expanded(each) for each in value] if isinstance(value, list) else type(value)(os.path.expanduser(value))
-
-    @functools.wraps(verb)
-    def call(**options: Any) -> None:
-        for name, value in options.items():
-            first = value[0] if isinstance(value, list) and value else value
-            if isinstance(first, Path) or (name in _PATH_TEXTS and isinstance(first, str)):
-                options[name] = expanded(value)
-        verb(**options)
-
-    call.__dict__["expands"] = True
-    return verb if hasattr(verb, "expands") else call
+JsonFile = Annotated[
+    Path | None, Written(), typer.Option("--json", metavar="FILE", help="File for the result as JSON.")
+]
 
 
 def make_console() -> PlainConsole:

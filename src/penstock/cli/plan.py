@@ -8,6 +8,7 @@ import typer
 from msgspec import Meta
 
 from penstock.cli.options import JsonFile, make_console, parse_numbers, write_json
+from penstock.cli.paths import Written
 from penstock.cli.settings_options import Given, takes_settings
 from penstock.errors import UsageError
 from penstock.plan.candidates import PlanAim, Request
@@ -91,7 +92,9 @@ def plan(
     *,
     profile: Annotated[Path, typer.Argument(metavar="PROFILE", help="Profile written by `penstock profile`.")],
     cluster: Annotated[Path, typer.Argument(metavar="CLUSTER", help="Cluster file or lab file.")],
-    output: Annotated[Path | None, typer.Option("-o", "--output", metavar="plan.json", help="File to write.")] = None,
+    output: Annotated[
+        Path | None, Written(), typer.Option("-o", "--output", metavar="plan.json", help="File to write.")
+    ] = None,
     given: Given,
     explanation: Annotated[bool, typer.Option("--explain", help="Print reasons and possible improvements.")] = False,
     json: JsonFile = None,

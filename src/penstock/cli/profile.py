@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from penstock.cli import options as opt
+from penstock.cli.paths import Written
 from penstock.errors import UsageError
 from penstock.recipes.settings import make_settings
 from penstock.spec.profile import Profile, write_profile
@@ -19,9 +20,9 @@ from penstock.units import format_bytes, format_seconds
 
 def profile(
     model: opt.AnyModel,
-    output: Annotated[Path, typer.Option("-o", "--output", metavar="profile.json", help="File to write.")] = Path(
-        "profile.json"
-    ),
+    output: Annotated[
+        Path, Written(), typer.Option("-o", "--output", metavar="profile.json", help="File to write.")
+    ] = Path("profile.json"),
     rows: Annotated[
         str, typer.Option(help="Microbatch sizes to measure; with --generate sequences per lane, its slots.")
     ] = "1,2,4,8",

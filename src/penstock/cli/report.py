@@ -8,6 +8,7 @@ import typer
 from rich.table import Column, Table
 
 from penstock.cli.options import JsonFile, make_console, write_json
+from penstock.cli.paths import Written
 from penstock.errors import UsageError
 from penstock.report.beside import write_beside
 from penstock.report.page.tables import show
@@ -24,7 +25,7 @@ def report(
         ),
     ],
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Page of several runs.  [default: beside.html]")
+        Path | None, Written(), typer.Option("-o", "--output", help="Page of several runs.  [default: beside.html]")
     ] = None,
     json: JsonFile = None,
 ) -> None:

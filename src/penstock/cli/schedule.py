@@ -14,7 +14,7 @@ _NAMES = "".join(f"{name}: {known.help}; " for name, known in SCHEDULES.items())
 
 
 def schedule(
-    name: Annotated[str, typer.Argument(metavar="NAME", help=f"{_NAMES}or a file.")],
+    schedule: Annotated[str, typer.Argument(metavar="NAME", help=f"{_NAMES}or a file.")],
     stages: Annotated[int, typer.Option(min=1, help="Number of stages.")] = 4,
     microbatches: Annotated[int, typer.Option(min=1, help="Number of microbatches.")] = 8,
     devices: Annotated[
@@ -23,13 +23,15 @@ def schedule(
     json: JsonFile = None,
 ) -> None:
     """Draw a training schedule, and print its bubble and memory."""
-    if interleaves(name) and devices is None:
+    if interleaves(schedule) and devices is None:
         devices = max(1, stages // 2)
-    known = name in SCHEDULES
-    actions = make_schedule(name, stages, microbatches, devices) if known else read_schedule(find_schedule(name))
+    known = schedule in SCHEDULES
+    actions = (
+        make_schedule(schedule, stages, microbatches, devices) if known else read_schedule(find_schedule(schedule))
+    )
     checked = check_schedule(actions) if known else check_given(actions)
     result: dict[str, Any] = {
-        "schedule": name, "devices": [text(device) for device in actions], "bubble": checked.bubble_fraction,
+        "schedule": schedule, "devices": [text(device) for device in actions], "bubble": checked.bubble_fraction,
         "peak_in_flight": list(checked.peak_in_flight),
     }  # fmt: skip
     console = make_console()
@@ -37,7 +39,7 @@ def schedule(
     console.print(f"bubble {checked.bubble_fraction:.1%} simulated, forward 1 and backward 2")
     num_stages = len(placement(actions))
     if known and num_stages % len(actions) == 0:
-        formula, value = bubble_formula(name, num_stages, microbatches, len(actions))
+        formula, value = bubble_formula(schedule, num_stages, microbatches, len(actions))
         result["bubble_by_formula"] = value
         console.print(f"bubble {value:.1%} by the formula {formula}", markup=False)
     per_device = ", ".join(str(number) for number in checked.peak_in_flight)

@@ -2,7 +2,8 @@
 
 A field's help is the description of its `msgspec.Meta`. The meta's `extra` has additional values for the command line:
 `flags` if they differ from the field's name (empty for `--name` and `--no-name`), `metavar`, `min` if the struct has no
-limit, `default` if the option's default differs, `path` if a text is a path.
+limit, `default` if the option's default differs, `path` if a text is a path, `folder` if it is a folder that is written
+or, if its files are always the command's own, kept.
 """
 
 import functools
@@ -14,6 +15,8 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 import typer
+
+from penstock.cli.paths import Written
 
 Given = dict[str, Any]
 
@@ -85,7 +88,10 @@ def _option(name: str, base: Any, default: Any, extra: Mapping[str, Any]) -> Any
         base = list[str]
     flags = extra.get("flags", [f"--{name.replace('_', '-')}"])
     how = typer.Option(*flags, help=extra["description"], metavar=extra.get("metavar"), **limits)
-    return Annotated[base | None if default is None else base, how]
+    kind = base | None if default is None else base
+    if "folder" in extra:
+        return Annotated[kind, Written(is_folder=True, is_compared=extra["folder"] == "written"), how]
+    return Annotated[kind, how]
 
 
 def _fields(struct: type[msgspec.Struct]) -> Iterator[tuple[str, Any, dict[str, Any]]]:

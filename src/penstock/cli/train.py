@@ -10,11 +10,11 @@ import typer
 from rich.table import Table
 
 from penstock.cli import options as opt
+from penstock.cli.paths import first_rank
 from penstock.cli.settings_options import Given, named_options, takes_settings
 from penstock.cluster.lab import lab_session, read_lab
 from penstock.cores import available_cores
 from penstock.errors import RunError, UsageError
-from penstock.group.launched import launcher_variables
 from penstock.plan.check import read_plan
 from penstock.recipes.settings import SETTINGS, FitSettings, keep_settings, make_settings, read_settings
 from penstock.terminal.notes import say
@@ -51,7 +51,7 @@ def train(
     json: opt.JsonFile = None,
 ) -> None:
     """Train a model: in one process, in stages, in replicas, in both, with metrics and checkpoints in a folder."""
-    with working("loading PyTorch", shown=_rank() == FEEDER):
+    with working("loading PyTorch", shown=first_rank()):
         from penstock.recipes import several  # noqa: F401 (takes seconds)
 
     opt.check_profiled(profile=given["profile"], trace=given["trace"])
@@ -153,12 +153,6 @@ def _train_one(settings: FitSettings, cluster: Path | None) -> "FitResult":
         if settings.join is None and _is_first():
             say(f"interrupted; {how_to_continue(settings)}", err=True)
         raise typer.Exit(130) from None
-
-
-def _rank() -> int:
-    """Return the rank that a launcher gave this process, without loading PyTorch; 0 if it was started alone."""
-    rank = os.environ.get("RANK") or launcher_variables(os.environ).get("RANK", "")
-    return int(rank) if rank.isdecimal() else FEEDER
 
 
 def _is_first() -> bool:

@@ -39,7 +39,10 @@ class CompressSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     pretrained: bool = False
     output: Annotated[
         PathText,
-        Meta(description="Folder of the search; a second run resumes it.", extra={"flags": ["--output", "-o"]}),
+        Meta(
+            description="Folder of the search; a second run resumes it.",
+            extra={"flags": ["--output", "-o"], "folder": "written"},
+        ),
     ] = "runs/compress"
     accuracy_floor: Annotated[Ratio | None, Meta(description="Lowest accuracy on the test images.")] = None
     max_drop: Annotated[Ratio | None, Meta(description="Largest drop in accuracy, as in 0.01 for a point.")] = None

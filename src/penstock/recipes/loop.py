@@ -208,6 +208,8 @@ class _Fit:
             )
         folder = self._settings.folder / "checkpoints" / gathered[FEEDER]["name"]
         self._pipe.load_checkpoint(folder, self._optimizer, self._scheduler)
+        if self._world.rank == FEEDER:
+            drop_old_checkpoints(self._settings, folder)  # a killed run may have left one too many
         self._apply_settings()
 
     def _apply_settings(self) -> None:
@@ -235,6 +237,8 @@ class _Fit:
                 self._say = progress.say
                 if (unrecorded := self._unrecorded()) is not None:
                     self._finish(unrecorded)
+                elif self._settings.resume and self._settings.join is None:
+                    self._keep_recorded()
                 while self._trainer.step < self._num_steps:
                     self._iterate(progress)
             if self._settings.save:
@@ -257,7 +261,7 @@ class _Fit:
             return None
         epoch = self._loader.epoch - (position == 0)
         losses = self._folder.losses(step - (position or len(self._loader)), step)
-        mine = {"losses": [] if self._folder.has_epoch(step) else list(losses.items())}
+        mine = {"losses": [] if step in self._folder.accuracies(step) else list(losses.items())}
         found = self._trainer.together(lambda: mine)[FEEDER]["losses"]
         self._steps |= {step: _StepNote(epoch=epoch, loss=loss) for step, loss in found}
         return epoch if found else None
@@ -377,10 +381,20 @@ class _Fit:
             return
         if self._trainer.survivors is None:
             self._steps.clear()
+        self._keep_if_best(accuracy)
+
+    def _keep_if_best(self, accuracy: float | None) -> None:
         keeps = self._settings.save and self._settings.keep_best
         if keeps and accuracy is not None and (self._best is None or accuracy > self._best):
             self._best = accuracy
             self._pipe.save(best_model(self._settings), {**self._task.metadata, ACCURACY: repr(accuracy)})
+
+    def _keep_recorded(self) -> None:
+        """Keep the model of the epoch that a killed run recorded last: it may have had no time to do so itself."""
+        found = self._folder.accuracies(self._first)
+        last = found.pop(self._first, None)
+        mine = {"accuracy": None if last is None or any(each and each >= last for each in found.values()) else last}
+        self._keep_if_best(self._trainer.together(lambda: mine)[FEEDER]["accuracy"])
 
     def _is_checkpoint_due(self) -> bool:
         every = self._settings.checkpoint_every

@@ -145,6 +145,7 @@ class RunFolder:
                 with written_whole(self._metrics) as file:
                     file.writelines(line.encode() for line in self._before(first_step))
             self._file = LineFile(self._metrics, append=settings.resume or settings.join is not None)
+            self._file.begin()  # a folder with metrics holds a run
             if rank == 0:
                 write_settings(settings, self.path / SETTINGS)
         except OSError as error:
@@ -170,10 +171,10 @@ class RunFolder:
                 found[fields["step"]] = fields["loss"]
         return found
 
-    def has_epoch(self, step: int) -> bool:
-        """Return True if the epoch that ended at a step was recorded."""
-        lines = map(json.loads, self._before(step))
-        return any(fields.get("kind") == "epoch" and fields["step"] == step for fields in lines)
+    def accuracies(self, last: int) -> dict[int, float | None]:
+        """Return the accuracies of the recorded epochs that ended up to step `last`, by step."""
+        epochs = [fields for fields in map(json.loads, self._before(last)) if fields.get("kind") == "epoch"]
+        return {fields["step"]: fields.get("accuracy") for fields in epochs}
 
     def go_back(self, step: int) -> None:
         """Remove the lines of later steps, which will be repeated; if this fails, the lines stay."""

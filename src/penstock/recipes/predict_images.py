@@ -11,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from penstock.deploy.run_options import CutOptions
 from penstock.errors import UsageError
+from penstock.files import is_stdout
 from penstock.group.world import World
 from penstock.pipeline import Pipeline
 from penstock.plan.check import read_plan
@@ -22,7 +23,6 @@ from penstock.recipes.predictions import (
     PredictionRun,
     check_replaceable,
     go_on_with,
-    is_stdout,
 )
 from penstock.spec.cluster import read_cluster
 from penstock.spec.profile import read_profile

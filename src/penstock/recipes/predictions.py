@@ -10,7 +10,8 @@ from typing import Any, Literal
 import msgspec
 
 from penstock.errors import RunError, UsageError
-from penstock.files import LineFile, StandardOutput
+from penstock.files import LineFile, StandardOutput, is_stdout
+from penstock.paths import record_of
 from penstock.spec.fields import decode_json, read_bytes, write_json
 from penstock.terminal.notes import note
 from penstock.text import counted, guard_cell, unguard_cell
@@ -21,38 +22,48 @@ COLUMNS = ("image", "label", "prediction", "class", "confidence", "error")
 class PredictionFile:
     """A file of predictions, CSV if named `.csv` and otherwise JSON lines, that grows by complete rows.
 
-    `-` and /dev/stdout are standard output.
+    `-` and /dev/stdout are standard output. The first row, or the end of the block without an error, replaces what the
+    file held and writes `record` next to it; until then both are unchanged. The file is locked until it is closed.
 
-    The first of `columns` identifies a row. `again` is the advice for resuming a file, `anew` for starting without it.
+    The first of `columns` identifies a row, and an earlier row has the `needed` ones or an error. `again` is the advice
+    for resuming a file, `anew` for starting without it.
 
     Example:
         with PredictionFile(Path("predictions.csv")) as file:
             file.write({"image": "cat.jpg", "prediction": 281, "confidence": 0.9})
     """
 
+    record: msgspec.Struct | None = None
+
     def __init__(
         self, path: Path, *, resume: bool = False, columns: Sequence[str] = COLUMNS,
-        again: str = "continue with --resume", anew: str = "leave --resume out",
+        needed: Sequence[str] = ("image", "prediction"), again: str = "continue with --resume",
+        anew: str = "leave --resume out",
     ) -> None:  # fmt: skip
         self.path, self.anew = path, anew
-        self._columns, self._again = columns, again
-        self._is_csv = _is_csv(path)
+        self._columns, self._needed, self._again = columns, {*needed}, again
+        self._is_csv, self._has_begun = _is_csv(path), False
         self.done: list[dict[str, Any]] = []
         try:
-            if resume and path.is_file() and not is_stdout(path):
-                self.done = self._keep_complete_rows()
-            self._file: LineFile = StandardOutput() if is_stdout(path) else LineFile(path, append=bool(self.done))
+            self._file: LineFile = StandardOutput() if is_stdout(path) else LineFile(path)
+        except BlockingIOError:
+            raise UsageError(f"another run writes {path}; wait for its end, or choose another --output") from None
         except OSError as error:
             raise UsageError(f"{path} cannot be written ({error.strerror}); choose another --output") from None
+        try:
+            if resume and path.is_file() and not is_stdout(path):
+                self.done, self._file.kept = self._complete_rows()
+        except BaseException:
+            self._file.close()
+            raise
         self._num_rows = len(self.done)
-        if self._is_csv and not self.done:
-            self._write_line(_csv_line(dict(zip(columns, columns, strict=True)), columns))
 
     def write(self, row: dict[str, Any]) -> None:
         """Append a row and flush it to the operating system, so that a crash of this process does not lose it.
 
         Raises `RunError` if the disk has no space; earlier rows are kept.
         """
+        self._begin()
         self._write_line(_csv_line(row, self._columns) if self._is_csv else json.dumps(row, ensure_ascii=False) + "\n")
         self._num_rows += 1
 
@@ -63,8 +74,22 @@ class PredictionFile:
     def __enter__(self) -> "PredictionFile":
         return self
 
-    def __exit__(self, *_error: object) -> None:
-        self.close()
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        try:
+            if error is None:
+                self._begin()
+        finally:
+            self.close()
+
+    def _begin(self) -> None:
+        if self._has_begun:
+            return
+        self._has_begun = True
+        self._file.begin()  # before the record, which would belong to the rows of another run
+        if self.record is not None:
+            write_json(record_of(self.path), self.record)
+        if self._is_csv and not self.done:
+            self._write_line(self._header())
 
     def _write_line(self, line: str) -> None:
         try:
@@ -76,19 +101,26 @@ class PredictionFile:
                 f"{counted(self._num_rows, 'row')} are kept: free space and {self._again}"
             ) from None
 
-    def _keep_complete_rows(self) -> list[dict[str, Any]]:
-        """Read the rows of an earlier run; an incomplete last row is dropped."""
+    def _complete_rows(self) -> tuple[list[dict[str, Any]], int]:
+        """Return the rows of an earlier run and their bytes, without an incomplete last row."""
         try:
             rows, num_bytes = _complete_rows(self.path, is_csv=self._is_csv)
-        except (ValueError, csv.Error) as error:
+        except (ValueError, csv.Error, RecursionError) as error:
             raise UsageError(f"{self.path} is not a file of predictions ({error}); {self.anew}") from None
-        first = self._columns[0]
-        if not all(isinstance(row, dict) and first in row for row in rows):
-            raise UsageError(f"{self.path} is not a file of predictions (no column {first!r}); {self.anew}")
-        if num_bytes != self.path.stat().st_size:
-            with self.path.open("r+b") as file:
-                file.truncate(num_bytes)
-        return rows
+        if not all(isinstance(row, dict) and self._is_own(row) for row in rows):
+            names = " and ".join(sorted(self._needed))
+            raise UsageError(f"{self.path} is not a file of predictions (rows must have {names}); {self.anew}")
+        # without a row only the record or the header shows that the bytes are the beginning of one
+        data = b"" if rows or record_of(self.path).is_file() else self.path.read_bytes()
+        if data and not (self._is_csv and data.startswith(self._header().encode())):
+            raise UsageError(f"{self.path} is not a file of predictions (no complete row); {self.anew}")
+        return rows, num_bytes if rows else 0
+
+    def _is_own(self, row: dict[str, Any]) -> bool:
+        return self._columns[0] in row and ("error" in row or self._needed <= row.keys())
+
+    def _header(self) -> str:
+        return _csv_line(dict(zip(self._columns, self._columns, strict=True)), self._columns)
 
 
 class PredictionRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -120,9 +152,9 @@ def check_replaceable(path: Path, num_images: int) -> None:
     if is_stdout(path):
         return
     try:
-        record = msgspec.json.decode(_record_of(path).read_bytes(), type=PredictionRun)
+        record = msgspec.json.decode(record_of(path).read_bytes(), type=PredictionRun)
         rows, _ = _complete_rows(path, is_csv=_is_csv(path))
-    except (OSError, ValueError, csv.Error, msgspec.MsgspecError):
+    except (OSError, ValueError, csv.Error, msgspec.MsgspecError, RecursionError):
         return
     expected = record.num_images or num_images
     if 0 < len(rows) < expected:
@@ -133,11 +165,11 @@ def check_replaceable(path: Path, num_images: int) -> None:
 
 
 def go_on_with(file: PredictionFile, run: msgspec.Struct) -> None:
-    """Save the record of a run next to its prediction file, or compare it with the existing record.
+    """Compare a run with the existing record of its prediction file, and have the file save its record.
 
     Raises `UsageError` naming the difference.
     """
-    path = _record_of(file.path)
+    path = record_of(file.path)
     if not file.path.is_file() or is_stdout(file.path):
         return
     if file.done and path.exists():
@@ -155,20 +187,7 @@ def go_on_with(file: PredictionFile, run: msgspec.Struct) -> None:
                 )
     elif file.done:
         note(f"{path} is missing, so it is unknown which model wrote the {len(file.done)} rows of {file.path}")
-    write_json(path, run)
-
-
-def _record_of(path: Path) -> Path:
-    return path.with_name(f"{path.name}.run.json")
-
-
-def is_stdout(path: Path) -> bool:
-    """Return True for standard output, which other lines must then keep free.
-
-    >>> is_stdout(Path("-")), is_stdout(Path("out.csv"))
-    (True, False)
-    """
-    return str(path) in ("-", "/dev/stdout", "/dev/fd/1", "/proc/self/fd/1")
+    file.record = run
 
 
 def _is_csv(path: Path) -> bool:

@@ -53,9 +53,9 @@ class FitSettings(ElasticChoices, frozen=True, kw_only=True, forbid_unknown_fiel
     model: Annotated[str, Meta(extra={"default": None})]  # on the command line: that of the run with --resume
     data: Annotated[str, Meta(description=f"{FORMATS_HELP}.", extra={"default": None})]
     validation: Annotated[str | None, Meta(description="Validation data. Default: every tenth row of --data.")] = None
-    output: Annotated[PathText, Meta(description="Folder of the run.", extra={"flags": ["--output", "-o"]})] = (
-        "runs/train"
-    )
+    output: Annotated[
+        PathText, Meta(description="Folder of the run.", extra={"flags": ["--output", "-o"], "folder": "written"})
+    ] = "runs/train"
     stages: Annotated[Positive | None, Meta(description="Number of stages, one per process.")] = None
     replicas: Annotated[Positive | None, Meta(description="Number of data-parallel pipelines.")] = None
     devices: Annotated[Positive | None, Meta(description="Number of processes. Default: stages times replicas.")] = None
@@ -233,7 +233,7 @@ def read_settings(path: Path) -> FitSettings:
     """Read settings that `write_settings` wrote; raises `UsageError` for any other file."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=FitSettings)
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, msgspec.MsgspecError, RecursionError) as error:
         raise UsageError(f"{path} holds no settings of a training run ({error})") from None
 
 

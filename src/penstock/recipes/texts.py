@@ -183,7 +183,9 @@ def open_answers(
         seed=settings.seed,
     )  # fmt: skip
     anew = "choose another --output"
-    with PredictionFile(output, resume=True, columns=_COLUMNS, again="run the same again", anew=anew) as file:
+    with PredictionFile(
+        output, resume=True, columns=_COLUMNS, needed=_COLUMNS, again="run the same again", anew=anew
+    ) as file:
         if [row["prompt"] for row in file.done] != list(prompts[: len(file.done)]):
             raise UsageError(f"{output} has rows that do not answer these prompts; {anew}")
         go_on_with(file, about)

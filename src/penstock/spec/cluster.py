@@ -38,6 +38,7 @@ from penstock.spec.fields import (
     RENAME,
     check_fields,
     check_name,
+    decode_toml,
     needed,
     read_number,
     read_quantity,
@@ -204,10 +205,7 @@ def parse_cluster(text: str) -> Cluster:
 
     Raises `ClusterError` if the text is not TOML, or has an unknown field or a wrong value.
     """
-    try:
-        table = msgspec.toml.decode(text)
-    except msgspec.DecodeError as error:
-        raise ClusterError(f"a cluster file must be TOML: {error}; correct that line") from None
+    table = decode_toml(text, "a cluster file", ClusterError)
     check_fields("a cluster file", table, _CLUSTER_FIELDS)
     devices, hosts = read_tables(table, "devices"), read_tables(table, "hosts")
     if devices and hosts:

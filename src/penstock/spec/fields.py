@@ -12,7 +12,7 @@ import msgspec
 
 from penstock.errors import ClusterError, PenstockError, UsageError
 from penstock.files import write_whole
-from penstock.text import nearest
+from penstock.text import nearest, one_line
 
 # advice for a name without a similar known name
 RENAME = "; remove or rename it"
@@ -147,8 +147,18 @@ def decode_json(data: bytes, kind: type[_Spec], what: str, error: type[PenstockE
         reason, _, field = str(wrong).partition(" - at ")
         place = field.strip("`").removeprefix("$.") or "its top level"
         raise error(f"{what} is not valid at {place}: {reason}; correct it or make it again") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as wrong:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as wrong:
         raise error(f"{what} must be JSON ({wrong}); make it again") from None
+
+
+def decode_toml(text: str | bytes, what: str, error: type[PenstockError]) -> dict[str, Any]:
+    """Read tables from TOML; raises `error` in one line."""
+    text = text.removeprefix(BOM_UTF8) if isinstance(text, bytes) else text
+    try:
+        return dict(msgspec.toml.decode(text))
+    # a number of thousands of digits is a ValueError; deep nesting a RecursionError
+    except (msgspec.DecodeError, ValueError, RecursionError) as wrong:
+        raise error(f"{what} must be TOML ({one_line(wrong)}); correct it") from None
 
 
 def read_bytes(path: str | os.PathLike[str], what: str, error: type[PenstockError]) -> bytes:

@@ -289,6 +289,6 @@ def read_run(folder: str | os.PathLike[str]) -> Run:
         facts = msgspec.json.decode((place / RUN_FILE).read_bytes(), type=RunFacts)
         files = sorted(place.glob("trace-*.json"), key=lambda file: int(file.stem.partition("-")[2]))
         processes = [msgspec.json.decode(file.read_bytes(), type=ProcessTrace) for file in files]
-    except (msgspec.MsgspecError, ValueError, OSError) as error:
+    except (msgspec.MsgspecError, ValueError, OSError, RecursionError) as error:
         raise DataError(f"{place} does not hold a valid run: {error}; run it again with --trace") from None
     return make_run(facts, processes)

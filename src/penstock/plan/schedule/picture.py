@@ -49,7 +49,7 @@ def _read_devices(text: str) -> list[str]:
     """Return the lines of a schedule written by `penstock schedule --json`."""
     try:
         return msgspec.json.decode(text, type=_Written).devices
-    except (msgspec.MsgspecError, UnicodeError) as error:
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         raise UsageError(
             f"a schedule in JSON must be written by penstock schedule --json ({error}); write it again, or write "
             "a text with a line of actions for each device"
@@ -85,8 +85,8 @@ def _read(word: str, device: int) -> Action:
     match = _ACTION.fullmatch(word)
     if match is None or match[1] not in _WRITTEN or bool(match[2]) == (match[1] in STAGE_KINDS):
         raise UsageError(
-            f"{word!r} on line {device + 1} is not an action; write a kind ({', '.join(_WRITTEN)}), a microbatch and a "
-            "stage, as in F3.1, and S.1 or U.1 for a whole stage"
+            f"{repr(word)[:80]} on line {device + 1} is not an action; write a kind ({', '.join(_WRITTEN)}), "
+            "a microbatch and a stage, as in F3.1, and S.1 or U.1 for a whole stage"
         )
     return Action(cast(Kind, match[1]), int(match[2] or 0), int(match[3] or device))
 

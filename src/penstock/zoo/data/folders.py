@@ -1,7 +1,9 @@
 """Folders of images: which files are images, in what order, and how folders label them."""
 
+import errno
 import os
 import re
+import stat
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -9,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.errors import DataError
-from penstock.zoo.data.image_set import SUFFIXES, ImageSet
+from penstock.units import format_bytes
+from penstock.zoo.data.image_set import MAX_FILE_BYTES, SUFFIXES, ImageSet
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -117,7 +120,12 @@ def is_image_name(name: str) -> bool:
 
 
 def read_file(paths: Sequence[Path], index: int) -> bytes:
-    """Read one of these files; raises `OSError` as `open` does."""
+    """Read one of these files; raises `OSError` as `open` does, for a pipe, and for a file that is too large."""
+    found = paths[index].stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, "a pipe or device, not a file")
+    if found.st_size > MAX_FILE_BYTES:
+        raise OSError(errno.EFBIG, f"{format_bytes(found.st_size)} are more than {format_bytes(MAX_FILE_BYTES)}")
     return paths[index].read_bytes()
 
 

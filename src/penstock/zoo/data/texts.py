@@ -13,7 +13,7 @@ from typing import Any
 
 from penstock.errors import DataError
 from penstock.text import one_line
-from penstock.zoo.optional import optional_import
+from penstock.zoo.optional import optional_import, without_panics
 
 PAD, CLS = "<pad>", "<cls>"
 _LEAF = re.compile(r"\(\d ([^()]+)\)")
@@ -56,7 +56,8 @@ def read_tokenizer(path: Path) -> Any:
     """
     library = optional_import("tokenizers", "text", DataError)
     try:
-        return library.Tokenizer.from_file(str(path))
+        with without_panics():
+            return library.Tokenizer.from_file(str(path))
     except Exception as problem:  # the library raises Exception itself
         raise DataError(f"{path} is not a tokenizer ({one_line(problem)}); give the model's own") from problem
 

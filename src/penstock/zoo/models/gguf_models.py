@@ -1,14 +1,16 @@
 """Language models in GGUF files, llama.cpp's format; transformers reads them and converts weights to floats."""
 
+import functools
 import importlib.util
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from penstock.errors import ModelError
 from penstock.text import one_line
-from penstock.zoo.optional import optional_import
+from penstock.zoo.optional import optional_import, without_panics
 
 
 def gguf_file(name: str) -> Path:
@@ -54,6 +56,24 @@ def gguf_ends(name: str) -> list[int]:
     return [int(field.contents()) for field in fields if field is not None]
 
 
+@functools.cache
+def _check_claims(file: str) -> None:
+    """Raise `ModelError` for a file that claims more or larger layers than its tensors can be.
+
+    transformers builds the claimed model before it reads the tensors.
+    """
+    reader = optional_import("gguf", "gguf").GGUFReader(file)
+    largest = max((int(size) for tensor in reader.tensors for size in tensor.shape), default=0)
+    most = {"block_count": len(reader.tensors), "embedding_length": largest, "feed_forward_length": largest}
+    for key, field in reader.fields.items():
+        limit = most.get(key.rpartition(".")[2])
+        if limit is not None and max(np.atleast_1d(field.contents())) > limit:
+            raise ModelError(
+                f"{file} claims {key} {field.contents()}, but its {len(reader.tensors)} tensors have at most {limit}; "
+                "download it again"
+            )
+
+
 def _read(name: str, kind: str, **options: Any) -> Any:
     file = gguf_file(name)
     for library in ("gguf", "accelerate"):
@@ -63,7 +83,11 @@ def _read(name: str, kind: str, **options: Any) -> Any:
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
-        return getattr(transformers, kind).from_pretrained(file.parent, gguf_file=file.name, **options)
+        _check_claims(str(file))
+        with without_panics():
+            return getattr(transformers, kind).from_pretrained(file.parent, gguf_file=file.name, **options)
+    except ModelError:
+        raise
     except Exception as problem:  # invalid files may raise anything
         raise ModelError(f"transformers cannot read {file} ({one_line(problem)}); give another .gguf file") from problem
     finally:

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -33,6 +34,8 @@ _WANTED: dict[Head, str] = {
 _SEQUENCE_HEADS = ("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING", "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING", *_HEADS)
 Task = Literal["image", "text", "other"]
 _MAX_LENGTH = 128
+_LAYERS = re.compile(r"(^|_)(layers?|blocks|experts|depths?)$")  # fields that count modules
+_MOST_LAYERS, _SHARED_LAYERS = 10_000, 512
 _BATCH_SIZE = 2  # of an example
 
 
@@ -85,11 +88,17 @@ def hf_config(name: str, directory: Path | None, options: Mapping[str, object]) 
     configuration that transformers refuses.
     """
     transformers = optional_import("transformers", "text")
+    check_claims(name, options)
     try:
+        if directory is not None:
+            # before transformers makes lists of a value for each layer
+            check_claims(name, json.loads((directory / "config.json").read_text(encoding="utf-8-sig")))
         if directory is None:
             known = transformers.CONFIG_MAPPING[name]()
         else:
             known = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    except ModelError:
+        raise
     except Exception as problem:  # an invalid config.json may raise anything
         raise ModelError(f"transformers cannot read the configuration of {name} ({one_line(problem)})") from problem
     for key in options:
@@ -106,6 +115,22 @@ def hf_config(name: str, directory: Path | None, options: Mapping[str, object]) 
     if options.get("dtype") is None:
         config.dtype = torch.float32
     return config
+
+
+def check_claims(name: str, fields: Mapping[str, Any], num_tensors: int | None = None) -> None:
+    """Raise `ModelError` for a configuration of more layers than its weights have tensors, before they are built.
+
+    A layer has at least a tensor, except for layers that are shared: some hundreds are never too many.
+    """
+    limit = _MOST_LAYERS if num_tensors is None else max(num_tensors, _SHARED_LAYERS)
+    for key, value in fields.items():
+        if isinstance(value, Mapping):
+            check_claims(name, value, num_tensors)
+        elif _LAYERS.search(str(key)):
+            for each in value if isinstance(value, (list, tuple)) else [value]:
+                if isinstance(each, (int, float)) and each > limit:
+                    has = "a model" if num_tensors is None else f"one with weights of {num_tensors} tensors"
+                    raise ModelError(f"{key} of {name} is {each:.10g}, but {has} has at most {limit}; correct it")
 
 
 def refuse_quantized(name: str, config: Any) -> None:

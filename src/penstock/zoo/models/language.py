@@ -11,7 +11,7 @@ from penstock.zoo.models.gguf_models import gguf_ends, load_gguf_tokenizer
 from penstock.zoo.models.hf_models import hf_config, hf_directory
 from penstock.zoo.models.hub import fetch_from_hub
 from penstock.zoo.models.names import parse_hf
-from penstock.zoo.optional import optional_import
+from penstock.zoo.optional import optional_import, without_panics
 
 _GGUF = "gguf:"
 _GENERATION = "generation_config.json"
@@ -57,8 +57,10 @@ def load_tokenizer(name: str, *, pretrained: bool = False) -> Any:
     if directory is None:
         raise ModelError(f"{name} is a model type without a tokenizer; give a directory that save_pretrained made")
     _fetch(name, _FILES)
+    library = optional_import("transformers", "text")
     try:
-        return optional_import("transformers", "text").AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+        with without_panics():
+            return library.AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     except Exception as problem:  # invalid files may raise anything
         raise ModelError(
             f"{name} has no tokenizer that transformers can read ({one_line(problem)}); save one with the model by "

@@ -177,14 +177,14 @@ def _load_hf(
     base, options = parse_hf(name.removeprefix("hf:"))
     directory = hf.hf_directory(base, pretrained)
     config = hf.hf_config(base, directory, options)
-    module, drawn = hf.build_hf(base, config, seed, head)
     if weights is None and directory is not None and _has_weights(directory):
         refuse_quantized(name, config)
         weights = directory
-    found = None
-    if weights is not None:
+    found, source = None, FileWeights(weights) if weights is not None else None
+    hf.check_claims(name, config.to_dict(), None if source is None else len(source.names()))
+    module, drawn = hf.build_hf(base, config, seed, head)
+    if source is not None and weights is not None:
         # names in a narrowed model's checkpoint never need to be mapped
-        source = FileWeights(weights)
         given = source if KEY in source.metadata else hf_weights(module, weights)
         _untie(module, given)
         found = _fitted(module, given)

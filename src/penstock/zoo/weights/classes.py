@@ -40,7 +40,7 @@ def read_classes(metadata: Mapping[str, str]) -> tuple[str, ...] | None:
         return None
     try:
         names = tuple(msgspec.json.decode(metadata[_KEY], type=_Names))
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise ModelError(f"the file's {_KEY} cannot be read ({error}); train or compress the model again") from None
     return names or None
 
@@ -59,7 +59,7 @@ def names_of_labels(id2label: Mapping[int, str]) -> tuple[str, ...] | None:
 def names_beside(weights: Path) -> tuple[str, ...] | None:
     """Return the class names in the config.json next to a weights file, as transformers and timm write it, or None."""
     folder = weights if weights.is_dir() else weights.parent
-    with suppress(OSError, msgspec.MsgspecError):  # the file may belong to something else
+    with suppress(OSError, msgspec.MsgspecError, RecursionError):  # the file may belong to something else
         config = msgspec.json.decode((folder / "config.json").read_bytes().removeprefix(BOM_UTF8), type=_Config)
         return tuple(config.label_names) or names_of_labels(config.id2label)
     return None

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from penstock.errors import ModelError
+from penstock.files import is_special
 from penstock.text import one_line
 
 SUFFIXES = (".bin.index.json", ".pth", ".pt", ".bin", ".ckpt", ".pkl", ".pickle", ".pth.tar", ".pt.tar", ".tar")
@@ -110,6 +111,8 @@ def safetensors_name(path: Path) -> Path:
 
 def what_it_is(path: Path) -> str | None:
     """Return what a path is that is neither safetensors nor a pickled checkpoint, with what to do; None if unknown."""
+    if is_special(path):
+        return "a pipe or device, not a file; copy its bytes into a file"
     if path.is_dir():
         if (path / ".metadata").is_file():
             return f"a distributed checkpoint; convert it first: penstock convert {path} -o {path.name}.safetensors"

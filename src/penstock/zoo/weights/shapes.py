@@ -50,7 +50,7 @@ def read_sizes(metadata: Mapping[str, str]) -> Sizes | None:
         return None
     try:
         return msgspec.json.decode(metadata[KEY], type=Sizes)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise ModelError(f"the file's {KEY} cannot be read ({error}); write the narrowed model again") from None
 
 

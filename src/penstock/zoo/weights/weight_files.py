@@ -5,12 +5,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from penstock.errors import ModelError
-from penstock.files import written_whole
+from penstock.files import is_special, written_whole
 from penstock.text import nearest, one_line
 from penstock.zoo.weights.pickled import SUFFIXES, looks_pickled, safetensors_name, what_it_is
 from penstock.zoo.weights.weights import ByName, Shape, Weights
@@ -40,6 +41,7 @@ class FileWeights(ByName[str]):
         self._path = path
         self._handles: dict[Path, Any] = {}
         self._shards: dict[str, Path] = {}
+        self._extents: dict[Path, dict[str, tuple[int, int]]] = {}
         for shard in _shards(path):
             self._shards.update(dict.fromkeys(self._open(shard).keys(), shard))
         keys = {key: key for key in self._shards}
@@ -77,8 +79,17 @@ class FileWeights(ByName[str]):
         Each tensor has a separate mapping, so that its pages are released together with the tensor.
         """
         key = self._find(name)
-        tensor: Tensor = _open_file(self._shards[key]).get_tensor(key)
-        return tensor
+        shard, dtype = self._shards[key], self.dtype(name)
+        if shard not in self._extents:
+            self._extents[shard] = _read_extents(shard)
+        begin, end = self._extents[shard][key]
+        if begin == end:
+            return torch.empty(self.shape(name), dtype=dtype)
+        try:
+            mapped = np.memmap(shard, mode="c", offset=begin, shape=(end - begin,))
+        except (OSError, ValueError) as problem:
+            raise ModelError(f"{shard} has changed ({one_line(problem)}); copy or convert it again") from problem
+        return torch.from_numpy(mapped).view(dtype).reshape(self.shape(name))
 
     def _slice(self, name: str) -> Any:
         key = self._find(name)
@@ -90,7 +101,18 @@ class FileWeights(ByName[str]):
         return self._handles[path]
 
 
+def _read_extents(path: Path) -> dict[str, tuple[int, int]]:
+    """Return the first and last byte of each tensor in a file whose header `safe_open` has checked."""
+    with path.open("rb") as file:
+        start = 8 + int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(start - 8))
+    header.pop("__metadata__", None)
+    return {key: (start + each["data_offsets"][0], start + each["data_offsets"][1]) for key, each in header.items()}
+
+
 def _open_file(path: Path) -> Any:
+    if is_special(path):  # without a writer, to open a pipe never ends
+        raise ModelError(f"{path} is {what_it_is(path)}")
     try:
         return safe_open(str(path), framework="pt")
     except FileNotFoundError as problem:
@@ -139,7 +161,7 @@ def shards_of_index(index: Path) -> list[Path]:
     """Return the files that an index of shards names; raises `ModelError` if one is missing or in another folder."""
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8-sig"))["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as problem:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
         raise ModelError(f"{index} is not an index of shards: weight_map of file names not found") from problem
     # a shard must be next to its index: other paths are rejected
     strange = [name for name in names if not isinstance(name, str) or Path(name).name != name]

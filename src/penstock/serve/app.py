@@ -3,7 +3,7 @@
 import asyncio
 import hmac
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any, TypeVar
@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from penstock.errors import PenstockError
 from penstock.serve.classes import ClassService
+from penstock.serve.desk import SMALL_BYTES
 from penstock.serve.documents import Documents
 from penstock.serve.ignored import IGNORED, IgnoredFields
 from penstock.serve.metrics import Metrics
@@ -48,6 +49,7 @@ _LATER = {
     "/v1/audio/transcriptions": "audio", "/v1/images/generations": "images", "/v1/messages": "Anthropic's messages",
 }  # fmt: skip
 _AnyBody = TypeVar("_AnyBody", CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
+_Asked = TypeVar("_Asked", CompletionBody, ChatBody)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,20 +181,23 @@ class _Paths:
         )  # fmt: skip
 
     async def completions(self, request: Request) -> Response:
-        service, body = self._texts(), await self._parsed(CompletionBody, request)
-        return await self._answer(request, body, await service.completion(body), chat=False)
+        service = self._texts()
+        return await self._answer(request, CompletionBody, service.completion)
 
     async def chat(self, request: Request) -> Response:
-        service, body = self._texts(), await self._parsed(ChatBody, request)
-        return await self._answer(request, body, await service.chat(body), chat=True)
+        service = self._texts()
+        return await self._answer(request, ChatBody, service.chat)
 
     async def tokenize(self, request: Request) -> Response:
-        service, body = self._texts(), await self._parsed(TokenizeBody, request)
-        return JSONResponse(await service.tokenize(body), headers=self._ignored.headers(body))
+        service = self._texts()
+        async with self._parsed(TokenizeBody, request) as body:
+            return JSONResponse(await service.tokenize(body, _client(request)), headers=self._ignored.headers(body))
 
     async def detokenize(self, request: Request) -> Response:
-        service, body = self._texts(), await self._parsed(DetokenizeBody, request)
-        return JSONResponse({"prompt": service.detokenize(body.tokens)}, headers=self._ignored.headers(body))
+        service = self._texts()
+        async with self._parsed(DetokenizeBody, request) as body:
+            text = await service.detokenize(body.tokens, _client(request))
+            return JSONResponse({"prompt": text}, headers=self._ignored.headers(body))
 
     async def classify(self, request: Request) -> Response:
         self._check_ready()
@@ -202,28 +207,30 @@ class _Paths:
         top = request.query_params.get("top", "5")
         if not top.isdecimal() or not 0 < len(top) < 6 or int(top) < 1:
             raise ApiError(f"top must be a number of classes, at least 1; got {top[:20]!r}", param="top")
-        data = await self._body(request)
-        image = await asyncio.to_thread(service.read, data, request.headers.get("content-type", ""))
+        async with self._received(request) as data:
+            image = await service.read(data, request.headers.get("content-type", ""), _client(request))
         return JSONResponse(await until_gone(request, service.classify(image, int(top), _client(request))))
 
     async def _answer(
-        self, request: Request, body: CompletionBody | ChatBody, choices: Sequence[Choice], *, chat: bool
+        self, request: Request, kind: type[_Asked], prepare: Callable[[_Asked, str], Awaitable[Sequence[Choice]]]
     ) -> Response:
-        service = self._texts()
-        options = body.stream_options or StreamOptions()
-        if options.model_fields_set and not body.stream:
-            raise ApiError("stream_options needs stream to be true", param="stream_options")
-        if options.continuous_usage_stats and not options.include_usage:
-            raise ApiError(
-                "stream_options.continuous_usage_stats needs include_usage to be true", param="stream_options"
-            )
+        service, client = self._texts(), _client(request)
+        async with self._parsed(kind, request) as body:
+            options, streamed = body.stream_options or StreamOptions(), body.stream
+            if options.model_fields_set and not streamed:
+                raise ApiError("stream_options needs stream to be true", param="stream_options")
+            if options.continuous_usage_stats and not options.include_usage:
+                raise ApiError(
+                    "stream_options.continuous_usage_stats needs include_usage to be true", param="stream_options"
+                )
+            choices, headers = await prepare(body, client), self._ignored.headers(body)
+        del body  # a large one must not stay while the answer is generated
         documents = Documents(
-            self._served.name, choices, chat=chat, counts_in_chunks=bool(options.continuous_usage_stats)
+            self._served.name, choices, chat=kind is ChatBody, counts_in_chunks=bool(options.continuous_usage_stats)
         )  # fmt: skip
-        headers = self._ignored.headers(body)
-        tickets = service.enter(choices, _client(request))
+        tickets = service.enter(choices, client)
         pieces = service.pieces(choices, tickets)
-        if body.stream:
+        if streamed:
             return Events(events(documents, pieces, usage=bool(options.include_usage)), headers, tickets)
         async with aclosing(pieces):
             return JSONResponse(documents.whole(await until_gone(request, _all(pieces))), headers=headers)
@@ -253,27 +260,35 @@ class _Paths:
             found["max_model_len"] = served.service.generator.max_length
         return found
 
-    async def _parsed(self, kind: type[_AnyBody], request: Request) -> _AnyBody:
-        body = parse_body(kind, await self._body(request))
-        self._ignored.check(body, _client(request))
-        self._check_model(body.model)
-        return body
+    @asynccontextmanager
+    async def _parsed(self, kind: type[_AnyBody], request: Request) -> AsyncIterator[_AnyBody]:
+        client, desk = _client(request), self._served.service.desk
+        async with self._received(request) as data:
+            large = len(data) > SMALL_BYTES
+            body = await desk.run(client, large, parse_body, kind, data) if large else parse_body(kind, data)
+            self._ignored.check(body, client)
+            self._check_model(body.model)
+            yield body
 
-    async def _body(self, request: Request) -> bytes:
-        most, length = self._served.most_bytes, request.headers.get("content-length", "0")
+    @asynccontextmanager
+    async def _received(self, request: Request) -> AsyncIterator[bytes]:
+        """Receive a body; few that are not small are held at a time."""
+        most, chunked = self._served.most_bytes, "transfer-encoding" in request.headers
+        length = request.headers.get("content-length", str(most) if chunked else "0")
         refused = ApiError(f"a body must be at most {most} bytes", status=413)
         if not length.isdecimal() or int(length) > most:
             raise refused
-        data = bytearray()
-        try:
-            async with asyncio.timeout(_BODY_S):
-                async for part in request.stream():
-                    data += part
-                    if len(data) > most:
-                        raise refused
-        except TimeoutError:
-            raise ApiError(f"the body was not received within {_BODY_S:g} s", status=408) from None
-        return bytes(data)
+        async with self._served.service.desk.body(_client(request)) if int(length) > SMALL_BYTES else nullcontext():
+            data = bytearray()
+            try:
+                async with asyncio.timeout(_BODY_S):
+                    async for part in request.stream():
+                        data += part
+                        if len(data) > most:
+                            raise refused
+            except TimeoutError:
+                raise ApiError(f"the body was not received within {_BODY_S:g} s", status=408) from None
+            yield bytes(data)
 
 
 async def _all(pieces: AsyncIterator[Piece]) -> Iterable[Piece]:

@@ -10,6 +10,7 @@ from torch import Tensor
 from penstock.errors import DataError, RunError
 from penstock.recipes.classify import as_input, best_classes, class_scores, confidences
 from penstock.serve.admission import Admission
+from penstock.serve.desk import Desk
 from penstock.serve.metrics import Metrics
 from penstock.serve.protocol import ApiError
 from penstock.stream.pushed import PushedStream
@@ -17,13 +18,16 @@ from penstock.zoo.data.image_set import decode
 from penstock.zoo.models.models import ZooModel
 from penstock.zoo.optional import optional_import
 
+_SMALL_PIXELS = 2**22  # several images up to this size are decoded at a time
+
 
 class ClassService:
     """Decodes images and classifies them through a pushed stream.
 
     Example:
         service = ClassService(stream, zoo, Admission(slots=8, most_waiting=64), Metrics(), deadline_s=60.0)
-        await service.classify(service.read(data, "image/png"), 5, "10.0.0.7")
+        image = await service.read(data, "image/png", "10.0.0.7")
+        await service.classify(image, 5, "10.0.0.7")
 
     Raises `ApiError`.
     """
@@ -34,15 +38,18 @@ class ClassService:
         self.stream, self.admission, self.metrics = stream, admission, metrics
         self._zoo, self._deadline_s, self._names = zoo, deadline_s, zoo.class_names or ()
         self._transform = zoo.pictures()
+        self.desk = Desk(admission.most_waiting)
 
-    def read(self, data: bytes, content_type: str) -> Tensor:
+    async def read(self, data: bytes, content_type: str, client: str) -> Tensor:
         """Decode and preprocess an image: the body itself, or the first file of a multipart form."""
+        self.admission.check_room(1, retry_s=self.metrics.typical_s)
         if content_type.partition(";")[0].strip().lower() == "multipart/form-data":
             data = _first_file(data, content_type)
         if not data:
             raise ApiError("image: the body is empty; send the image's bytes, or a form with a file", param="image")
         try:
-            return self._transform(decode(data, "that was sent"))
+            large = True
+            return await self.desk.run(client, large, lambda: self._transform(decode(data, "that was sent")))
         except DataError as error:
             raise ApiError(str(error), param="image") from None
 

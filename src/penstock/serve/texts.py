@@ -5,6 +5,7 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from penstock.errors import PenstockError, UsageError
@@ -13,6 +14,7 @@ from penstock.generate.request import Request
 from penstock.generate.text import TextDecoder
 from penstock.recipes.texts import chat_tokens
 from penstock.serve.admission import Admission, Ticket
+from penstock.serve.desk import SMALL_BYTES, Desk
 from penstock.serve.metrics import Metrics
 from penstock.serve.options import check_tokens, grammar_options, submit_options
 from penstock.serve.protocol import (
@@ -70,7 +72,7 @@ class TextService:
 
     Example:
         service = TextService(generator, Admission(slots=8, most_waiting=64), Metrics(), deadline_s=600.0)
-        choices = await service.completion(CompletionBody(prompt="Once"))
+        choices = await service.completion(CompletionBody(prompt="Once"), "10.0.0.7")
         async for piece in service.pieces(choices, service.enter(choices, "10.0.0.7")):
             ...
 
@@ -85,8 +87,15 @@ class TextService:
         self.generator, self.admission, self.metrics = generator, admission, metrics
         self._deadline_s, self._ends = deadline_s, list(ends)
         self._token_texts = TokenTexts(generator.tokenizer)
+        self.desk = Desk(admission.most_waiting)
 
-    async def completion(self, body: CompletionBody) -> list[Choice]:
+    @cached_property
+    def _most_text(self) -> int:
+        """Characters above which a text is longer than the context, whatever its tokens are."""
+        longest = max(map(len, self.generator.tokenizer.get_vocab()), default=1)
+        return max(SMALL_BYTES, longest * self.generator.max_length)
+
+    async def completion(self, body: CompletionBody, client: str) -> list[Choice]:
         """Return the choices of a /v1/completions body."""
         number = body.n or 1
         if body.best_of not in {None, number}:
@@ -97,9 +106,10 @@ class TextService:
         most = _MAX_TOKENS if body.max_tokens is None else body.max_tokens
         if not most and not body.echo:
             raise ApiError("max_tokens must be at least 1 without echo", param="max_tokens")
+        self.admission.check_room(len(prompts) * number, retry_s=self.metrics.typical_s)
         choices: list[Choice] = []
         for prompt in prompts:
-            tokens = await self._tokens(prompt)
+            tokens = await self._tokens(prompt, client)
             choices += self._choices(body, tokens, most, "prompt", len(choices))
             for choice in choices[-number:]:
                 choice.options["score_prompt"] = bool(body.echo) and body.logprobs is not None
@@ -112,7 +122,7 @@ class TextService:
                     )
         return choices
 
-    async def chat(self, body: ChatBody) -> list[Choice]:
+    async def chat(self, body: ChatBody, client: str) -> list[Choice]:
         """Return the choices of a /v1/chat/completions body."""
         if body.top_logprobs and not body.logprobs:
             raise ApiError("top_logprobs needs logprobs to be true", param="top_logprobs")
@@ -120,7 +130,8 @@ class TextService:
         most = getattr(body, param)
         if most == 0:
             raise ApiError(f"{param} must be at least 1, or -1 for all that fit; got 0", param=param)
-        tokens = await self._chat_tokens(body)
+        self.admission.check_room(body.n or 1, retry_s=self.metrics.typical_s)
+        tokens = await self._chat_tokens(body, client)
         choices = self._choices(body, tokens, -1 if most is None else most, "messages", 0)
         for choice in choices:
             choice.num_likeliest = (body.top_logprobs or 0) if body.logprobs else None
@@ -141,37 +152,53 @@ class TextService:
             for number in range(body.n or 1)
         ]  # fmt: skip
 
-    async def tokenize(self, body: TokenizeBody) -> dict[str, Any]:
+    async def tokenize(self, body: TokenizeBody, client: str) -> dict[str, Any]:
         """Return the tokens of a text, or of messages in the model's template, as vLLM does."""
         if (body.prompt is None) == (body.messages is None):
             raise ApiError("prompt or messages must be given, and not both", param="prompt")
         tokenizer, special = self.generator.tokenizer, body.add_special_tokens is not False
         if body.prompt is None:
-            tokens = await self._chat_tokens(body)
+            tokens = await self._chat_tokens(body, client)
         else:
-            tokens = await asyncio.to_thread(tokenizer.encode, body.prompt, add_special_tokens=special)
+            tokens = await self._encoded(body.prompt, client, add_special_tokens=special)
         words = tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
         return {"count": len(tokens), "max_model_len": self.generator.max_length, "tokens": tokens, "token_strs": words}
 
-    def detokenize(self, tokens: Sequence[int]) -> str:
+    async def detokenize(self, tokens: Sequence[int], client: str) -> str:
         """Return the text of tokens."""
         check_tokens(tokens, self.generator.vocabulary, "tokens")
-        return str(self.generator.tokenizer.decode(list(tokens)))
+        large = len(tokens) > SMALL_BYTES
+        return str(await self.desk.run(client, large, self.generator.tokenizer.decode, list(tokens)))
 
-    async def _chat_tokens(self, body: ChatBody | TokenizeBody) -> list[int]:
+    async def _chat_tokens(self, body: ChatBody | TokenizeBody, client: str) -> list[int]:
         continues = bool(body.continue_final_message)
         if continues and body.add_generation_prompt:
             raise ApiError("continue_final_message excludes add_generation_prompt; leave one of them out",
                            param="continue_final_message")  # fmt: skip
         begins = not continues and body.add_generation_prompt is not False
         messages = [message.plain() for message in body.messages or ()]
+        num_characters = sum(len(message["content"]) for message in messages)
+        self._check_text(num_characters, "messages")
         try:
-            return await asyncio.to_thread(
-                chat_tokens, self.generator.tokenizer, messages, continues=continues, begins=begins,
-                options=body.chat_template_kwargs or {},
+            return await self.desk.run(
+                client, num_characters > SMALL_BYTES, chat_tokens, self.generator.tokenizer, messages,
+                continues=continues, begins=begins, options=body.chat_template_kwargs or {},
             )  # fmt: skip
         except PenstockError as error:
             raise ApiError(f"messages: {error}", param="messages") from None
+
+    async def _encoded(self, text: str, client: str, **options: bool) -> list[int]:
+        self._check_text(len(text), "prompt")
+        encode = self.generator.tokenizer.encode
+        return list(await self.desk.run(client, len(text) > SMALL_BYTES, encode, text, **options))
+
+    def _check_text(self, num_characters: int, param: str) -> None:
+        """Raise `ApiError` for a text that is longer than the context before it is tokenized."""
+        if num_characters > self._most_text:
+            raise too_long(
+                f"the context is {self.generator.max_length} tokens, at most {self._most_text} characters; got "
+                f"{num_characters} in {param}; shorten it", param,
+            )  # fmt: skip
 
     def enter(self, choices: Sequence[Choice], client: str) -> list[Ticket]:
         """Queue the choices of a client; raises `ApiError` 429 if the queue is full."""
@@ -257,13 +284,13 @@ class TextService:
             finish_reason=reason,
         )  # fmt: skip
 
-    async def _tokens(self, prompt: str | Sequence[int]) -> list[int]:
+    async def _tokens(self, prompt: str | Sequence[int], client: str) -> list[int]:
         if not isinstance(prompt, str):
             tokens = list(prompt)
+            self._check_length(len(tokens), 0, "prompt")
             check_tokens(tokens, self.generator.vocabulary, "prompt")
         else:
-            tokenizer = self.generator.tokenizer
-            tokens = await asyncio.to_thread(lambda: list(tokenizer(prompt)["input_ids"]))
+            tokenizer, tokens = self.generator.tokenizer, await self._encoded(prompt, client)
             if not tokens and tokenizer.bos_token_id is not None:
                 tokens = [tokenizer.bos_token_id]
         if not tokens:

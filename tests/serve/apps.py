@@ -62,4 +62,6 @@ def application(folder: Path, tokenizer: Any = None, **options: Any) -> Iterator
             name="small", service=service, metrics=metrics, stages=list, changes=list, joins_at=lambda: None,
             problem=lambda: None, created=1, **options,
         )  # fmt: skip
-        yield App(make_app(served), service)
+        service.trial.start()
+        with contextlib.closing(service.trial):
+            yield App(make_app(served), service)

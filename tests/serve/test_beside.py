@@ -10,7 +10,7 @@ import httpx
 import pydantic
 import pytest
 
-from penstock.serve import protocol
+from penstock.serve import grammar, options, protocol, trial
 from tests.generate.tokens import save_model
 from tests.serve.apps import App, application
 
@@ -23,6 +23,12 @@ def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
     save_model(folder)
     with application(folder) as made:
         yield made
+
+
+@pytest.fixture(autouse=True)
+def end_trial(app: App) -> Iterator[None]:
+    yield
+    app.service.trial.close()
 
 
 def beside(app: App, number: int, path: str, body: Any) -> tuple[list[httpx.Response], float]:
@@ -84,6 +90,52 @@ def test_large_bodies_stop_nobody(app: App, path: str, body: dict[str, Any], cod
     for answer in answers:
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, code)
     assert worst_s < 1
+
+
+REFS = {f"d{i}": {"type": "object", "properties": {"a": {"$ref": f"#/$defs/d{i + 1}"}}} for i in range(3000)}
+SCHEMAS: list[tuple[dict[str, Any], int]] = [
+    ({"enum": [f"value {i}" for i in range(20_000)]}, 200),
+    ({"type": "integer", "multipleOf": 99_999_989}, 400),  # takes memory without end
+    ({"$ref": "#/$defs/d0", "$defs": REFS | {"d3000": {"type": "string"}}}, 400),  # overflows a stack
+    ({"type": "string", "pattern": "(a|b)*c" * 14_000}, 200),
+    ({"type": "nothing"}, 400),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("schema", "status"), SCHEMAS, ids=["enum", "multiple", "refs", "pattern", "wrong"])
+def test_grammars_are_built_once_and_within_limits(
+    app: App, monkeypatch: pytest.MonkeyPatch, schema: dict[str, Any], status: int
+) -> None:
+    built: list[Any] = []
+    monkeypatch.setattr(options, "JsonGrammar", lambda *args: built.append(args) or grammar.JsonGrammar(*args))  # type: ignore[func-returns-value]
+    body = {"prompt": "a", "max_tokens": 2, "n": 8, "response_format": {"type": "json_object", "schema": schema}}
+    answers, worst_s = beside(app, 1, "/v1/completions", json.dumps(body).encode())
+    assert (answers[0].status_code, len(built) <= 1) == (status, True)
+    assert worst_s < 1
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+     "{% set a = namespace(s='ab') %}{% for i in range(60) %}{% set a.s = a.s ~ a.s %}{% endfor %}{{ a.s }}",
+     "{{ 'a' * 10 ** 9 }}", "{{ 'a' * 10 ** 7 }}"],
+    ids=["loops", "doubles", "multiplies", "writes"],
+)  # fmt: skip
+def test_templates_have_limits(app: App, monkeypatch: pytest.MonkeyPatch, template: str) -> None:
+    monkeypatch.setattr(trial, "LIMIT_S", 0.5)
+    own = app.generator.tokenizer.chat_template
+    app.generator.tokenizer.chat_template = template
+    try:
+        answers, worst_s = beside(app, 2, "/v1/chat/completions", json.dumps({"messages": [USER]}).encode())
+    finally:
+        app.generator.tokenizer.chat_template = own
+    for answer in answers:
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages")
+    assert worst_s < 1
+    assert app.chat("water", max_tokens=1)
+
+
+USER = {"role": "user", "content": "water"}
 
 
 def test_a_full_queue_refuses_before_any_work(app: App, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from penstock.errors import PenstockError
 from penstock.serve.classes import ClassService
-from penstock.serve.desk import SMALL_BYTES
+from penstock.serve.desk import SMALL_BYTES, lane_of
 from penstock.serve.documents import Documents
 from penstock.serve.ignored import IGNORED, IgnoredFields
 from penstock.serve.metrics import Metrics
@@ -264,8 +264,8 @@ class _Paths:
     async def _parsed(self, kind: type[_AnyBody], request: Request) -> AsyncIterator[_AnyBody]:
         client, desk = _client(request), self._served.service.desk
         async with self._received(request) as data:
-            large = len(data) > SMALL_BYTES
-            body = await desk.run(client, large, parse_body, kind, data) if large else parse_body(kind, data)
+            lane = lane_of(len(data))
+            body = parse_body(kind, data) if lane == "small" else await desk.run(client, lane, parse_body, kind, data)
             self._ignored.check(body, client)
             self._check_model(body.model)
             yield body

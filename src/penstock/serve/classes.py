@@ -48,8 +48,7 @@ class ClassService:
         if not data:
             raise ApiError("image: the body is empty; send the image's bytes, or a form with a file", param="image")
         try:
-            large = True
-            return await self.desk.run(client, large, lambda: self._transform(decode(data, "that was sent")))
+            return await self.desk.run(client, "large", lambda: self._transform(decode(data, "that was sent")))
         except DataError as error:
             raise ApiError(str(error), param="image") from None
 

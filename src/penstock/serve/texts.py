@@ -8,15 +8,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from penstock.errors import PenstockError, UsageError
+from penstock.errors import DataError, UsageError
 from penstock.generate.generator import Generator
 from penstock.generate.request import Request
 from penstock.generate.text import TextDecoder
 from penstock.recipes.texts import chat_tokens
 from penstock.serve.admission import Admission, Ticket
-from penstock.serve.desk import SMALL_BYTES, Desk
+from penstock.serve.desk import SMALL_BYTES, Desk, lane_of
+from penstock.serve.grammar import JsonGrammar
 from penstock.serve.metrics import Metrics
-from penstock.serve.options import check_tokens, grammar_options, submit_options
+from penstock.serve.options import check_tokens, json_grammar, prompts_of, schema_of, submit_options
 from penstock.serve.protocol import (
     MOST_CHOICES,
     ApiError,
@@ -26,6 +27,7 @@ from penstock.serve.protocol import (
     too_long,
 )
 from penstock.serve.token_texts import TokenTexts
+from penstock.serve.trial import Trial
 
 _MAX_TOKENS = 16  # OpenAI's default for completions
 
@@ -60,6 +62,7 @@ class Choice:
     index: int
     prompt: list[int]
     options: dict[str, Any]
+    grammar: JsonGrammar | None = None
     echo: str | None = None  # the prompt's text
     num_likeliest: int | None = None
     unwanted: bool = False  # only the prompt is scored
@@ -87,7 +90,7 @@ class TextService:
         self.generator, self.admission, self.metrics = generator, admission, metrics
         self._deadline_s, self._ends = deadline_s, list(ends)
         self._token_texts = TokenTexts(generator.tokenizer)
-        self.desk = Desk(admission.most_waiting)
+        self.desk, self.trial = Desk(admission.most_waiting), Trial(generator.tokenizer)
 
     @cached_property
     def _most_text(self) -> int:
@@ -100,7 +103,7 @@ class TextService:
         number = body.n or 1
         if body.best_of not in {None, number}:
             raise ApiError("best_of must equal n; leave it out", param="best_of")
-        prompts = _prompts(body)
+        prompts = prompts_of(body)
         if len(prompts) * number > MOST_CHOICES:
             raise ApiError(f"at most {MOST_CHOICES} answers at a time, not {len(prompts) * number}", param="n")
         most = _MAX_TOKENS if body.max_tokens is None else body.max_tokens
@@ -115,12 +118,9 @@ class TextService:
                 choice.options["score_prompt"] = bool(body.echo) and body.logprobs is not None
                 choice.unwanted, choice.num_likeliest = not most, body.logprobs
                 if body.echo:
-                    choice.echo = (
-                        prompt
-                        if isinstance(prompt, str)
-                        else self.generator.tokenizer.decode(tokens, skip_special_tokens=True)
-                    )
-        return choices
+                    decode = self.generator.tokenizer.decode
+                    choice.echo = prompt if isinstance(prompt, str) else decode(tokens, skip_special_tokens=True)
+        return await self._with_grammar(choices, body, client)
 
     async def chat(self, body: ChatBody, client: str) -> list[Choice]:
         """Return the choices of a /v1/chat/completions body."""
@@ -135,6 +135,16 @@ class TextService:
         choices = self._choices(body, tokens, -1 if most is None else most, "messages", 0)
         for choice in choices:
             choice.num_likeliest = (body.top_logprobs or 0) if body.logprobs else None
+        return await self._with_grammar(choices, body, client)
+
+    async def _with_grammar(
+        self, choices: list[Choice], body: CompletionBody | ChatBody, client: str
+    ) -> list[Choice]:  # fmt: skip
+        """Return choices with the grammar of their body, which is built once."""
+        if (schema := schema_of(body)) is not None:
+            grammar = await self.desk.run(client, "trial", json_grammar, self.generator.tokenizer, schema, self.trial)
+            for choice in choices:
+                choice.grammar = grammar
         return choices
 
     def _choices(
@@ -146,7 +156,7 @@ class TextService:
         options["max_new_tokens"] = self.generator.max_length - len(tokens) if most < 0 else max(1, most)
         return [
             Choice(
-                index=index + number, prompt=tokens, options=options | grammar_options(body, self.generator),
+                index=index + number, prompt=tokens, options=dict(options),
                 stops=frozenset(body.stop_token_ids or ()), with_stop=bool(body.include_stop_str_in_output),
             )
             for number in range(body.n or 1)
@@ -167,8 +177,7 @@ class TextService:
     async def detokenize(self, tokens: Sequence[int], client: str) -> str:
         """Return the text of tokens."""
         check_tokens(tokens, self.generator.vocabulary, "tokens")
-        large = len(tokens) > SMALL_BYTES
-        return str(await self.desk.run(client, large, self.generator.tokenizer.decode, list(tokens)))
+        return str(await self.desk.run(client, lane_of(len(tokens)), self.generator.tokenizer.decode, list(tokens)))
 
     async def _chat_tokens(self, body: ChatBody | TokenizeBody, client: str) -> list[int]:
         continues = bool(body.continue_final_message)
@@ -177,20 +186,23 @@ class TextService:
                            param="continue_final_message")  # fmt: skip
         begins = not continues and body.add_generation_prompt is not False
         messages = [message.plain() for message in body.messages or ()]
-        num_characters = sum(len(message["content"]) for message in messages)
-        self._check_text(num_characters, "messages")
+        self._check_text(sum(len(message["content"]) for message in messages), "messages")
+        options = body.chat_template_kwargs or {}
+        steps = {"add_generation_prompt": begins, "continue_final_message": continues}
         try:
+            size = await self.desk.run(client, "trial", self.trial.template, messages, options | steps)
+            self._check_text(size, "messages")
             return await self.desk.run(
-                client, num_characters > SMALL_BYTES, chat_tokens, self.generator.tokenizer, messages,
-                continues=continues, begins=begins, options=body.chat_template_kwargs or {},
+                client, lane_of(size), chat_tokens, self.generator.tokenizer, messages, continues=continues,
+                begins=begins, options=options,
             )  # fmt: skip
-        except PenstockError as error:
+        except DataError as error:
             raise ApiError(f"messages: {error}", param="messages") from None
 
     async def _encoded(self, text: str, client: str, **options: bool) -> list[int]:
         self._check_text(len(text), "prompt")
         encode = self.generator.tokenizer.encode
-        return list(await self.desk.run(client, len(text) > SMALL_BYTES, encode, text, **options))
+        return list(await self.desk.run(client, lane_of(len(text)), encode, text, **options))
 
     def _check_text(self, num_characters: int, param: str) -> None:
         """Raise `ApiError` for a text that is longer than the context before it is tokenized."""
@@ -251,8 +263,9 @@ class TextService:
         seed = choice.options["seed"]
         try:
             request = self.generator.submit(
-                choice.prompt, **choice.options | {"seed": None if seed is None else seed + choice.index}
-            )
+                choice.prompt, logits_processor=[choice.grammar.copy()] if choice.grammar else (),
+                **choice.options | {"seed": None if seed is None else seed + choice.index},
+            )  # fmt: skip
         except UsageError as error:
             raise ApiError(str(error)) from None
         decoder = request.decoder(with_stop=choice.with_stop)
@@ -334,12 +347,3 @@ class TextService:
             decoder.add(token)
             found.append(self._token(token, logprob, pairs, (before, decoder.size)))
         return found
-
-
-def _prompts(body: CompletionBody) -> list[str | list[int]]:
-    prompt = body.prompt
-    if isinstance(prompt, str):
-        return [prompt]
-    if isinstance(prompt[0], int):
-        return [[token for token in prompt if isinstance(token, int)]]
-    return [each for each in prompt if not isinstance(each, int)]

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from email.message import Message
+from math import prod
 from typing import Any
 
 from torch import Tensor
@@ -10,11 +11,12 @@ from torch import Tensor
 from penstock.errors import DataError, RunError
 from penstock.recipes.classify import as_input, best_classes, class_scores, confidences
 from penstock.serve.admission import Admission
-from penstock.serve.desk import Desk
+from penstock.serve.desk import Desk, Lane
 from penstock.serve.metrics import Metrics
 from penstock.serve.protocol import ApiError
 from penstock.stream.pushed import PushedStream
-from penstock.zoo.data.image_set import decode
+from penstock.zoo.data.image_set import decode, size_of
+from penstock.zoo.data.preprocess import check_resized
 from penstock.zoo.models.models import ZooModel
 from penstock.zoo.optional import optional_import
 
@@ -37,7 +39,7 @@ class ClassService:
     ) -> None:
         self.stream, self.admission, self.metrics = stream, admission, metrics
         self._zoo, self._deadline_s, self._names = zoo, deadline_s, zoo.class_names or ()
-        self._transform = zoo.pictures()
+        self._transform, self._length = zoo.pictures(), max(zoo.picture_shape)
         self.desk = Desk(admission.most_waiting)
 
     async def read(self, data: bytes, content_type: str, client: str) -> Tensor:
@@ -48,7 +50,10 @@ class ClassService:
         if not data:
             raise ApiError("image: the body is empty; send the image's bytes, or a form with a file", param="image")
         try:
-            return await self.desk.run(client, "large", lambda: self._transform(decode(data, "that was sent")))
+            size = await self.desk.run(client, "small", size_of, data)
+            num_pixels = max(prod(size), check_resized(size, self._length))
+            lane: Lane = "large" if num_pixels > _SMALL_PIXELS else "small"
+            return await self.desk.run(client, lane, lambda: self._transform(decode(data, "that was sent")))
         except DataError as error:
             raise ApiError(str(error), param="image") from None
 

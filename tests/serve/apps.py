@@ -27,7 +27,7 @@ class App:
         async def run() -> httpx.Response:
             transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
             headers = self.headers
-            async with httpx.AsyncClient(transport=transport, base_url="http://small", headers=headers) as client:
+            async with httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=headers) as client:
                 return await client.request(method, path, **options)
 
         return asyncio.run(run())

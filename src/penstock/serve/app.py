@@ -2,6 +2,7 @@
 
 import asyncio
 import hmac
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import aclosing, asynccontextmanager, nullcontext
 from dataclasses import dataclass
@@ -33,12 +34,15 @@ from penstock.serve.protocol import (
     TokenizeBody,
     parse_body,
 )
+from penstock.serve.server import is_own_name
 from penstock.serve.streams import Events, events, until_gone
 from penstock.serve.texts import Choice, Piece, TextService
 from penstock.version import __version__
 
 _PUBLIC = frozenset({"/", "/health", "/page.css", "/page.js"})
 _BODY_S = 60.0
+_HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^:\[\]]+)(?::\d{1,5})?")
+_JSON = re.compile(r"application/(.+\+)?json")
 _PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
@@ -113,10 +117,11 @@ def make_app(served: Served) -> Starlette:
 
 
 class _Guard:
-    """Middleware that checks the API key before the body is read."""
+    """Middleware that checks the API key, or without keys the names of server and page, before the body is read."""
 
     def __init__(self, app: ASGIApp, served: Served) -> None:
         self._app, self._keys = app, [key.encode() for key in served.keys]
+        self._origins = served.origins
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and self._keys and scope["path"] not in _PUBLIC:
@@ -135,7 +140,24 @@ class _Guard:
                 await _written(error)(scope, receive, send)
                 return
             scope["client_key"] = matching.index(True)
+        elif scope["type"] == "http" and not self._keys and (stranger := self._stranger(Headers(scope=scope))):
+            await _written(ApiError(f"{stranger}, or serve with --api-keys", status=403))(scope, receive, send)
+            return
         await self._app(scope, receive, send)
+
+    def _stranger(self, headers: Headers) -> str | None:
+        """Return the reason against a request that a page of another site may have caused, or None.
+
+        A browser sends pages' requests to this machine without asking, and a page's own name may resolve to it.
+        """
+        host, origin = headers.get("host", ""), headers.get("origin")
+        name = _HOST.fullmatch(host.lower())
+        if name is None or not is_own_name(name[1].strip("[]")):
+            return f"Host must be this machine; got {host[:100]!r}: use localhost"
+        if origin is None or "*" in self._origins or origin in self._origins:
+            return None
+        own = origin.lower() in {f"http://{host}".lower(), f"https://{host}".lower()}
+        return None if own else f"Origin must be this server's; got {origin[:100]!r}: give --allow-origin"
 
 
 class _Paths:
@@ -161,7 +183,7 @@ class _Paths:
         return JSONResponse({"version": __version__})
 
     async def later(self, request: Request) -> Response:
-        kind = _LATER[request.url.path]
+        kind = _LATER[request.scope["path"]]
         raise ApiError(f"this server does not support {kind} yet; use /v1/chat/completions", status=404)
 
     async def models(self, _request: Request) -> Response:
@@ -263,6 +285,9 @@ class _Paths:
     @asynccontextmanager
     async def _parsed(self, kind: type[_AnyBody], request: Request) -> AsyncIterator[_AnyBody]:
         client, desk = _client(request), self._served.service.desk
+        given = request.headers.get("content-type", "")
+        if not _JSON.fullmatch(given.partition(";")[0].strip().lower()):
+            raise ApiError(f"Content-Type must be application/json; got {given[:100]!r}", status=415)
         async with self._received(request) as data:
             lane = lane_of(len(data))
             body = parse_body(kind, data) if lane == "small" else await desk.run(client, lane, parse_body, kind, data)
@@ -316,7 +341,7 @@ async def _disconnected(_request: Request, _error: Exception) -> Response:
 async def _http_error(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
     headers = dict(getattr(error, "headers", None) or {})
-    said = {404: f"{request.url.path[:100]} not found", 405: f"method {request.method} not allowed"}
+    said = {404: f"{request.scope['path'][:100]} not found", 405: f"method {request.method} not allowed"}
     return _written(ApiError(said.get(status, str(error)), headers=headers, status=status))
 
 

@@ -49,12 +49,16 @@ def read_api_keys(path: Path) -> list[str]:
 
 def check_open(host: str) -> None:
     """Raise `UsageError` if a server without keys would be reachable from other machines."""
-    try:
-        loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        loopback = False
-    if not loopback:
+    if not is_own_name(host):
         raise UsageError(f"--open needs a loopback address, not {host}; use --host 127.0.0.1, or give --api-keys FILE")
+
+
+def is_own_name(host: str) -> bool:
+    """Return whether a name is always that of this machine: localhost, or a loopback address."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def check_origins(origins: Sequence[str]) -> None:

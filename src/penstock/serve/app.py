@@ -1,7 +1,6 @@
 """The ASGI application: authentication, limits and routes."""
 
 import asyncio
-import hmac
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import aclosing, asynccontextmanager, nullcontext
@@ -10,18 +9,17 @@ from importlib import resources
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
-from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from penstock.errors import PenstockError
 from penstock.serve.classes import ClassService
 from penstock.serve.desk import SMALL_BYTES, lane_of
 from penstock.serve.documents import Documents
+from penstock.serve.guard import AccessGuard, written
 from penstock.serve.ignored import IGNORED, IgnoredFields
 from penstock.serve.metrics import Metrics
 from penstock.serve.openapi import openapi
@@ -34,14 +32,11 @@ from penstock.serve.protocol import (
     TokenizeBody,
     parse_body,
 )
-from penstock.serve.server import is_own_name
 from penstock.serve.streams import Events, events, until_gone
 from penstock.serve.texts import Choice, Piece, TextService
 from penstock.version import __version__
 
-_PUBLIC = frozenset({"/", "/health", "/page.css", "/page.js"})
 _BODY_S = 60.0
-_HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^:\[\]]+)(?::\d{1,5})?")
 _JSON = re.compile(r"application/(.+\+)?json")
 _PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'",
@@ -107,57 +102,13 @@ def make_app(served: Served) -> Starlette:
         PenstockError: _own_error, ClientDisconnect: _disconnected, HTTPException: _http_error, Exception: _unforeseen,
     }  # fmt: skip
     app = Starlette(routes=routes, exception_handlers=handlers)
-    app.add_middleware(_Guard, served=served)
+    app.add_middleware(AccessGuard, keys=served.keys, origins=served.origins)
     if served.origins:  # before the guard: a browser asks first, without a key
         app.add_middleware(
             CORSMiddleware, allow_origins=list(served.origins), allow_methods=["GET", "POST"], allow_headers=["*"],
             expose_headers=[IGNORED, "Retry-After"],
         )  # fmt: skip
     return app
-
-
-class _Guard:
-    """Middleware that checks the API key, or without keys the names of server and page, before the body is read."""
-
-    def __init__(self, app: ASGIApp, served: Served) -> None:
-        self._app, self._keys = app, [key.encode() for key in served.keys]
-        self._origins = served.origins
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and self._keys and scope["path"] not in _PUBLIC:
-            headers = Headers(scope=scope)
-            kind, _, key = headers.get("authorization", "").partition(" ")
-            given = key.strip().encode() if kind.lower() == "bearer" else b""
-            for name in ("api-key", "x-api-key"):  # Azure's clients and Anthropic's
-                given = given or headers.get(name, "").strip().encode()
-            # compare with every key: the duration must not depend on the key that matches
-            matching = [hmac.compare_digest(given, known) for known in self._keys]
-            if not any(matching):
-                error = ApiError(
-                    "an API key is required: Authorization: Bearer KEY, or api-key: KEY", code="invalid_api_key",
-                    status=401,
-                )  # fmt: skip
-                await _written(error)(scope, receive, send)
-                return
-            scope["client_key"] = matching.index(True)
-        elif scope["type"] == "http" and not self._keys and (stranger := self._stranger(Headers(scope=scope))):
-            await _written(ApiError(f"{stranger}, or serve with --api-keys", status=403))(scope, receive, send)
-            return
-        await self._app(scope, receive, send)
-
-    def _stranger(self, headers: Headers) -> str | None:
-        """Return the reason against a request that a page of another site may have caused, or None.
-
-        A browser sends pages' requests to this machine without asking, and a page's own name may resolve to it.
-        """
-        host, origin = headers.get("host", ""), headers.get("origin")
-        name = _HOST.fullmatch(host.lower())
-        if name is None or not is_own_name(name[1].strip("[]")):
-            return f"Host must be this machine; got {host[:100]!r}: use localhost"
-        if origin is None or "*" in self._origins or origin in self._origins:
-            return None
-        own = origin.lower() in {f"http://{host}".lower(), f"https://{host}".lower()}
-        return None if own else f"Origin must be this server's; got {origin[:100]!r}: give --allow-origin"
 
 
 class _Paths:
@@ -326,12 +277,8 @@ def _client(request: Request) -> str:
     return f"{key if key is not None else ''}@{request.client.host if request.client else ''}"
 
 
-def _written(error: ApiError) -> Response:
-    return JSONResponse(error.document(), error.status, headers=error.headers)
-
-
 async def _own_error(_request: Request, error: Exception) -> Response:
-    return _written(error if isinstance(error, ApiError) else ApiError(str(error), status=500))
+    return written(error if isinstance(error, ApiError) else ApiError(str(error), status=500))
 
 
 async def _disconnected(_request: Request, _error: Exception) -> Response:
@@ -342,11 +289,11 @@ async def _http_error(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
     headers = dict(getattr(error, "headers", None) or {})
     said = {404: f"{request.scope['path'][:100]} not found", 405: f"method {request.method} not allowed"}
-    return _written(ApiError(said.get(status, str(error)), headers=headers, status=status))
+    return written(ApiError(said.get(status, str(error)), headers=headers, status=status))
 
 
 async def _unforeseen(_request: Request, _error: Exception) -> Response:
-    return _written(ApiError("internal error; see the server's output", status=500))  # uvicorn logs the traceback
+    return written(ApiError("internal error; see the server's output", status=500))  # uvicorn logs the traceback
 
 
 def _asset(name: str, kind: str) -> Callable[[Request], Awaitable[Response]]:

@@ -171,7 +171,7 @@ def _body(choose: random.Random) -> dict[str, Any]:
 
 async def _malformed(client: httpx.AsyncClient, choose: random.Random) -> bool:
     data = choose.choice([b"{", b'{"prompt": 5}', b'{"prompt": "a", "top_p": 7}', b"\xff", b'{"prompt": "a", "x": 1}'])
-    answer = await client.post("/v1/completions", content=data)
+    answer = await client.post("/v1/completions", content=data, headers={"Content-Type": "application/json"})
     return answer.status_code == 400
 
 

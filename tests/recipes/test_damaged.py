@@ -98,7 +98,7 @@ def test_a_class_whose_images_are_all_damaged_is_named(tmp_path: Path) -> None:
 
 def test_arrays_are_not_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
-    monkeypatch.setattr(damaged, "_problem", lambda _images, row: read.append(row))
+    monkeypatch.setattr(damaged, "_problem", lambda _images, row, _length: read.append(row))
     fit(FitSettings(model=SMALL, data="digits", num_rows=30, steps=1, output=str(tmp_path / "run")))
     assert not read
 

@@ -27,7 +27,7 @@ class App:
         async def run() -> httpx.Response:
             transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
             headers = self.headers
-            async with httpx.AsyncClient(transport=transport, base_url="http://small", headers=headers) as client:
+            async with httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=headers) as client:
                 return await client.request(method, path, **options)
 
         return asyncio.run(run())
@@ -62,4 +62,6 @@ def application(folder: Path, tokenizer: Any = None, **options: Any) -> Iterator
             name="small", service=service, metrics=metrics, stages=list, changes=list, joins_at=lambda: None,
             problem=lambda: None, created=1, **options,
         )  # fmt: skip
-        yield App(make_app(served), service)
+        service.trial.start()
+        with contextlib.closing(service.trial):
+            yield App(make_app(served), service)

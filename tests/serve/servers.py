@@ -27,7 +27,8 @@ class Server:
 
     def workers(self) -> list[psutil.Process]:
         """Return its other processes that hold stages."""
-        return [each for each in self.running.children() if each.pid != self.running.pid]
+        own = [each for each in self.running.children() if each.pid != self.running.pid]
+        return [each for each in own if "penstock.serve.trial" not in each.cmdline()]
 
 
 @contextlib.contextmanager

@@ -32,6 +32,12 @@ def picture(index: int, kind: str = "PNG") -> bytes:
     return data.getvalue()
 
 
+def line(width: int, height: int) -> bytes:
+    data = io.BytesIO()
+    Image.new("L", (width, height)).save(data, "PNG")
+    return data.getvalue()
+
+
 def alone(data: bytes) -> list[float]:
     zoo = load_model(SMALL, seed=0)
     assert zoo.transform is not None
@@ -64,7 +70,19 @@ def test_classes_are_those_of_one_process(server: Server) -> None:
     assert after_text.json() == answers[0].json()
 
 
-@pytest.mark.parametrize("data", [b"", b"no image", b"\x89PNG\r\n\x1a\n" + b"\0" * 50, picture(1)[:-200]])
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"no image",
+        b"\x89PNG\r\n\x1a\n" + b"\0" * 50,
+        picture(1)[:-200],
+        line(1, 100_000),
+        line(100_000, 1),
+        line(1, 2**26),
+        line(2**13 + 1, 2**13),
+    ],
+)
 def test_what_is_no_image(server: Server, data: bytes) -> None:
     answer = httpx.post(f"{server.url}/v1/classify", content=data)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "image")

@@ -34,6 +34,7 @@ def client(server: Server) -> Iterator[httpx.Client]:
         yield made
 
 
+JSON = {"Content-Type": "application/json"}
 TEXT: dict[str, Any] = {"prompt": "A pipe", "max_tokens": 2}
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "water"}], "max_tokens": 2}
 
@@ -110,7 +111,7 @@ def test_a_field_that_is_wrong_is_named(client: httpx.Client, path: str, body: d
              b'{"prompt": "a", "temperature": NaN}', b'{"prompt": "a", "temperature": 1e999}'],
 )  # fmt: skip
 def test_a_body_that_is_no_json(client: httpx.Client, body: bytes) -> None:
-    answer = client.post("/v1/completions", content=body)
+    answer = client.post("/v1/completions", content=body, headers=JSON)
     assert answer.status_code == 400
     assert answer.json()["error"]["type"] == "invalid_request_error"
 
@@ -130,6 +131,7 @@ def test_what_is_not_there(client: httpx.Client) -> None:
     assert client.get("/v1/models/small").json()["id"] == "small"
     assert client.get("/v1/completions").status_code == 405
     assert client.post("/v1/classify", content=b"").status_code == 404
+    assert client.get("/nothing", headers={"Host": "["}).status_code == 404
     assert client.get("/../../etc/passwd").json()["error"]["type"] == "not_found_error"
     assert (
         client.post("/v1/chat/completions", json=CHAT | {"tools": [], "user": "me", "tool_choice": "none"}).status_code
@@ -143,10 +145,11 @@ def test_control_characters_are_text(client: httpx.Client) -> None:
 
 
 def test_too_large_a_body(server: Server, client: httpx.Client) -> None:
-    assert client.post("/v1/completions", content=b" " * 60_000).status_code == 413
+    assert client.post("/v1/completions", content=b" " * 60_000, headers=JSON).status_code == 413
     # without a length, and one that announces what it never sends
-    assert client.post("/v1/completions", content=(b" " * 1000 for _ in range(100))).status_code == 413
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {KEY}\r\nContent-Length: {2**30}\r\n\r\n"
+    assert client.post("/v1/completions", content=(b" " * 1000 for _ in range(100)), headers=JSON).status_code == 413
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {KEY}\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {2**30}\r\n\r\n"
     with connected(server) as held:
         held.sendall(head.encode())
         assert b" 413 " in held.recv(100)

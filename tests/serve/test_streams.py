@@ -18,6 +18,9 @@ from tests.serve.apps import App, application
 ASK = {"prompt": "A pipe", "max_tokens": 3, "stream": True, "temperature": 0}
 
 
+HEADERS = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+
+
 @pytest.fixture(scope="module")
 def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
     folder = tmp_path_factory.mktemp("model")
@@ -86,7 +89,7 @@ async def asked(app: App, send: Callable[[Any], Awaitable[None]]) -> None:
             return message
         await asyncio.Event().wait()
 
-    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "query_string": b"",
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": HEADERS, "query_string": b"",
              "http_version": "1.1", "client": ("a", 1), "root_path": "", "server": ("small", 80)}  # fmt: skip
     await app.app(scope, receive, send)
 

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from penstock.errors import DataError, ModelError, PenstockError
 from penstock.plan.schedule.picture import read_schedule
-from penstock.recipes.settings import make_settings, read_settings
+from penstock.recipes.settings import read_settings
 from penstock.spec.cluster import read_cluster
 from penstock.spec.profile import read_profile
 from penstock.tracing.trace import read_run
@@ -78,7 +78,6 @@ def test_nested_and_long_documents(text: str, tmp_path: Path) -> None:
         each.write_text(text)
     toml = tmp_path / "a.toml"
     toml.write_text("a = " + text)
-    base = make_settings({"model": "timm:x", "data": "digits"})
     readers: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [
         (FileWeights, (file,)), (read_profile, (file,)), (read_settings, (file,)), (read_schedule, (text,)),
         (read_run, (folder,)), (read_cluster, (toml,)), (read_tokenizer, (file,)),

@@ -11,8 +11,8 @@ import transformers
 from PIL import Image
 from torch import Tensor
 
-from penstock.errors import ModelError
-from penstock.zoo.data.preprocess import Preprocess, read_preprocess
+from penstock.errors import DataError, ModelError
+from penstock.zoo.data.preprocess import Preprocess, bounded, read_preprocess
 from penstock.zoo.models.models import load_model
 
 VIT = "timm:vit_tiny_patch16_224,depth=1,embed_dim=12,num_heads=2"
@@ -164,3 +164,10 @@ def test_the_configuration_of_a_directory_is_used(tmp_path: Path) -> None:
         abs(float(pixels.min()) - (float(np.asarray(picture().convert("L").resize((32, 32))).min()) / 255 - 0.2) / 0.3)
         < 1
     )
+
+
+@pytest.mark.parametrize("size", [(1, 16_000), (30_000, 1), (2, 2000)])
+def test_a_narrow_picture_is_refused_before_it_is_resized(size: tuple[int, int]) -> None:
+    with pytest.raises(DataError, match=f"{size[0]}x{size[1]}"):
+        bounded(lambda image: torch.zeros(image.size), 224, Image.new("RGB", size))
+    assert bounded(lambda image: torch.zeros(image.size), 224, Image.new("RGB", (1, 300))).shape == (1, 300)

@@ -126,7 +126,8 @@ class _Search:
         chosen = [rows[place] for place in spread(len(rows), settings.num_test_rows)]
         if settings.test:
             chosen = _not_learned(tested, chosen, images, learned)
-        check_images([(settings.data, images, learned), (settings.test or settings.data, tested, chosen)], folder)
+        read = [(settings.data, images, learned), (settings.test or settings.data, tested, chosen)]
+        check_images(read, folder, max(self._zoo.picture_shape))
         self._rows, self._learned = chosen, learned
         self._classes = classes_of(self._zoo, images)
         counted = classes_in(self._name) in (None, len(self._classes))

@@ -15,6 +15,7 @@ from penstock.terminal.progress import working
 from penstock.transport.collectives import all_gather
 from penstock.wire import FEEDER
 from penstock.zoo.data.image_set import ImageSet
+from penstock.zoo.data.preprocess import check_resized
 
 _CHUNK = 1024  # images that are handed to the threads at a time
 _WORKER = re.compile(r"Caught \w+ in DataLoader worker process")
@@ -22,12 +23,13 @@ LISTING = "damaged.txt"
 
 
 def check_images(
-    sets: Iterable[tuple[str, ImageSet, Sequence[int]]], folder: Path, *, skip: bool | None = None
+    sets: Iterable[tuple[str, ImageSet, Sequence[int]]], folder: Path, length: int, *, skip: bool | None = None
 ) -> list[str]:  # fmt: skip
     """Decode the rows of image sets, each with its path, and return the paths of damaged ones.
 
-    Decoding takes a small part of an epoch. The paths are written to a file in `folder`. Raises `DataError` with the
-    number of damaged images unless they are to be skipped, which None excludes.
+    Images that are too narrow for inputs of this length are damaged too. Decoding takes a small part of an epoch. The
+    paths are written to a file in `folder`. Raises `DataError` with the number of damaged images unless they are to be
+    skipped, which None excludes.
     """
     damaged: list[str] = []
     reasons: list[str] = []
@@ -39,7 +41,8 @@ def check_images(
             total += len(rows)
             for start in range(0, len(rows), _CHUNK):
                 chunk = rows[start : start + _CHUNK]
-                for row, reason in zip(chunk, pool.map(lambda row, of=images: _problem(of, row), chunk), strict=True):
+                reasons_of = pool.map(lambda row, of=images: _problem(of, row, length), chunk)
+                for row, reason in zip(chunk, reasons_of, strict=True):
                     if reason is not None:
                         damaged.append(path_of(path, images, row))
                         reasons.append(reason)
@@ -84,9 +87,9 @@ def path_of(path: str, images: ImageSet, row: int) -> str:
     return str(Path(path, images.name(row)))
 
 
-def _problem(images: ImageSet, row: int) -> str | None:
+def _problem(images: ImageSet, row: int, length: int) -> str | None:
     try:
-        images.read(row)
+        check_resized(images.read(row).size, length)
     except DataError as problem:
         return str(problem)
     return None

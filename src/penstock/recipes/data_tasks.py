@@ -61,7 +61,8 @@ def image_task(settings: FitSettings, agree: Agree) -> Task:
     make = ImageReader(images, transform, key, classes)
     chosen, _ = held_out(spread(len(images), settings.num_rows), settings.hold_out)
     read = [(path, images, chosen), *((path, other, list(range(len(other)))) for path, other in others)]
-    chosen, *kept = _readable(read, agree(partial(check_images, read, settings.folder, skip=settings.skip_damaged)))
+    find = partial(check_images, read, settings.folder, max(zoo.picture_shape), skip=settings.skip_damaged)
+    chosen, *kept = _readable(read, agree(find))
     if others:
         training = Rows(chosen, make)
         validation = Rows(kept[0], ImageReader(others[0][1], transform, key, classes))

@@ -40,7 +40,7 @@ class Admission:
     """
 
     def __init__(self, *, slots: int, most_waiting: int) -> None:
-        self.slots, self._most_waiting = slots, most_waiting
+        self.slots, self.most_waiting = slots, most_waiting
         self._free = slots
         self._waiting: OrderedDict[str, deque[Ticket]] = OrderedDict()  # in round-robin order, the next client first
 
@@ -56,15 +56,19 @@ class Admission:
 
     def enter(self, client: str, number: int, *, retry_s: float = 1.0) -> list[Ticket]:
         """Queue `number` requests of a client; raises `ApiError` 429 unless the queue has room for all of them."""
-        if self.num_waiting + number > self._most_waiting + self._free:
-            raise ApiError(
-                f"{self.num_waiting} requests are waiting, the limit is {self._most_waiting}; try again later",
-                code="queue_full", headers={"Retry-After": str(max(1, round(retry_s)))}, status=429,
-            )  # fmt: skip
+        self.check_room(number, retry_s=retry_s)
         tickets = [Ticket(self, client) for _ in range(number)]
         self._waiting.setdefault(client, deque()).extend(tickets)
         self._grant()
         return tickets
+
+    def check_room(self, number: int, *, retry_s: float = 1.0) -> None:
+        """Raise `ApiError` 429 unless the queue has room for so many requests now."""
+        if self.num_waiting + number > self.most_waiting + self._free:
+            raise ApiError(
+                f"{self.num_waiting} requests are waiting, the limit is {self.most_waiting}; try again later",
+                code="queue_full", headers={"Retry-After": str(max(1, round(retry_s)))}, status=429,
+            )  # fmt: skip
 
     def left(self, ticket: Ticket) -> None:
         """Return a ticket's slot, or remove it from the queue."""

@@ -1,25 +1,25 @@
 """The ASGI application: authentication, limits and routes."""
 
 import asyncio
-import hmac
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
-from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from penstock.errors import PenstockError
 from penstock.serve.classes import ClassService
+from penstock.serve.desk import SMALL_BYTES, lane_of
 from penstock.serve.documents import Documents
+from penstock.serve.guard import AccessGuard, written
 from penstock.serve.ignored import IGNORED, IgnoredFields
 from penstock.serve.metrics import Metrics
 from penstock.serve.openapi import openapi
@@ -36,8 +36,8 @@ from penstock.serve.streams import Events, events, until_gone
 from penstock.serve.texts import Choice, Piece, TextService
 from penstock.version import __version__
 
-_PUBLIC = frozenset({"/", "/health", "/page.css", "/page.js"})
 _BODY_S = 60.0
+_JSON = re.compile(r"application/(.+\+)?json")
 _PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
@@ -48,6 +48,7 @@ _LATER = {
     "/v1/audio/transcriptions": "audio", "/v1/images/generations": "images", "/v1/messages": "Anthropic's messages",
 }  # fmt: skip
 _AnyBody = TypeVar("_AnyBody", CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
+_Asked = TypeVar("_Asked", CompletionBody, ChatBody)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,39 +102,13 @@ def make_app(served: Served) -> Starlette:
         PenstockError: _own_error, ClientDisconnect: _disconnected, HTTPException: _http_error, Exception: _unforeseen,
     }  # fmt: skip
     app = Starlette(routes=routes, exception_handlers=handlers)
-    app.add_middleware(_Guard, served=served)
+    app.add_middleware(AccessGuard, keys=served.keys, origins=served.origins)
     if served.origins:  # before the guard: a browser asks first, without a key
         app.add_middleware(
             CORSMiddleware, allow_origins=list(served.origins), allow_methods=["GET", "POST"], allow_headers=["*"],
             expose_headers=[IGNORED, "Retry-After"],
         )  # fmt: skip
     return app
-
-
-class _Guard:
-    """Middleware that checks the API key before the body is read."""
-
-    def __init__(self, app: ASGIApp, served: Served) -> None:
-        self._app, self._keys = app, [key.encode() for key in served.keys]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and self._keys and scope["path"] not in _PUBLIC:
-            headers = Headers(scope=scope)
-            kind, _, key = headers.get("authorization", "").partition(" ")
-            given = key.strip().encode() if kind.lower() == "bearer" else b""
-            for name in ("api-key", "x-api-key"):  # Azure's clients and Anthropic's
-                given = given or headers.get(name, "").strip().encode()
-            # compare with every key: the duration must not depend on the key that matches
-            matching = [hmac.compare_digest(given, known) for known in self._keys]
-            if not any(matching):
-                error = ApiError(
-                    "an API key is required: Authorization: Bearer KEY, or api-key: KEY", code="invalid_api_key",
-                    status=401,
-                )  # fmt: skip
-                await _written(error)(scope, receive, send)
-                return
-            scope["client_key"] = matching.index(True)
-        await self._app(scope, receive, send)
 
 
 class _Paths:
@@ -159,7 +134,7 @@ class _Paths:
         return JSONResponse({"version": __version__})
 
     async def later(self, request: Request) -> Response:
-        kind = _LATER[request.url.path]
+        kind = _LATER[request.scope["path"]]
         raise ApiError(f"this server does not support {kind} yet; use /v1/chat/completions", status=404)
 
     async def models(self, _request: Request) -> Response:
@@ -179,20 +154,23 @@ class _Paths:
         )  # fmt: skip
 
     async def completions(self, request: Request) -> Response:
-        service, body = self._texts(), await self._parsed(CompletionBody, request)
-        return await self._answer(request, body, await service.completion(body), chat=False)
+        service = self._texts()
+        return await self._answer(request, CompletionBody, service.completion)
 
     async def chat(self, request: Request) -> Response:
-        service, body = self._texts(), await self._parsed(ChatBody, request)
-        return await self._answer(request, body, await service.chat(body), chat=True)
+        service = self._texts()
+        return await self._answer(request, ChatBody, service.chat)
 
     async def tokenize(self, request: Request) -> Response:
-        service, body = self._texts(), await self._parsed(TokenizeBody, request)
-        return JSONResponse(await service.tokenize(body), headers=self._ignored.headers(body))
+        service = self._texts()
+        async with self._parsed(TokenizeBody, request) as body:
+            return JSONResponse(await service.tokenize(body, _client(request)), headers=self._ignored.headers(body))
 
     async def detokenize(self, request: Request) -> Response:
-        service, body = self._texts(), await self._parsed(DetokenizeBody, request)
-        return JSONResponse({"prompt": service.detokenize(body.tokens)}, headers=self._ignored.headers(body))
+        service = self._texts()
+        async with self._parsed(DetokenizeBody, request) as body:
+            text = await service.detokenize(body.tokens, _client(request))
+            return JSONResponse({"prompt": text}, headers=self._ignored.headers(body))
 
     async def classify(self, request: Request) -> Response:
         self._check_ready()
@@ -202,28 +180,30 @@ class _Paths:
         top = request.query_params.get("top", "5")
         if not top.isdecimal() or not 0 < len(top) < 6 or int(top) < 1:
             raise ApiError(f"top must be a number of classes, at least 1; got {top[:20]!r}", param="top")
-        data = await self._body(request)
-        image = await asyncio.to_thread(service.read, data, request.headers.get("content-type", ""))
+        async with self._received(request) as data:
+            image = await service.read(data, request.headers.get("content-type", ""), _client(request))
         return JSONResponse(await until_gone(request, service.classify(image, int(top), _client(request))))
 
     async def _answer(
-        self, request: Request, body: CompletionBody | ChatBody, choices: Sequence[Choice], *, chat: bool
+        self, request: Request, kind: type[_Asked], prepare: Callable[[_Asked, str], Awaitable[Sequence[Choice]]]
     ) -> Response:
-        service = self._texts()
-        options = body.stream_options or StreamOptions()
-        if options.model_fields_set and not body.stream:
-            raise ApiError("stream_options needs stream to be true", param="stream_options")
-        if options.continuous_usage_stats and not options.include_usage:
-            raise ApiError(
-                "stream_options.continuous_usage_stats needs include_usage to be true", param="stream_options"
-            )
+        service, client = self._texts(), _client(request)
+        async with self._parsed(kind, request) as body:
+            options, streamed = body.stream_options or StreamOptions(), body.stream
+            if options.model_fields_set and not streamed:
+                raise ApiError("stream_options needs stream to be true", param="stream_options")
+            if options.continuous_usage_stats and not options.include_usage:
+                raise ApiError(
+                    "stream_options.continuous_usage_stats needs include_usage to be true", param="stream_options"
+                )
+            choices, headers = await prepare(body, client), self._ignored.headers(body)
+        del body  # a large one must not stay while the answer is generated
         documents = Documents(
-            self._served.name, choices, chat=chat, counts_in_chunks=bool(options.continuous_usage_stats)
+            self._served.name, choices, chat=kind is ChatBody, counts_in_chunks=bool(options.continuous_usage_stats)
         )  # fmt: skip
-        headers = self._ignored.headers(body)
-        tickets = service.enter(choices, _client(request))
+        tickets = service.enter(choices, client)
         pieces = service.pieces(choices, tickets)
-        if body.stream:
+        if streamed:
             return Events(events(documents, pieces, usage=bool(options.include_usage)), headers, tickets)
         async with aclosing(pieces):
             return JSONResponse(documents.whole(await until_gone(request, _all(pieces))), headers=headers)
@@ -253,27 +233,38 @@ class _Paths:
             found["max_model_len"] = served.service.generator.max_length
         return found
 
-    async def _parsed(self, kind: type[_AnyBody], request: Request) -> _AnyBody:
-        body = parse_body(kind, await self._body(request))
-        self._ignored.check(body, _client(request))
-        self._check_model(body.model)
-        return body
+    @asynccontextmanager
+    async def _parsed(self, kind: type[_AnyBody], request: Request) -> AsyncIterator[_AnyBody]:
+        client, desk = _client(request), self._served.service.desk
+        given = request.headers.get("content-type", "")
+        if not _JSON.fullmatch(given.partition(";")[0].strip().lower()):
+            raise ApiError(f"Content-Type must be application/json; got {given[:100]!r}", status=415)
+        async with self._received(request) as data:
+            lane = lane_of(len(data))
+            body = parse_body(kind, data) if lane == "small" else await desk.run(client, lane, parse_body, kind, data)
+            self._ignored.check(body, client)
+            self._check_model(body.model)
+            yield body
 
-    async def _body(self, request: Request) -> bytes:
-        most, length = self._served.most_bytes, request.headers.get("content-length", "0")
+    @asynccontextmanager
+    async def _received(self, request: Request) -> AsyncIterator[bytes]:
+        """Receive a body; few that are not small are held at a time."""
+        most, chunked = self._served.most_bytes, "transfer-encoding" in request.headers
+        length = request.headers.get("content-length", str(most) if chunked else "0")
         refused = ApiError(f"a body must be at most {most} bytes", status=413)
         if not length.isdecimal() or int(length) > most:
             raise refused
-        data = bytearray()
-        try:
-            async with asyncio.timeout(_BODY_S):
-                async for part in request.stream():
-                    data += part
-                    if len(data) > most:
-                        raise refused
-        except TimeoutError:
-            raise ApiError(f"the body was not received within {_BODY_S:g} s", status=408) from None
-        return bytes(data)
+        async with self._served.service.desk.body(_client(request)) if int(length) > SMALL_BYTES else nullcontext():
+            data = bytearray()
+            try:
+                async with asyncio.timeout(_BODY_S):
+                    async for part in request.stream():
+                        data += part
+                        if len(data) > most:
+                            raise refused
+            except TimeoutError:
+                raise ApiError(f"the body was not received within {_BODY_S:g} s", status=408) from None
+            yield bytes(data)
 
 
 async def _all(pieces: AsyncIterator[Piece]) -> Iterable[Piece]:
@@ -286,12 +277,8 @@ def _client(request: Request) -> str:
     return f"{key if key is not None else ''}@{request.client.host if request.client else ''}"
 
 
-def _written(error: ApiError) -> Response:
-    return JSONResponse(error.document(), error.status, headers=error.headers)
-
-
 async def _own_error(_request: Request, error: Exception) -> Response:
-    return _written(error if isinstance(error, ApiError) else ApiError(str(error), status=500))
+    return written(error if isinstance(error, ApiError) else ApiError(str(error), status=500))
 
 
 async def _disconnected(_request: Request, _error: Exception) -> Response:
@@ -301,12 +288,12 @@ async def _disconnected(_request: Request, _error: Exception) -> Response:
 async def _http_error(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
     headers = dict(getattr(error, "headers", None) or {})
-    said = {404: f"{request.url.path[:100]} not found", 405: f"method {request.method} not allowed"}
-    return _written(ApiError(said.get(status, str(error)), headers=headers, status=status))
+    said = {404: f"{request.scope['path'][:100]} not found", 405: f"method {request.method} not allowed"}
+    return written(ApiError(said.get(status, str(error)), headers=headers, status=status))
 
 
 async def _unforeseen(_request: Request, _error: Exception) -> Response:
-    return _written(ApiError("internal error; see the server's output", status=500))  # uvicorn logs the traceback
+    return written(ApiError("internal error; see the server's output", status=500))  # uvicorn logs the traceback
 
 
 def _asset(name: str, kind: str) -> Callable[[Request], Awaitable[Response]]:

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from email.message import Message
+from math import prod
 from typing import Any
 
 from torch import Tensor
@@ -10,12 +11,16 @@ from torch import Tensor
 from penstock.errors import DataError, RunError
 from penstock.recipes.classify import as_input, best_classes, class_scores, confidences
 from penstock.serve.admission import Admission
+from penstock.serve.desk import Desk, Lane
 from penstock.serve.metrics import Metrics
 from penstock.serve.protocol import ApiError
 from penstock.stream.pushed import PushedStream
-from penstock.zoo.data.image_set import decode
+from penstock.zoo.data.image_set import decode, size_of
+from penstock.zoo.data.preprocess import check_resized
 from penstock.zoo.models.models import ZooModel
 from penstock.zoo.optional import optional_import
+
+_SMALL_PIXELS = 2**22  # several images up to this size are decoded at a time
 
 
 class ClassService:
@@ -23,7 +28,8 @@ class ClassService:
 
     Example:
         service = ClassService(stream, zoo, Admission(slots=8, most_waiting=64), Metrics(), deadline_s=60.0)
-        await service.classify(service.read(data, "image/png"), 5, "10.0.0.7")
+        image = await service.read(data, "image/png", "10.0.0.7")
+        await service.classify(image, 5, "10.0.0.7")
 
     Raises `ApiError`.
     """
@@ -33,16 +39,21 @@ class ClassService:
     ) -> None:
         self.stream, self.admission, self.metrics = stream, admission, metrics
         self._zoo, self._deadline_s, self._names = zoo, deadline_s, zoo.class_names or ()
-        self._transform = zoo.pictures()
+        self._transform, self._length = zoo.pictures(), max(zoo.picture_shape)
+        self.desk = Desk(admission.most_waiting)
 
-    def read(self, data: bytes, content_type: str) -> Tensor:
+    async def read(self, data: bytes, content_type: str, client: str) -> Tensor:
         """Decode and preprocess an image: the body itself, or the first file of a multipart form."""
+        self.admission.check_room(1, retry_s=self.metrics.typical_s)
         if content_type.partition(";")[0].strip().lower() == "multipart/form-data":
             data = _first_file(data, content_type)
         if not data:
             raise ApiError("image: the body is empty; send the image's bytes, or a form with a file", param="image")
         try:
-            return self._transform(decode(data, "that was sent"))
+            size = await self.desk.run(client, "small", size_of, data)
+            num_pixels = max(prod(size), check_resized(size, self._length))
+            lane: Lane = "large" if num_pixels > _SMALL_PIXELS else "small"
+            return await self.desk.run(client, lane, lambda: self._transform(decode(data, "that was sent")))
         except DataError as error:
             raise ApiError(str(error), param="image") from None
 

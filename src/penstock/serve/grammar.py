@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from copy import copy
 from functools import lru_cache
 from typing import Any
 
@@ -16,7 +17,8 @@ from penstock.zoo.optional import optional_import
 class JsonGrammar:
     """A logits processor that allows only tokens that keep the output valid JSON for a schema, and ends with it.
 
-    For one request. Raises `DataError` if llguidance rejects the schema or the tokenizer.
+    For one answer; others of the same schema take copies. Raises `DataError` if llguidance rejects the schema or the
+    tokenizer.
 
     Example:
         generator.submit(prompt, logits_processor=[JsonGrammar(tokenizer, {"type": "object"})])
@@ -32,6 +34,12 @@ class JsonGrammar:
         self._matcher = library.LLMatcher(vocabulary, grammar)
         if problem := self._matcher.get_error():
             raise DataError(f"the schema is not supported: {problem.splitlines()[0]}")
+
+    def copy(self) -> "JsonGrammar":
+        """Return the grammar at the beginning of another answer."""
+        other = copy(self)
+        other._matcher = self._matcher.deep_copy()
+        return other
 
     def __call__(self, _tokens: Tensor, scores: Tensor) -> Tensor:
         """Return scores [1, V] with minus infinity for all other tokens."""

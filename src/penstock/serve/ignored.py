@@ -1,15 +1,18 @@
 """Fields of a request that the server does not know: named to the client and in the log, or refused."""
 
 import re
+from collections.abc import Iterator
+from itertools import islice
 
 import pydantic
 
-from penstock.serve.protocol import ApiError, unknown_fields
+from penstock.serve.protocol import ApiError
 from penstock.terminal.notes import note
 
 IGNORED = "Penstock-Ignored-Fields"
 _MOST_SHOWN, _LONGEST = 16, 100  # of names in a header or a line of the log
 _MOST_LOGGED = 1000
+_MOST_READ = 10_000  # of unknown fields, which may all have one name
 
 
 class IgnoredFields:
@@ -42,7 +45,20 @@ class IgnoredFields:
 
 def _names(body: pydantic.BaseModel) -> list[str]:
     """Return the first unknown fields, with indices left out, as printable ASCII."""
-    names = (re.sub(r"\[\d+\]", "[]", name[:_LONGEST]) for name in unknown_fields(body))
+    names = (re.sub(r"\[\d+\]", "[]", name[:_LONGEST]) for name in islice(_unknown_fields(body), _MOST_READ))
     # a header may neither begin nor end with a space
     found = dict.fromkeys(ascii(name.strip())[1:-1] or "''" for name in names)
     return list(found)[:_MOST_SHOWN]
+
+
+def _unknown_fields(body: pydantic.BaseModel, place: str = "") -> Iterator[str]:
+    """Yield the paths of a body's fields that the server does not know."""
+    for name in body.model_extra or ():
+        yield f"{place}{name}"
+    for name in type(body).model_fields:
+        value = getattr(body, name)
+        if isinstance(value, pydantic.BaseModel):
+            yield from _unknown_fields(value, f"{place}{name}.")
+        for index, each in enumerate(value) if isinstance(value, list) else ():
+            if isinstance(each, pydantic.BaseModel):
+                yield from _unknown_fields(each, f"{place}{name}[{index}].")

@@ -11,7 +11,7 @@ from penstock.serve.protocol import ChatBody, CompletionBody, DetokenizeBody, To
 def openapi(version: str, *, texts: bool) -> dict[str, Any]:
     """Return the OpenAPI document of what is served."""
     error = {"description": "The error", "content": {"application/json": {"schema": _ERROR}}}
-    wrong = {str(status): error for status in (400, 401, 404, 408, 413, 429, 500, 503, 504)}
+    wrong = {str(status): error for status in (400, 401, 403, 404, 408, 413, 415, 429, 500, 503, 504)}
 
     def post(
         summary: str, bodies: Mapping[str, Mapping[str, Any]], answer: str, streams: Mapping[str, Any],

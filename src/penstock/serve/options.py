@@ -1,13 +1,14 @@
 """Conversion of a body's sampling parameters to options of `Generator.submit`."""
 
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from penstock.errors import DataError
 from penstock.generate.generator import Generator
 from penstock.serve.grammar import JsonGrammar
 from penstock.serve.protocol import ApiError, ChatBody, CompletionBody
+from penstock.serve.trial import Trial
 
 _COLDEST = 1e-3  # below this temperature sampling is greedy anyway, and logits / temperature overflows
 
@@ -51,13 +52,16 @@ def _sampling(body: CompletionBody | ChatBody, config: Any) -> dict[str, Any]:
             "min_p": wanted("min_p"), "seed": seed}  # fmt: skip
 
 
-def grammar_options(body: CompletionBody | ChatBody, generator: Generator) -> dict[str, Any]:
-    """Return the options of one choice for `response_format`; a grammar follows one answer."""
-    schema = body.response_format.schema_of_answer() if body.response_format is not None else None
-    if schema is None:
-        return {}
+def schema_of(body: CompletionBody | ChatBody) -> Mapping[str, Any] | None:
+    """Return the schema of a body's `response_format`, or None for text."""
+    return body.response_format.schema_of_answer() if body.response_format is not None else None
+
+
+def json_grammar(tokenizer: Any, schema: Mapping[str, Any], trial: Trial) -> JsonGrammar:
+    """Return the grammar of a schema, once it is known to take little time and memory."""
     try:
-        return {"logits_processor": [JsonGrammar(generator.tokenizer, schema)]}
+        trial.grammar(schema)
+        return JsonGrammar(tokenizer, schema)
     except DataError as error:
         raise ApiError(f"response_format: {error}", param="response_format") from None
 
@@ -66,3 +70,13 @@ def check_tokens(tokens: Iterable[int], vocabulary: int, param: str) -> None:
     """Raise `ApiError` for tokens that the model does not have."""
     if wrong := [token for token in tokens if token >= vocabulary]:
         raise ApiError(f"{param}: tokens must be below {vocabulary}; got {wrong[0]}", param=param)
+
+
+def prompts_of(body: CompletionBody) -> list[str | list[int]]:
+    """Return the prompts of a body: texts or tokens."""
+    prompt = body.prompt
+    if isinstance(prompt, str):
+        return [prompt]
+    if isinstance(prompt[0], int):
+        return [[token for token in prompt if isinstance(token, int)]]
+    return [each for each in prompt if not isinstance(each, int)]

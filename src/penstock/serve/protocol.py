@@ -1,6 +1,6 @@
 """Request bodies of OpenAI's completions and chat, their limits and their errors."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic
@@ -11,6 +11,7 @@ from penstock.errors import PenstockError
 _CONTEXT_TOO_LONG = "context_length_exceeded"
 MOST_CHOICES = 128  # answers of one call, for all of its prompts together
 _MOST_STOPS = 16
+_MOST_NAMES = 1024  # of an object, before its values are checked
 _SHOWN = 60  # characters of a client's own words in a message
 
 
@@ -36,6 +37,12 @@ def too_long(message: str, param: str) -> ApiError:
     return ApiError(message, param=param, code=_CONTEXT_TOO_LONG)
 
 
+def _checked_number(value: Any) -> Any:
+    if isinstance(value, dict) and len(value) > _MOST_NAMES:
+        raise ValueError(f"at most {_MOST_NAMES} names; got {len(value)}")
+    return value
+
+
 class _Body(pydantic.BaseModel):
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
@@ -45,7 +52,7 @@ class _Body(pydantic.BaseModel):
         """Leave out fields that are null: they mean the default."""
         if not isinstance(given, dict):
             return given
-        return {name: value for name, value in given.items() if value is not None}
+        return {name: value for name, value in _checked_number(given).items() if value is not None}
 
 
 class StreamOptions(_Body):
@@ -109,19 +116,21 @@ _False = Annotated[bool, AfterValidator(_must_be_false), WithJsonSchema({"const"
 _Later = Annotated[Any, AfterValidator(_must_be_empty), WithJsonSchema({"enum": [None, False, "", [], {}]})]
 _Token = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 _TokenId = Annotated[_Int, Field(ge=0)]
-_Tokens = Annotated[list[_TokenId], Field(min_length=1)]
+_Few = BeforeValidator(_checked_number)
+_FIRST = Field(fail_fast=True)  # a list ends at its first error: each of the others would be written out
+_Tokens = Annotated[list[_TokenId], _FIRST, Field(min_length=1)]
 _Likeliest = Annotated[_Int, Field(ge=0, le=20)]
 _Limit = Annotated[_Int, Field(ge=-1, lt=2**31)]  # -1: up to the context's end
 _Stop = Annotated[str, Field(max_length=1000)]
 _Stops = Annotated[
-    Annotated[_Stop, Tag("<text>")] | Annotated[list[_Stop], Field(max_length=_MOST_STOPS), Tag("<list>")],
+    Annotated[_Stop, Tag("<text>")] | Annotated[list[_Stop], _FIRST, Field(max_length=_MOST_STOPS), Tag("<list>")],
     _one_of("text or a list of texts"),
 ]
 _Prompt = Annotated[
     Annotated[str, Tag("<text>")]
-    | Annotated[list[str], Field(min_length=1, max_length=MOST_CHOICES), Tag("<list>")]
+    | Annotated[list[str], _FIRST, Field(min_length=1, max_length=MOST_CHOICES), Tag("<list>")]
     | Annotated[_Tokens, Tag("<tokens>")]
-    | Annotated[list[_Tokens], Field(max_length=MOST_CHOICES), Tag("<token lists>")],
+    | Annotated[list[_Tokens], _FIRST, Field(max_length=MOST_CHOICES), Tag("<token lists>")],
     _one_of("text, tokens, or a list of either", "<tokens>", "<token lists>"),
 ]
 
@@ -166,18 +175,18 @@ class _Sampling(_Body):
     stream_options: StreamOptions | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    logit_bias: Annotated[dict[_Token, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024)] | None = None
+    logit_bias: Annotated[dict[_Token, Annotated[float, Field(ge=-100, le=100)]], _Few] | None = None
     response_format: ResponseFormat | None = None
     top_k: Annotated[_Int, Field(ge=-1, lt=2**31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
     min_tokens: Annotated[_Int, Field(ge=0, lt=2**31)] | None = None
-    stop_token_ids: Annotated[list[_TokenId], Field(max_length=1024)] | None = None
+    stop_token_ids: Annotated[list[_TokenId], _FIRST, Field(max_length=1024)] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     # accepted and ignored: nothing is stored
     user: str | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str], _Few] | None = None
     store: _False | None = None
     # would change the answer
     guided_json: _Later = None
@@ -230,7 +239,7 @@ _Part = Annotated[
     Annotated[TextPart, Tag("<text>")] | Annotated[RefusalPart, Tag("<refusal>")], Discriminator(_kind_of_part)
 ]
 _Content = Annotated[
-    Annotated[str, Tag("<text>")] | Annotated[list[_Part], Tag("<list>")],
+    Annotated[str, Tag("<text>")] | Annotated[list[_Part], _FIRST, Tag("<list>")],
     _one_of("text or a list of parts"),
 ]
 
@@ -268,7 +277,7 @@ class Message(_Body):
 class _Chat(_Body):
     """Messages, and how the model's template writes them."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=10_000)]
+    messages: Annotated[list[Message], _FIRST, Field(min_length=1, max_length=10_000)]
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -288,7 +297,7 @@ class ChatBody(_Sampling, _Chat):
     parallel_tool_calls: bool | None = None
     functions: _Later = None
     audio: _Later = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: Annotated[list[Literal["text"]], _FIRST] | None = None
 
 
 class TokenizeBody(_Chat):
@@ -296,7 +305,7 @@ class TokenizeBody(_Chat):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1, max_length=10_000)] | None = None  # type: ignore[assignment]
+    messages: Annotated[list[Message], _FIRST, Field(min_length=1, max_length=10_000)] | None = None  # type: ignore[assignment]
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
@@ -305,7 +314,7 @@ class DetokenizeBody(_Body):
     """POST /v1/detokenize."""
 
     model: str | None = None
-    tokens: list[_TokenId]
+    tokens: Annotated[list[_TokenId], _FIRST]
 
 
 _AnyBody = TypeVar("_AnyBody", bound=_Body)
@@ -331,16 +340,3 @@ def _place(steps: tuple[int | str, ...]) -> str:
     """
     words = [f"[{step}]" if isinstance(step, int) else f".{step[:_SHOWN]}" for step in steps if str(step)[:1] != "<"]
     return " ".join("".join(words).removeprefix(".").split())
-
-
-def unknown_fields(body: pydantic.BaseModel, place: str = "") -> Iterator[str]:
-    """Yield the paths of a body's fields that the server does not know."""
-    for name in body.model_extra or ():
-        yield f"{place}{name}"
-    for name in type(body).model_fields:
-        value = getattr(body, name)
-        if isinstance(value, pydantic.BaseModel):
-            yield from unknown_fields(value, f"{place}{name}.")
-        for index, each in enumerate(value) if isinstance(value, list) else ():
-            if isinstance(each, pydantic.BaseModel):
-                yield from unknown_fields(each, f"{place}{name}[{index}].")

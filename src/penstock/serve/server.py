@@ -21,7 +21,7 @@ from penstock.errors import UsageError
 from penstock.files import read_private
 from penstock.transport.open_files import raise_file_limit
 
-_FIRST_REQUEST_S = 30.0  # deadline for the header of a connection's first request
+_CLIENT_S = {"head": 30.0, "reader": 60.0}  # deadlines of a client; that of a body is the application's
 _MOST_CONNECTIONS = 2048
 _MOST_HEADER_BYTES = 64 << 10
 _SHORTEST_KEY = 16
@@ -49,12 +49,16 @@ def read_api_keys(path: Path) -> list[str]:
 
 def check_open(host: str) -> None:
     """Raise `UsageError` if a server without keys would be reachable from other machines."""
-    try:
-        loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        loopback = False
-    if not loopback:
+    if not is_own_name(host):
         raise UsageError(f"--open needs a loopback address, not {host}; use --host 127.0.0.1, or give --api-keys FILE")
+
+
+def is_own_name(host: str) -> bool:
+    """Return whether a name is always that of this machine: localhost, or a loopback address."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def check_origins(origins: Sequence[str]) -> None:
@@ -143,40 +147,65 @@ class _Server(uvicorn.Server):
 
 
 class _Protocol(H11Protocol):
-    """HTTP/1.1 with a limit on connections, and a deadline for the first request of a connection.
+    """HTTP/1.1 with a limit on connections, and a deadline for every head and for every pause of a reader.
 
-    Above the limit, close the oldest connection that has sent no request, from the address with the most such
-    connections.
+    A connection waits for its client while a head or a body is not complete, or while its answer is not read. Above
+    the limit, close the one that has waited longest, from the address with the most such connections.
     """
 
-    waiting: ClassVar[dict["_Protocol", str]]  # connections without a request yet, oldest first, and addresses
+    waiting: ClassVar[dict["_Protocol", str]]  # connections that wait for their clients, and addresses; longest first
+    _waits_for: str | None = None
     _due: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        peer = transport.get_extra_info("peername")
-        self.waiting[self] = str(peer[0]) if peer else ""
+        self._look()
         if len(self.connections) > _most_connections():
             most, _ = Counter(self.waiting.values()).most_common(1)[0]
-            oldest = next(each for each, address in self.waiting.items() if address == most)
-            del self.waiting[oldest]
-            oldest.transport.abort()
-        self._due = self.loop.call_later(_FIRST_REQUEST_S, self._look)
+            next(each for each, address in self.waiting.items() if address == most)._close()
 
     def handle_events(self) -> None:
         super().handle_events()
-        if self.cycle is not None:
-            self.waiting.pop(self, None)
+        self._look()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._look()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._look()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._look()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.waiting.pop(self, None)
-        if self._due is not None:
-            self._due.cancel()
+        self._wait_for(None)
         super().connection_lost(exc)
 
     def _look(self) -> None:
-        if self.cycle is None:
-            self.transport.abort()
+        """Begin another wait if what the connection waits for has changed; single bytes extend none."""
+        if self.cycle is not None and not self.cycle.response_complete and not self.flow.write_paused:
+            what = "body" if self.cycle.more_body else None
+        else:
+            what = "reader" if self.transport.get_write_buffer_size() else "head"
+        if what != self._waits_for and self in self.connections:
+            self._wait_for(what)
+
+    def _wait_for(self, what: str | None) -> None:
+        self.waiting.pop(self, None)
+        if self._due is not None:
+            self._due.cancel()
+        self._waits_for, self._due = what, None
+        if what is not None:
+            self.waiting[self] = self.client[0] if self.client else ""
+        if what in _CLIENT_S:
+            self._due = self.loop.call_later(_CLIENT_S[what], self._close)
+
+    def _close(self) -> None:
+        self._wait_for(None)
+        self.transport.abort()
 
 
 def _most_connections() -> int:

@@ -160,7 +160,9 @@ def _texts(settings: ServeSettings, metrics: Metrics, world: World | None) -> It
         metrics.watch_guesses(lambda: generator.num_guesses)
         ends = answer_ends(generator, settings.placed.model)
         service = TextService(generator, admission, metrics, deadline_s=settings.deadline_s, ends=ends)
-        yield _Opened(service, generator.pipeline, lambda: generator.failure)
+        service.trial.start()
+        with contextlib.closing(service.trial):
+            yield _Opened(service, generator.pipeline, lambda: generator.failure)
 
 
 @contextlib.contextmanager

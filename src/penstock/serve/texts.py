@@ -5,16 +5,19 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
-from penstock.errors import PenstockError, UsageError
+from penstock.errors import DataError, UsageError
 from penstock.generate.generator import Generator
 from penstock.generate.request import Request
 from penstock.generate.text import TextDecoder
 from penstock.recipes.texts import chat_tokens
 from penstock.serve.admission import Admission, Ticket
+from penstock.serve.desk import SMALL_BYTES, Desk, lane_of
+from penstock.serve.grammar import JsonGrammar
 from penstock.serve.metrics import Metrics
-from penstock.serve.options import check_tokens, grammar_options, submit_options
+from penstock.serve.options import check_tokens, json_grammar, prompts_of, schema_of, submit_options
 from penstock.serve.protocol import (
     MOST_CHOICES,
     ApiError,
@@ -24,6 +27,7 @@ from penstock.serve.protocol import (
     too_long,
 )
 from penstock.serve.token_texts import TokenTexts
+from penstock.serve.trial import Trial
 
 _MAX_TOKENS = 16  # OpenAI's default for completions
 
@@ -58,6 +62,7 @@ class Choice:
     index: int
     prompt: list[int]
     options: dict[str, Any]
+    grammar: JsonGrammar | None = None
     echo: str | None = None  # the prompt's text
     num_likeliest: int | None = None
     unwanted: bool = False  # only the prompt is scored
@@ -70,7 +75,7 @@ class TextService:
 
     Example:
         service = TextService(generator, Admission(slots=8, most_waiting=64), Metrics(), deadline_s=600.0)
-        choices = await service.completion(CompletionBody(prompt="Once"))
+        choices = await service.completion(CompletionBody(prompt="Once"), "10.0.0.7")
         async for piece in service.pieces(choices, service.enter(choices, "10.0.0.7")):
             ...
 
@@ -85,34 +90,39 @@ class TextService:
         self.generator, self.admission, self.metrics = generator, admission, metrics
         self._deadline_s, self._ends = deadline_s, list(ends)
         self._token_texts = TokenTexts(generator.tokenizer)
+        self.desk, self.trial = Desk(admission.most_waiting), Trial(generator.tokenizer)
 
-    async def completion(self, body: CompletionBody) -> list[Choice]:
+    @cached_property
+    def _most_text(self) -> int:
+        """Characters above which a text is longer than the context, whatever its tokens are."""
+        longest = max(map(len, self.generator.tokenizer.get_vocab()), default=1)
+        return max(SMALL_BYTES, longest * self.generator.max_length)
+
+    async def completion(self, body: CompletionBody, client: str) -> list[Choice]:
         """Return the choices of a /v1/completions body."""
         number = body.n or 1
         if body.best_of not in {None, number}:
             raise ApiError("best_of must equal n; leave it out", param="best_of")
-        prompts = _prompts(body)
+        prompts = prompts_of(body)
         if len(prompts) * number > MOST_CHOICES:
             raise ApiError(f"at most {MOST_CHOICES} answers at a time, not {len(prompts) * number}", param="n")
         most = _MAX_TOKENS if body.max_tokens is None else body.max_tokens
         if not most and not body.echo:
             raise ApiError("max_tokens must be at least 1 without echo", param="max_tokens")
+        self.admission.check_room(len(prompts) * number, retry_s=self.metrics.typical_s)
         choices: list[Choice] = []
         for prompt in prompts:
-            tokens = await self._tokens(prompt)
+            tokens = await self._tokens(prompt, client)
             choices += self._choices(body, tokens, most, "prompt", len(choices))
             for choice in choices[-number:]:
                 choice.options["score_prompt"] = bool(body.echo) and body.logprobs is not None
                 choice.unwanted, choice.num_likeliest = not most, body.logprobs
                 if body.echo:
-                    choice.echo = (
-                        prompt
-                        if isinstance(prompt, str)
-                        else self.generator.tokenizer.decode(tokens, skip_special_tokens=True)
-                    )
-        return choices
+                    decode = self.generator.tokenizer.decode
+                    choice.echo = prompt if isinstance(prompt, str) else decode(tokens, skip_special_tokens=True)
+        return await self._with_grammar(choices, body, client)
 
-    async def chat(self, body: ChatBody) -> list[Choice]:
+    async def chat(self, body: ChatBody, client: str) -> list[Choice]:
         """Return the choices of a /v1/chat/completions body."""
         if body.top_logprobs and not body.logprobs:
             raise ApiError("top_logprobs needs logprobs to be true", param="top_logprobs")
@@ -120,10 +130,21 @@ class TextService:
         most = getattr(body, param)
         if most == 0:
             raise ApiError(f"{param} must be at least 1, or -1 for all that fit; got 0", param=param)
-        tokens = await self._chat_tokens(body)
+        self.admission.check_room(body.n or 1, retry_s=self.metrics.typical_s)
+        tokens = await self._chat_tokens(body, client)
         choices = self._choices(body, tokens, -1 if most is None else most, "messages", 0)
         for choice in choices:
             choice.num_likeliest = (body.top_logprobs or 0) if body.logprobs else None
+        return await self._with_grammar(choices, body, client)
+
+    async def _with_grammar(
+        self, choices: list[Choice], body: CompletionBody | ChatBody, client: str
+    ) -> list[Choice]:  # fmt: skip
+        """Return choices with the grammar of their body, which is built once."""
+        if (schema := schema_of(body)) is not None:
+            grammar = await self.desk.run(client, "trial", json_grammar, self.generator.tokenizer, schema, self.trial)
+            for choice in choices:
+                choice.grammar = grammar
         return choices
 
     def _choices(
@@ -135,43 +156,61 @@ class TextService:
         options["max_new_tokens"] = self.generator.max_length - len(tokens) if most < 0 else max(1, most)
         return [
             Choice(
-                index=index + number, prompt=tokens, options=options | grammar_options(body, self.generator),
+                index=index + number, prompt=tokens, options=dict(options),
                 stops=frozenset(body.stop_token_ids or ()), with_stop=bool(body.include_stop_str_in_output),
             )
             for number in range(body.n or 1)
         ]  # fmt: skip
 
-    async def tokenize(self, body: TokenizeBody) -> dict[str, Any]:
+    async def tokenize(self, body: TokenizeBody, client: str) -> dict[str, Any]:
         """Return the tokens of a text, or of messages in the model's template, as vLLM does."""
         if (body.prompt is None) == (body.messages is None):
             raise ApiError("prompt or messages must be given, and not both", param="prompt")
         tokenizer, special = self.generator.tokenizer, body.add_special_tokens is not False
         if body.prompt is None:
-            tokens = await self._chat_tokens(body)
+            tokens = await self._chat_tokens(body, client)
         else:
-            tokens = await asyncio.to_thread(tokenizer.encode, body.prompt, add_special_tokens=special)
+            tokens = await self._encoded(body.prompt, client, add_special_tokens=special)
         words = tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
         return {"count": len(tokens), "max_model_len": self.generator.max_length, "tokens": tokens, "token_strs": words}
 
-    def detokenize(self, tokens: Sequence[int]) -> str:
+    async def detokenize(self, tokens: Sequence[int], client: str) -> str:
         """Return the text of tokens."""
         check_tokens(tokens, self.generator.vocabulary, "tokens")
-        return str(self.generator.tokenizer.decode(list(tokens)))
+        return str(await self.desk.run(client, lane_of(len(tokens)), self.generator.tokenizer.decode, list(tokens)))
 
-    async def _chat_tokens(self, body: ChatBody | TokenizeBody) -> list[int]:
+    async def _chat_tokens(self, body: ChatBody | TokenizeBody, client: str) -> list[int]:
         continues = bool(body.continue_final_message)
         if continues and body.add_generation_prompt:
             raise ApiError("continue_final_message excludes add_generation_prompt; leave one of them out",
                            param="continue_final_message")  # fmt: skip
         begins = not continues and body.add_generation_prompt is not False
         messages = [message.plain() for message in body.messages or ()]
+        self._check_text(sum(len(message["content"]) for message in messages), "messages")
+        options = body.chat_template_kwargs or {}
+        steps = {"add_generation_prompt": begins, "continue_final_message": continues}
         try:
-            return await asyncio.to_thread(
-                chat_tokens, self.generator.tokenizer, messages, continues=continues, begins=begins,
-                options=body.chat_template_kwargs or {},
+            size = await self.desk.run(client, "trial", self.trial.template, messages, options | steps)
+            self._check_text(size, "messages")
+            return await self.desk.run(
+                client, lane_of(size), chat_tokens, self.generator.tokenizer, messages, continues=continues,
+                begins=begins, options=options,
             )  # fmt: skip
-        except PenstockError as error:
+        except DataError as error:
             raise ApiError(f"messages: {error}", param="messages") from None
+
+    async def _encoded(self, text: str, client: str, **options: bool) -> list[int]:
+        self._check_text(len(text), "prompt")
+        encode = self.generator.tokenizer.encode
+        return list(await self.desk.run(client, lane_of(len(text)), encode, text, **options))
+
+    def _check_text(self, num_characters: int, param: str) -> None:
+        """Raise `ApiError` for a text that is longer than the context before it is tokenized."""
+        if num_characters > self._most_text:
+            raise too_long(
+                f"the context is {self.generator.max_length} tokens, at most {self._most_text} characters; got "
+                f"{num_characters} in {param}; shorten it", param,
+            )  # fmt: skip
 
     def enter(self, choices: Sequence[Choice], client: str) -> list[Ticket]:
         """Queue the choices of a client; raises `ApiError` 429 if the queue is full."""
@@ -224,8 +263,9 @@ class TextService:
         seed = choice.options["seed"]
         try:
             request = self.generator.submit(
-                choice.prompt, **choice.options | {"seed": None if seed is None else seed + choice.index}
-            )
+                choice.prompt, logits_processor=[choice.grammar.copy()] if choice.grammar else (),
+                **choice.options | {"seed": None if seed is None else seed + choice.index},
+            )  # fmt: skip
         except UsageError as error:
             raise ApiError(str(error)) from None
         decoder = request.decoder(with_stop=choice.with_stop)
@@ -257,13 +297,13 @@ class TextService:
             finish_reason=reason,
         )  # fmt: skip
 
-    async def _tokens(self, prompt: str | Sequence[int]) -> list[int]:
+    async def _tokens(self, prompt: str | Sequence[int], client: str) -> list[int]:
         if not isinstance(prompt, str):
             tokens = list(prompt)
+            self._check_length(len(tokens), 0, "prompt")
             check_tokens(tokens, self.generator.vocabulary, "prompt")
         else:
-            tokenizer = self.generator.tokenizer
-            tokens = await asyncio.to_thread(lambda: list(tokenizer(prompt)["input_ids"]))
+            tokenizer, tokens = self.generator.tokenizer, await self._encoded(prompt, client)
             if not tokens and tokenizer.bos_token_id is not None:
                 tokens = [tokenizer.bos_token_id]
         if not tokens:
@@ -307,12 +347,3 @@ class TextService:
             decoder.add(token)
             found.append(self._token(token, logprob, pairs, (before, decoder.size)))
         return found
-
-
-def _prompts(body: CompletionBody) -> list[str | list[int]]:
-    prompt = body.prompt
-    if isinstance(prompt, str):
-        return [prompt]
-    if isinstance(prompt[0], int):
-        return [[token for token in prompt if isinstance(token, int)]]
-    return [each for each in prompt if not isinstance(each, int)]

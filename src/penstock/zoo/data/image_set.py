@@ -121,12 +121,8 @@ def decode(data: bytes, name: str) -> "Image":
 
     Raises `DataError` naming the image if the bytes are damaged or the image is too large.
     """
-    pillow = optional_import("PIL.Image", "vision", DataError)
-    pillow.init()  # not every Pillow has AVIF and JPEG 2000
-    # of EXIF data and transparency, for each image; catch_warnings would not be safe in threads
-    warnings.filterwarnings("ignore", module=r"PIL\.")
     try:
-        image = pillow.open(BytesIO(data), formats=[kind for kind in SUFFIXES if kind in pillow.OPEN])
+        image = _opened(data)
         num_pixels = image.width * image.height
         if num_pixels <= _MAX_PIXELS:
             return _as_rgb(_upright(image))
@@ -136,6 +132,24 @@ def decode(data: bytes, name: str) -> "Image":
             reason = f"it is none of {', '.join(SUFFIXES)}"
         raise DataError(f"the image {name} cannot be read ({reason})") from problem
     raise DataError(f"the image {name} has {num_pixels} pixels, more than {_MAX_PIXELS}; make it smaller")
+
+
+def size_of(data: bytes) -> tuple[int, int]:
+    """Return width and height in an image's header, or zeros if it cannot be read."""
+    try:
+        size: tuple[int, int] = _opened(data).size
+    except Exception:  # as in `decode`, which names it
+        return 0, 0
+    return size
+
+
+def _opened(data: bytes) -> Any:
+    """Read an image's header."""
+    pillow = optional_import("PIL.Image", "vision", DataError)
+    pillow.init()  # not every Pillow has AVIF and JPEG 2000
+    # of EXIF data and transparency, for each image; catch_warnings would not be safe in threads
+    warnings.filterwarnings("ignore", module=r"PIL\.")
+    return pillow.open(BytesIO(data), formats=[kind for kind in SUFFIXES if kind in pillow.OPEN])
 
 
 def _upright(image: Any) -> Any:
@@ -160,7 +174,7 @@ def _as_rgb(image: Any) -> "Image":
         # 16-bit grey: converting directly would cut every value above 255
         pillow = optional_import("PIL.Image", "vision", DataError)
         image = pillow.fromarray((np.asarray(image).clip(0, 65535) // 257).astype(np.uint8))
-    rgb: Image = image.convert("RGB")
+    rgb: Image = image if image.mode == "RGB" else image.convert("RGB")
     return rgb
 
 

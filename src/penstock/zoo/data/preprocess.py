@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 Transform = Callable[["Image"], Tensor]
 PREPROCESS = "penstock.preprocess"  # in the metadata of a safetensors file
 _EXAMPLE = "mean=0.5,0.5,0.5,std=0.5,size=224x320,crop_pct=0.9,crop_mode=squash,interpolation=bicubic"
+_MOST_RESIZED = 2**25
 _Length = Annotated[int, Meta(ge=1, le=2**14)]
 
 
@@ -174,6 +175,26 @@ def guarded(transform: Transform, name: str) -> Transform:
             raise DataError(f"the transform of {name} failed ({type(problem).__name__}: {one_line(problem)})") from None
 
     return call
+
+
+def check_resized(size: tuple[int, int], length: int) -> int:
+    """Return the pixels that a picture of this width and height is resized to if its shorter edge gets a length.
+
+    Raises `DataError` for a picture so narrow that these are too many.
+    """
+    num_pixels = int((length * 8 / 7) ** 2 * max(size) / max(1, min(size)))  # at a usual crop of 7/8
+    if num_pixels > _MOST_RESIZED:
+        raise DataError(
+            f"the image has {size[0]}x{size[1]} pixels, which become {num_pixels} with a shorter edge of "
+            f"{length}, more than {_MOST_RESIZED}; crop it"
+        )
+    return num_pixels
+
+
+def bounded(transform: Transform, length: int, image: "Image") -> Tensor:
+    """Apply a transform; raises `DataError` as `check_resized`."""
+    check_resized(image.size, length)
+    return transform(image)
 
 
 def try_transform(transform: Transform) -> Any:

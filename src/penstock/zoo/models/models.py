@@ -15,6 +15,7 @@ from penstock.zoo.data.preprocess import (
     PREPROCESS,
     Preprocess,
     Transform,
+    bounded,
     hf_transform,
     read_preprocess,
     timm_transform,
@@ -66,6 +67,11 @@ class ZooModel:
     preprocess: str | None = None
     num_classes: int = 0  # 0 if unknown
 
+    @property
+    def picture_shape(self) -> tuple[int, ...]:
+        """Shape of one input."""
+        return tuple([*self.example_args, *self.example_kwargs.values()][0].shape[1:])
+
     def pictures(self) -> Transform:
         """Return the transform from a picture to an input.
 
@@ -81,7 +87,7 @@ class ZooModel:
                 f"{self.name} returned no transform of images; return a dict with module and transform (and example, "
                 "class_names), or give --preprocess with size, mean and std"
             )
-        shape = tuple(inputs[0].shape[1:])
+        shape = self.picture_shape
         try:
             found = tuple(try_transform(self.transform).shape)
         except Exception as problem:  # of a model of other channels, or of the user's
@@ -95,7 +101,7 @@ class ZooModel:
                 f"{self.name} takes inputs of {'x'.join(map(str, shape))}, but images {made}; give {way}, or "
                 "package.module:function with a transform of its own"
             )
-        return self.transform
+        return partial(bounded, self.transform, max(shape))
 
 
 def load_model(

@@ -28,7 +28,7 @@ from penstock.recipes import launch
 from penstock.recipes.data_formats import make_task
 from penstock.recipes.launch import explain_exit, fit, fit_apart
 from penstock.recipes.metrics import EpochResult, FitResult, drop_old_checkpoints, newest_checkpoint
-from penstock.recipes.settings import FitSettings
+from penstock.recipes.settings import FitSettings, check_resumed
 from penstock.recipes.several import Row, draw_comparison, mode_runs, run_row
 from penstock.recipes.teaching import taught_loss
 from penstock.spec.plan import write_plan
@@ -184,6 +184,18 @@ def test_the_modes_to_compare(tmp_path: Path) -> None:
         mode_runs(["both ways"], settings(tmp_path), 2)
     weak = dict(mode_runs(["single", "both"], settings(tmp_path, batch_size=8), 8, weak_scaling=True))
     assert [run.batch_size for run in weak.values()] == [8, 8 * weak["both"].num_processes]
+
+
+def test_runs_that_had_ended_keep_their_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = settings(tmp_path / "run", epochs=2)
+    fit(asked)
+    written = (asked.folder / "settings.json").read_bytes()
+    capsys.readouterr()
+    assert fit(asked.replace(epochs=1, resume=True)).last is None
+    assert (asked.folder / "settings.json").read_bytes() == written
+    assert check_resumed(asked.replace(resume=True), asked.replace(stages=2)) == [
+        "1 process instead of 2 processes (--stages and --replicas are not kept)"
+    ]
 
 
 def test_a_finished_run_that_is_resumed_has_no_epoch(tmp_path: Path) -> None:

@@ -170,7 +170,7 @@ def _show_one(result: "FitResult", json: Path | None) -> None:
     if result.last is None:
         console.print(
             f"the run in {result.settings.folder} is finished: model, checkpoints and metrics are there; train on with "
-            "more --epochs or --steps", markup=False, soft_wrap=True,
+            "larger --epochs or --steps, which count from the start", markup=False, soft_wrap=True,
         )  # fmt: skip
         return
     table = Table("epoch", "steps", "training loss", "validation loss", "accuracy", "training", "throughput")

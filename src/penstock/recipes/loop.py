@@ -154,7 +154,7 @@ class _Fit:
         if settings.resume and self._world.rank == FEEDER and self._first < self._num_steps:
             note(f"resuming from the checkpoint of step {self._first}, to step {self._num_steps}")
         self._saved = self._trainer.step if settings.resume else -1
-        self._folder = RunFolder(settings, self._world.rank, self._first)
+        self._folder = RunFolder(settings, self._world.rank, self._first, trains=self._first < self._num_steps)
         self._epochs: list[EpochResult] = []
         self._num_changes = 0
         self._say: Callable[[str], None] = say  # of the first process, beside its progress

@@ -131,7 +131,7 @@ class RunFolder:
     Raises `UsageError` if the folder cannot be written, or holds another run without `resume`.
     """
 
-    def __init__(self, settings: FitSettings, rank: int, first_step: int) -> None:
+    def __init__(self, settings: FitSettings, rank: int, first_step: int, *, trains: bool = True) -> None:
         self._settings = settings
         self._rank = rank
         self._told = False
@@ -146,7 +146,7 @@ class RunFolder:
                     file.writelines(line.encode() for line in self._before(first_step))
             self._file = LineFile(self._metrics, append=settings.resume or settings.join is not None)
             self._file.begin()  # a folder with metrics holds a run
-            if rank == 0:
+            if rank == 0 and trains:  # a run that had ended keeps the settings that it was trained with
                 write_settings(settings, self.path / SETTINGS)
         except OSError as error:
             reason = error.strerror

@@ -96,6 +96,8 @@ class PredictionFile:
             self._file.write(line)
         except OSError as error:
             self._file.close()
+            if isinstance(error, BrokenPipeError):
+                raise RunError(f"the reader of {self.path} ended after {counted(self._num_rows, 'row')}") from None
             raise RunError(
                 f"{self.path} cannot be written any further ({error.strerror}); its "
                 f"{counted(self._num_rows, 'row')} are kept: free space and {self._again}"

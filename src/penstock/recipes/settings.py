@@ -18,6 +18,7 @@ from penstock.spec.cluster import read_cluster
 from penstock.spec.fields import make_struct
 from penstock.spec.plan import Plan
 from penstock.spec.profile import read_profile
+from penstock.text import counted
 
 if TYPE_CHECKING:
     from penstock.deploy.run_options import SurvivalOptions
@@ -70,7 +71,7 @@ class FitSettings(ElasticChoices, frozen=True, kw_only=True, forbid_unknown_fiel
     batch_size: Annotated[
         Positive, Meta(description="Rows of a batch over all replicas. Default: 32.", extra={"default": None})
     ] = 32
-    epochs: Annotated[Positive, Meta(description="Number of passes over the data.")] = 1
+    epochs: Annotated[Positive, Meta(description="Number of passes over the data, in all.")] = 1
     steps: Annotated[Positive | None, Meta(description="Largest number of optimizer steps.")] = None
     optimizer: Annotated[Literal["adamw", "sgd"], Meta(description="adamw, or sgd with momentum 0.9.")] = "adamw"
     lr: Annotated[Rate, Meta(description="Learning rate.")] = 1e-3
@@ -270,7 +271,11 @@ def check_resumed(settings: FitSettings, before: FitSettings) -> list[str]:
                 f"{way}, or start another run with another --output"
             )
     pairs = ((name, getattr(settings, name), getattr(before, name)) for name in _CHANGEABLE)
-    return [_change(name, now, was) for name, now, was in pairs if now != was]
+    changes = [_change(name, now, was) for name, now, was in pairs if now != was]
+    if settings.num_processes != before.num_processes and settings.plan is before.plan is None:
+        had, has = counted(before.num_processes, "process"), counted(settings.num_processes, "process")
+        changes.append(f"{has} instead of {had} (--stages and --replicas are not kept)")
+    return changes
 
 
 def _change(name: str, now: Any, was: Any) -> str:

@@ -117,11 +117,12 @@ def make_grid(devices: Sequence[int], stages: int | None, replicas: int | None, 
     replicas = replicas or (max(1, count // stages) if stages else 1)
     stages = stages or -(-count // replicas)
     if min(replicas, stages) < 1 or replicas > count or -(-count // replicas) > stages:
+        ways = dict.fromkeys([f"stages={count} and replicas=1", f"stages=1 and replicas={count}"])
         raise UsageError(
             f"{counted(count, 'process')} cannot be {counted(replicas, 'replica')} of {counted(stages, 'stage')}: "
             f"each replica needs a process, and each process a stage; start {replicas * stages}, as with torchrun "
-            f"--nproc-per-node {replicas * stages}, or pass stages={count} and replicas=1, or else stages=1 and "
-            f"replicas={count}"
+            f"--nproc-per-node {replicas * stages}, pass {' or '.join(ways)}, or leave replicas out, which uses all "
+            "processes"
         )
     each, more = divmod(count, replicas)
     made, first = [], 0

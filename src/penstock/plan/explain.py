@@ -108,18 +108,20 @@ def noise_lines(choice: Choice, profile: Profile) -> list[str]:
 
 
 def load_lines(plan: Plan, cluster: Cluster) -> list[str]:
-    """Return each device's load as a bar, with its memory; the longest bar sets the pace."""
+    """Return each device's load as a bar, its memory and its pipeline's share; the longest bar sets the pace."""
     prediction = plan.prediction
     bottleneck_s = plan.microbatch_rows / prediction.rows_per_s
     longest = max(bottleneck_s, *(load.load_s for load in prediction.devices))
     width = max(len(load.device) for load in prediction.devices)
+    shares = {stage.device: pipeline.share for pipeline in plan.pipelines for stage in pipeline.stages}
     lines = []
     for load in prediction.devices:
         part = load.load_s / longest
         bar = "█" * round(part * _BAR)
         have = cluster.device(load.device).memory_bytes
         memory = f"{format_bytes(load.memory_bytes)} of {format_bytes(have)}"
-        lines.append(f"  {load.device:<{width}} {bar:<{_BAR}} {load.load_s / bottleneck_s:6.1%}  {memory}")
+        share = f", {shares[load.device]:.0%} of the rows" if len(plan.pipelines) > 1 else ""
+        lines.append(f"  {load.device:<{width}} {bar:<{_BAR}} busy {load.load_s / bottleneck_s:6.1%}, {memory}{share}")
     unused = [device.name for device in cluster.devices if device.name not in plan.devices]
     if unused:
         shown = ", ".join(unused[:8]) + (f" and {len(unused) - 8} more" if len(unused) > 8 else "")

@@ -111,12 +111,12 @@ def safetensors_name(path: Path) -> Path:
 
 def what_it_is(path: Path) -> str | None:
     """Return what a path is that is neither safetensors nor a pickled checkpoint, with what to do; None if unknown."""
-    if is_special(path):
-        return "a pipe or device, not a file; copy its bytes into a file"
     if path.is_dir():
         if (path / ".metadata").is_file():
             return f"a distributed checkpoint; convert it first: penstock convert {path} -o {path.name}.safetensors"
         return "a folder; give the file in it" + (f" {_INDEX}" if (path / _INDEX).is_file() else "")
+    if is_special(path):
+        return "a pipe or device, not a file; copy its bytes into a file"
     if _head(path).startswith(b"version https://git-lfs"):
         return "a pointer of Git LFS, not the file; run git lfs pull in its repository"
     if zipfile.is_zipfile(path):

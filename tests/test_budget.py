@@ -31,7 +31,7 @@ ROOMS: dict[str, tuple[int, int]] = {
     "cluster": (3103, 24),
     "compress": (988, 7),
     "deploy": (2013, 15),
-    "elastic": (2222, 15),
+    "elastic": (2226, 15),
     "engine": (2698, 17),
     "generate": (2202, 14),  # +147: rotary factors and windows by row; inputs as of model.generate
     "graph": (5090, 40),  # +840: changes of the live module, random draws, steps of decoders
@@ -76,9 +76,9 @@ OPTIONS = {
 }
 
 TOTALS = {
-    "lines of src": 64543,  # +5,213: silent faults of scripts, text, folders and files; own classifiers
+    "lines of src": 64547,  # +5,213: silent faults of scripts, text, folders and files; own classifiers
     "files of src": 448,  # +29
-    "lines of tests": 42152,  # +5,122: silent faults of scripts, text, folders and files; own classifiers
+    "lines of tests": 42153,  # +5,122: silent faults of scripts, text, folders and files; own classifiers
     "lines of benchmarks": 8384,  # +150: every decoder of transformers
     "keyword arguments of Pipeline": 26,
     "public names": 12,

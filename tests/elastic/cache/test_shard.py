@@ -196,6 +196,7 @@ def test_files_that_a_killed_process_was_filling_are_removed(tmp_path: Path) -> 
     killed = tmp_path / "killed"
     killed.mkdir()
     (killed / "shard-0.rows").write_bytes(bytes(100))
+    os.utime(killed / "shard-0.rows", (0, 0))
     (tmp_path / "mine.txt").write_text("mine")
     with ShardFile(tmp_path / "other", layout_of(), None) as file:  # of a run that goes on
         remove_abandoned(tmp_path)

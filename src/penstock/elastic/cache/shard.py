@@ -15,6 +15,7 @@ import fcntl
 import math
 import os
 import shutil
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,6 +33,7 @@ from penstock.units import format_bytes
 
 # for each value of a row, its shape (without the batch dimension) and its dtype
 Values = Sequence[tuple[tuple[int, ...], torch.dtype]]
+_NEW_S = 60.0
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -232,6 +234,8 @@ def remove_abandoned(base: Path) -> None:
     """Remove the files that killed processes were filling in folders of `base`: those that nobody has locked."""
     for path in base.glob("*/shard-*.rows"):
         with contextlib.suppress(OSError), path.open("rb") as file:
+            if time.time() - path.stat().st_mtime < _NEW_S:  # another process may have made it and not locked it yet
+                continue
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             path.unlink()
             path.parent.rmdir()

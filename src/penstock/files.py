@@ -11,14 +11,14 @@ import socket
 import stat
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO
 
 from penstock.errors import UsageError
 
 _CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
-_BEING_MADE_S = 5.0  # a younger temporary file may not be locked yet
+_BEING_MADE_S = 5.0  # of a temporary file
 
 
 @contextlib.contextmanager
@@ -32,10 +32,11 @@ def written_whole(target: Path) -> Iterator[IO[bytes]]:
         with written_whole(Path("model.safetensors")) as file:
             file.write(data)
 
-        Raises `OSError` if it cannot be written.
+    Raises `OSError` if it cannot be written.
     """
     target = Path(os.path.realpath(target))
-    drop_left(target)
+    left = target.parent.glob(f".{glob.escape(target.name)}.{'[0-9a-f]' * 16}")
+    remove_unlocked(left, older_than_s=_BEING_MADE_S)
     beside = _beside(target)
     try:
         # "x" never opens an existing file, and applies the umask
@@ -52,12 +53,25 @@ def written_whole(target: Path) -> Iterator[IO[bytes]]:
     flush(target.parent)
 
 
-def drop_left(target: Path) -> None:
-    """Remove temporary files next to a file that killed processes left; a running process keeps its own locked."""
-    for path in target.parent.glob(f".{glob.escape(target.name)}.{'[0-9a-f]' * 16}"):
-        with contextlib.suppress(OSError), path.open("rb") as file:
-            if _lock(file) and time.time() - path.stat().st_mtime > _BEING_MADE_S:
-                path.unlink(missing_ok=True)
+def remove_unlocked(
+    paths: Iterable[Path], *, older_than_s: float = 60.0, remove: Callable[[Path], object] = Path.unlink
+) -> None:
+    """Remove files or folders that killed processes left: a running process keeps its own locked with `flock`.
+
+    A younger one may not be locked yet. Errors leave a path as it is.
+
+    Example:
+        remove_unlocked(Path("/tmp/features").glob("*.rows"))
+    """
+    for path in paths:
+        with contextlib.suppress(OSError):
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # neither links nor pipes are left
+            try:
+                if time.time() - os.fstat(descriptor).st_mtime > older_than_s:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    remove(path)
+            finally:
+                os.close(descriptor)
 
 
 def _lock(file: IO[bytes]) -> bool:

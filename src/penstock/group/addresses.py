@@ -6,13 +6,12 @@ import ipaddress
 import os
 import shutil
 import socket
-import stat
 import tempfile
-import time
 import weakref
 from pathlib import Path
 
 from penstock.errors import RunError, UsageError
+from penstock.files import remove_unlocked
 
 LOOPBACK = "127.0.0.1"
 BIND = "PENSTOCK_BIND"  # the listening address of this process and its children
@@ -20,7 +19,6 @@ BIND = "PENSTOCK_BIND"  # the listening address of this process and its children
 _ANYWHERE = "192.0.2.1"
 _PREFIX = "penstock-"  # of the names of private folders, see `PrivateFolder`
 _OWN = {".taken", ".store"}  # suffixes of regular files in such a folder
-_NEW_S = 60.0  # a younger folder may not be locked yet
 _MOST_PATH = 94  # some systems limit a socket's path to 104 bytes; "/" and the name of the socket follow the folder
 # in a folder of sockets a port is a file name; processes take theirs from 1 upwards, so this number stays free
 _PORT_OF_FOLDER = 29500
@@ -156,7 +154,7 @@ class PrivateFolder:
                 f"the path of a folder for sockets must have at most {_MOST_PATH} bytes, but {self.path} has "
                 f"{num_bytes}; set TMPDIR to a shorter folder"
             )
-        _remove_abandoned(Path(self.path))
+        remove_unlocked(Path(self.path).parent.glob(f"{_PREFIX}????????"), remove=_remove_own)
         # locked while this process lives; a lock of the folder itself needs no file
         descriptor = os.open(self.path, os.O_RDONLY)
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -179,19 +177,9 @@ def remove_left(path: str) -> None:
         folder.rmdir()
 
 
-def _remove_abandoned(own: Path) -> None:
-    """Remove the private folders of this account that killed processes left next to a new one."""
-    for path in own.parent.glob(f"{_PREFIX}????????"):
-        with contextlib.suppress(OSError):
-            found = path.lstat()
-            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or time.time() - found.st_mtime < _NEW_S:
-                continue
-            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                remove_left(str(path))
-            finally:
-                os.close(descriptor)
+def _remove_own(path: Path) -> None:
+    if path.stat().st_uid == os.getuid():
+        remove_left(str(path))
 
 
 def _remove(path: str, process: int, descriptor: int) -> None:

@@ -15,7 +15,6 @@ import fcntl
 import math
 import os
 import shutil
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,14 +25,13 @@ import torch
 from torch import Tensor
 
 from penstock.errors import CacheError
-from penstock.files import reserve
+from penstock.files import remove_unlocked, reserve
 from penstock.tensors import HOST, aligned
 from penstock.text import counted
 from penstock.units import format_bytes
 
 # for each value of a row, its shape (without the batch dimension) and its dtype
 Values = Sequence[tuple[tuple[int, ...], torch.dtype]]
-_NEW_S = 60.0
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -231,14 +229,13 @@ class ShardFile:
 
 
 def remove_abandoned(base: Path) -> None:
-    """Remove the files that killed processes were filling in folders of `base`: those that nobody has locked."""
-    for path in base.glob("*/shard-*.rows"):
-        with contextlib.suppress(OSError), path.open("rb") as file:
-            if time.time() - path.stat().st_mtime < _NEW_S:  # another process may have made it and not locked it yet
-                continue
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink()
-            path.parent.rmdir()
+    """Remove files that killed processes were filling in folders of `base`."""
+
+    def remove(path: Path) -> None:
+        path.unlink()
+        path.parent.rmdir()
+
+    remove_unlocked(base.glob("*/shard-*.rows"), remove=remove)
 
 
 @contextlib.contextmanager

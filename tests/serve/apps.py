@@ -3,10 +3,10 @@
 import asyncio
 import contextlib
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 import transformers
 
 from penstock.generate.generator import Generator
@@ -14,6 +14,7 @@ from penstock.serve.admission import Admission
 from penstock.serve.app import Served, make_app
 from penstock.serve.metrics import Metrics
 from penstock.serve.texts import TextService
+from tests.generate.tokens import save_model
 
 
 class App:
@@ -49,19 +50,30 @@ class App:
         return found
 
 
-@contextlib.contextmanager
-def application(folder: Path, tokenizer: Any = None, **options: Any) -> Iterator[App]:
-    """Make the application of the model in a folder, in one stage in this process."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
-    tokenizer = tokenizer or transformers.AutoTokenizer.from_pretrained(folder)
-    with Generator(model, tokenizer, stages=1, slots=2, max_length=128) as generator:
-        generator.submit([0], max_new_tokens=1).result()  # all threads run before the first test counts them
-        metrics = Metrics()
-        service = TextService(generator, Admission(slots=2, most_waiting=8), metrics, deadline_s=60.0, ends=[0])
-        served = Served(
-            name="small", service=service, metrics=metrics, stages=list, changes=list, joins_at=lambda: None,
-            problem=lambda: None, created=1, **options,
-        )  # fmt: skip
-        service.trial.start()
-        with contextlib.closing(service.trial):
-            yield App(make_app(served), service)
+def app_fixture(*, ends: bool = True, **options: Any) -> Any:
+    """Return a fixture of a module: the application of a small model, in one stage in this process.
+
+    The model's answers end if it `ends`; `options` are those of `Served`.
+    """
+
+    @pytest.fixture(scope="module")
+    def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
+        folder = tmp_path_factory.mktemp("model")
+        save_model(folder, ends=ends)
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        with Generator(model, tokenizer, stages=1, slots=2, max_length=128) as generator:
+            generator.submit([0], max_new_tokens=1).result()  # all threads run before the first test counts them
+            metrics = Metrics()
+            service = TextService(
+                generator, Admission(slots=2, most_waiting=8), metrics, deadline_s=60.0, ends=[0]
+            )  # fmt: skip
+            served = Served(
+                name="small", service=service, metrics=metrics, stages=list, changes=list, joins_at=lambda: None,
+                problem=lambda: None, created=1, **options,
+            )  # fmt: skip
+            service.trial.start()
+            with contextlib.closing(service.trial):
+                yield App(make_app(served), service)
+
+    return app

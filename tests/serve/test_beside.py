@@ -11,19 +11,12 @@ import pydantic
 import pytest
 
 from penstock.serve import grammar, options, protocol, trial
-from tests.generate.tokens import save_model
-from tests.serve.apps import App, application
+from tests.serve.apps import App, app_fixture
 
 MANY = 300_000
 JSON = {"Content-Type": "application/json"}
 
-
-@pytest.fixture(scope="module")
-def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
-    folder = tmp_path_factory.mktemp("model")
-    save_model(folder)
-    with application(folder) as made:
-        yield made
+app = app_fixture()
 
 
 @pytest.fixture(autouse=True)

@@ -1,26 +1,19 @@
 """JSON answers: valid whenever they end by themselves, whatever else is asked for."""
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from penstock.errors import DataError
 from penstock.serve.grammar import JsonGrammar
-from tests.generate.tokens import save_model, spaced
-from tests.serve.apps import App, application
+from tests.generate.tokens import spaced
+from tests.serve.apps import App, app_fixture
 
 SCHEMA = {"type": "object", "properties": {"wet": {"type": "boolean"}}, "required": ["wet"],
           "additionalProperties": False}  # fmt: skip
 
-
-@pytest.fixture(scope="module")
-def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
-    folder = tmp_path_factory.mktemp("model")
-    save_model(folder, ends=False)  # the tokenizer alone has an end token
-    with application(folder) as made:
-        yield made
+app = app_fixture(ends=False)  # the tokenizer alone has an end token
 
 
 def formatted(schema: dict[str, Any]) -> dict[str, Any]:

@@ -1,19 +1,10 @@
 """A server without keys answers programs and its own page, and no page of another site."""
 
-from collections.abc import Iterator
-
 import pytest
 
-from tests.generate.tokens import save_model
-from tests.serve.apps import App, application
+from tests.serve.apps import App, app_fixture
 
-
-@pytest.fixture(scope="module")
-def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
-    folder = tmp_path_factory.mktemp("model")
-    save_model(folder)
-    with application(folder, origins=["https://a.example"]) as made:
-        yield made
+app = app_fixture(origins=["https://a.example"])
 
 
 BODY = {"prompt": "a", "max_tokens": 1}

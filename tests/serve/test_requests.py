@@ -1,7 +1,6 @@
 """Requests as real clients send them: what they mean is done, and what is wrong is named with its index."""
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import h11
@@ -9,16 +8,9 @@ import pytest
 from openai.types.chat import ChatCompletionMessage
 
 from penstock.serve.ignored import IGNORED
-from tests.generate.tokens import save_model
-from tests.serve.apps import App, application
+from tests.serve.apps import App, app_fixture
 
-
-@pytest.fixture(scope="module")
-def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
-    folder = tmp_path_factory.mktemp("model")
-    save_model(folder)
-    with application(folder, keys=["a-key-of-this-test"], origins=["https://a.example"]) as made:
-        yield made
+app = app_fixture(keys=["a-key-of-this-test"], origins=["https://a.example"])
 
 
 @pytest.fixture(autouse=True)

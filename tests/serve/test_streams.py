@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -12,21 +12,12 @@ from penstock.serve import streams
 from penstock.serve.documents import Documents
 from penstock.serve.protocol import ApiError
 from penstock.serve.texts import Choice, Piece
-from tests.generate.tokens import save_model
-from tests.serve.apps import App, application
+from tests.serve.apps import App, app_fixture
 
 ASK = {"prompt": "A pipe", "max_tokens": 3, "stream": True, "temperature": 0}
-
-
 HEADERS = [(b"host", b"localhost"), (b"content-type", b"application/json")]
 
-
-@pytest.fixture(scope="module")
-def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
-    folder = tmp_path_factory.mktemp("model")
-    save_model(folder)
-    with application(folder) as made:
-        yield made
+app = app_fixture()
 
 
 async def pieces(come: asyncio.Event, error: Exception | None = None) -> AsyncGenerator[Piece, None]:

@@ -1,20 +1,12 @@
 """Places of tokens in the text, end tokens, and the sampling that a model recommends."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tests.generate.tokens import save_model
-from tests.serve.apps import App, application
+from tests.serve.apps import App, app_fixture
 
-
-@pytest.fixture(scope="module")
-def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
-    folder = tmp_path_factory.mktemp("model")
-    save_model(folder, ends=False)
-    with application(folder) as made:
-        yield made
+app = app_fixture(ends=False)
 
 
 @pytest.mark.parametrize("echo", [True, False])

@@ -2,8 +2,10 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
 from penstock import __version__
 from penstock.cli import main as main_module
@@ -66,6 +68,11 @@ def test_help_has_groups_and_fits_a_screen(verb: str, penstock: Run, monkeypatch
 def test_a_name_is_in_one_group() -> None:
     names = " ".join(GROUPS.values()).split()
     assert len(set(names)) == len(names)
+    app: Any = typer.main.get_command(main_module.app)
+    context = app.make_context("penstock", [], resilient_parsing=True)
+    options = [option for verb in main_module._HELP for option in app.get_command(context, verb).params]
+    flags = {flag.removeprefix("--") for option in options for flag in (*option.opts, *option.secondary_opts)}
+    assert set(names) <= flags
 
 
 @pytest.mark.parametrize(

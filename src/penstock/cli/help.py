@@ -22,8 +22,8 @@ GROUPS = {
         certificate-key
     """,
     "Aim": "aim target max-drop accuracy-floor target-speedup max-error",
-    "Candidates": "rows alternate shared ratio importance everywhere round-to optimizer-state explain",
-    "Measuring": "repeats passes serial-images peer generate lanes",
+    "Candidates": "rows alternate ratio importance everywhere round-to optimizer-state explain",
+    "Measuring": "repeats passes serial-images peer generate",
     "Training": """
         epochs steps optimizer lr lr-schedule weight-decay clip autocast checkpointing teacher hold-out num-workers
         checkpoint-every keep-best

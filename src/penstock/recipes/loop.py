@@ -13,7 +13,7 @@ import msgspec
 import torch
 from torch.utils.data import DataLoader
 
-from penstock.deploy.run_options import CutOptions, ModelCall, RunOptions
+from penstock.deploy.run_options import ModelCall, RunOptions
 from penstock.elastic.elastic_training import ElasticTraining, PlanChange
 from penstock.errors import DataError, UsageError
 from penstock.group.entry import join_torchrun, under_torchrun
@@ -100,7 +100,7 @@ def make_pipeline(settings: FitSettings, task: Task, world: World | None) -> Tra
     one = 1 if world is None and plan is None and settings.join is None and settings.cuts is None else None
     args, kwargs = task.example
     call = ModelCall(model=task.module, args=args, kwargs=kwargs, dynamic=task.dynamic, weights=task.weights)
-    cut = CutOptions(stages=settings.stages or one, policy=settings.policy, cuts=settings.cuts, plan=plan)
+    cut = dataclasses.replace(settings.cut_options, stages=settings.stages or one, plan=plan)
     run = RunOptions(
         threads=settings.threads or (world.cores if world else None), device=settings.device,
         trace=Path(settings.trace) if settings.trace is not None else None, trace_profile=settings.profile,
@@ -157,7 +157,7 @@ class _Fit:
         self._folder = RunFolder(settings, self._world.rank, self._first, trains=self._first < self._num_steps)
         self._epochs: list[EpochResult] = []
         self._num_changes = 0
-        self._say: Callable[[str], None] = say  # of the first process, beside its progress
+        self._say: Callable[[str], None] = say  # above the progress, if it is shown
         self._steps: dict[int, _StepNote] = {}  # steps of epochs that have not ended or may be repeated
         if settings.resume and settings.join is None:
             losses = self._folder.losses(self._first - self._loader.position, self._first)

@@ -21,7 +21,7 @@ from penstock.spec.profile import read_profile
 from penstock.text import counted
 
 if TYPE_CHECKING:
-    from penstock.deploy.run_options import SurvivalOptions
+    from penstock.deploy.run_options import CutOptions, SurvivalOptions
 
 SETTINGS = "settings.json"  # file in a run's folder
 Positive = Annotated[int, Meta(ge=1)]
@@ -148,8 +148,14 @@ class FitSettings(ElasticChoices, frozen=True, kw_only=True, forbid_unknown_fiel
     @property
     def num_processes(self) -> int:
         """Number of processes that the run starts."""
-        stages = len(self.cuts) + 1 if self.cuts is not None else self.stages or 1
-        return self.devices or stages * (self.replicas or 1)
+        return self.devices or self.cut_options.count(1) * (self.replicas or 1)
+
+    @property
+    def cut_options(self) -> "CutOptions":
+        """The options of cuts; raises `UsageError` if they contradict each other."""
+        from penstock.deploy.run_options import CutOptions
+
+        return CutOptions(stages=self.stages, policy=self.policy, cuts=self.cuts)
 
     @property
     def folder(self) -> Path:
@@ -167,12 +173,11 @@ class FitSettings(ElasticChoices, frozen=True, kw_only=True, forbid_unknown_fiel
 
 def make_settings(fields: dict[str, Any]) -> FitSettings:
     """Make settings from named values; raises `UsageError` naming an invalid one."""
-    from penstock.deploy.run_options import CutOptions
     from penstock.group.regroup import read_place
 
     settings = make_struct(fields, FitSettings, "settings of a training run")
     settings = msgspec.structs.replace(settings, schedule=find_schedule(settings.schedule))
-    CutOptions(stages=settings.stages, policy=settings.policy, cuts=settings.cuts)  # raises if they contradict
+    _ = settings.cut_options  # raises if they contradict each other
     defaults = {field.name: field.default for field in msgspec.structs.fields(FitSettings)}
     given = [name for name in ElasticChoices.__struct_fields__ if getattr(settings, name) != defaults[name]]
     if given and not settings.elastic:

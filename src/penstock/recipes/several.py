@@ -76,8 +76,7 @@ def mode_runs(
 
     Raises `UsageError` for other names.
     """
-    stages = len(base.cuts) + 1 if base.cuts is not None else base.stages or 2
-    replicas = base.replicas or 2
+    stages, replicas = base.cut_options.count(2), base.replicas or 2
     microbatches = base.microbatches or 2 * stages
     changes: dict[str, dict[str, Any]] = {
         "single": {"stages": 1, "cuts": None, "replicas": 1, "microbatches": None},

@@ -18,7 +18,7 @@ from penstock.errors import DataError
 from penstock.text import one_line
 from penstock.zoo.data.cifar import RecordFile, is_names_file, is_record_name, open_records
 from penstock.zoo.data.folders import is_image_name, label_by_folder, natural_key
-from penstock.zoo.data.image_set import COMPRESSED, MAX_FILE_BYTES, ByteRange, ImageSet
+from penstock.zoo.data.image_set import COMPRESSED, MAX_FILE_BYTES, ByteRange, ImageSet, compression_of
 
 ARCHIVES = (".tar", ".zip", *COMPRESSED)
 _MAX_HEADER_BYTES, _MAX_NAMES_BYTES, _MAX_LABEL_BYTES = 2**20, 2**20, 2**10
@@ -115,11 +115,10 @@ def _label(path: Path, name: str, num_bytes: int, read: Callable[[str], bytes]) 
 
 def _contents(path: Path) -> _Contents:
     """Read the headers of a tar archive; links to files in it are files, too."""
-    kind = next((kind for suffix, kind in COMPRESSED.items() if path.name.lower().endswith(suffix)), "")
     found, links = _Contents(), {}
     places = found.files
     try:
-        with tarfile.open(path, f"r:{kind}", tarinfo=_Member) as archive:  # type: ignore[call-overload]
+        with tarfile.open(path, f"r:{compression_of(path)}", tarinfo=_Member) as archive:  # type: ignore[call-overload]
             while (member := archive.next()) is not None:
                 archive.members = []  # it keeps every header
                 name = member.name.removeprefix("./")

@@ -10,6 +10,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,7 +38,9 @@ _MAX_PIXELS = 2**26
 COMPRESSED = {
     ".tar.gz": "gz", ".tgz": "gz", ".tar.xz": "xz", ".txz": "xz", ".tar.bz2": "bz2", ".tbz2": "bz2", ".tbz": "bz2",
 }  # fmt: skip
-_OPENERS: dict[str, Callable[[Path], Any]] = {"gz": gzip.open, "xz": lzma.open, "bz2": bz2.open}
+_OPENERS: dict[str, Callable[[Path], Any]] = {
+    "": partial(open, mode="rb"), "gz": gzip.open, "xz": lzma.open, "bz2": bz2.open,
+}  # fmt: skip
 PARTS = frozenset({"train", "training", "val", "valid", "validation", "test", "testing"})  # names of folders
 MAX_FILE_BYTES = 2**26  # limit for a stored image: an archive's header may announce any length
 
@@ -185,6 +188,15 @@ def picture(values: "np.ndarray[Any, np.dtype[np.uint8]]", index: int) -> "Image
     return image
 
 
+def compression_of(path: Path) -> str:
+    """Return the compression of a tar file by its name, as tarfile calls it; empty for none.
+
+    >>> compression_of(Path("images.TGZ")), compression_of(Path("images.tar"))
+    ('gz', '')
+    """
+    return next((kind for suffix, kind in COMPRESSED.items() if path.name.lower().endswith(suffix)), "")
+
+
 class ByteRange:
     """Reads pieces of one file, plain or compressed; safe to use from several threads.
 
@@ -214,9 +226,7 @@ class ByteRange:
         with self._lock:
             if self._owner != os.getpid():  # a forked process would share the position in the file
                 self._owner = os.getpid()
-                name = self._path.name.lower()
-                kind = next((kind for suffix, kind in COMPRESSED.items() if name.endswith(suffix)), "")
-                self._file = _OPENERS[kind](self._path) if kind else self._path.open("rb")
+                self._file = _OPENERS[compression_of(self._path)](self._path)
             self._file.seek(offset)
             data: bytes = self._file.read(num_bytes)
         if len(data) != num_bytes:

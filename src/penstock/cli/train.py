@@ -109,7 +109,7 @@ def _compare(
     rows = run_all(runs, lab, tell)
     console.print(_table(rows))
     document = {"rows": [row.document() for row in rows]}
-    settings.folder.mkdir(parents=True, exist_ok=True)  # if no run has come to make its own in it
+    settings.folder.mkdir(parents=True, exist_ok=True)  # missing if no run could be started
     opt.write_json(settings.folder / "compare.json", document)
     opt.write_json(json, document)
     console.print(f"figures: {', '.join(str(path) for path in draw_comparison(rows, settings.folder))}")

@@ -136,7 +136,7 @@ def deploy_pipeline(
         options=run.of_stages(), runtimes=tuple(runtimes) or (run.runtime,) * len(programs),
         trace=tracer.tracing if tracer is not None else None, torch_settings=dict(read_settings()),
     )  # fmt: skip
-    check_operators(world, [{rank} for rank in holders], programs)
+    check_operators(world, holders, programs)
     try:
         send_stages(world.transport, job, programs, source, compare=world.membership is not None)
         device = find_device(run.device, world.position) if FEEDER in job.holders else HOST

@@ -27,21 +27,18 @@ def divide_by_sets(graph: Graph, cut_sets: Sequence[Sequence[Cut]]) -> list[tupl
     return list(zip(*(divide(graph, cuts) for cuts in cut_sets), strict=True))
 
 
-def check_operators(
-    world: World, holders: Sequence[Collection[int]], programs: Sequence[Collection[StageProgram]]
-) -> None:
-    """Check that the operators of each stage are the same on its ranks as in this process.
+def check_operators(world: World, ranks: Sequence[int], programs: Sequence[Collection[StageProgram]]) -> None:
+    """Check that the operators of each stage are the same on its rank as in this process.
 
     Ranks may run another version of PyTorch. Raises `RunError` naming an operator that differs or is missing.
     """
-    for ranks, own in zip(holders, programs, strict=True):
+    for rank, own in zip(ranks, programs, strict=True):
         targets = {op.target for program in own for op in (*program.prelude, *program.ops)}
-        for rank in ranks:
-            if unlike := sorted(targets & world.unlike.get(rank, frozenset())):
-                raise RunError(
-                    f"{unlike[0]} differs or is missing in the PyTorch of {world.names[rank]}, and its stage calls "
-                    f"it; install the driver's PyTorch ({torch.__version__}) there"
-                )
+        if unlike := sorted(targets & world.unlike.get(rank, frozenset())):
+            raise RunError(
+                f"{unlike[0]} differs or is missing in the PyTorch of {world.names[rank]}, and its stage calls "
+                f"it; install the driver's PyTorch ({torch.__version__}) there"
+            )
 
 
 def divide_plan(graph: Graph, plan: Plan) -> list[list[tuple[StageProgram, ...]]]:

@@ -32,7 +32,7 @@ class Prediction:
     confidence: float | None = None
     error: str | None = None
     top: Sequence[Mapping[str, Any]] | None = None
-    logits: Sequence[float | None] | None = None  # None for an infinite one, which JSON has not
+    logits: Sequence[float | None] | None = None  # None for one that JSON cannot represent
 
     def row(self) -> dict[str, Any]:
         """Return the prediction as a row of a prediction file, without empty fields."""

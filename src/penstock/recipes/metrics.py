@@ -139,13 +139,13 @@ class RunFolder:
         self._metrics = self.path / ("metrics.jsonl" if rank == 0 else f"metrics-rank{rank}.jsonl")
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            # first, since a folder with metrics holds a run
+            # before the metrics: a folder with them holds a run
             self._trackers: list[Tracker] = open_trackers(settings, first_step) if rank == 0 else []
             if settings.resume:
                 with written_whole(self._metrics) as file:
                     file.writelines(line.encode() for line in self._before(first_step))
             self._file = LineFile(self._metrics, append=settings.resume or settings.join is not None)
-            self._file.begin()  # a folder with metrics holds a run
+            self._file.begin()
             if rank == 0 and trains:  # a run that had ended keeps the settings that it was trained with
                 write_settings(settings, self.path / SETTINGS)
         except OSError as error:

@@ -149,9 +149,7 @@ def check_replaceable(path: Path, num_images: int) -> None:
 
     Finished and other files may be replaced. `num_images` is assumed if the record has no number.
     """
-    if not path.is_file():  # for example /dev/stdout
-        return
-    if is_stdout(path):
+    if not path.is_file() or is_stdout(path):
         return
     try:
         record = msgspec.json.decode(record_of(path).read_bytes(), type=PredictionRun)

@@ -1,4 +1,4 @@
-"""How training runs learn: loss, accuracy, throughput and learning rate over the steps, of one run or several."""
+"""Curves of training runs: loss, accuracy, throughput and learning rate over the steps, of one run or several."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

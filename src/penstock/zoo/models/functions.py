@@ -29,7 +29,7 @@ _PARTS = ("module", "example", "transform", "class_names")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FunctionModel:
-    """What a model function has returned: the module, the arguments of an example call, and what pictures need."""
+    """The result of a model function: a module, arguments of an example call, transform of images, class names."""
 
     module: nn.Module
     args: tuple[Any, ...] = ()

@@ -4,6 +4,7 @@ import gzip
 import os
 import pickle
 import tarfile
+import warnings
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -367,6 +368,17 @@ def test_bytes_are_decoded_without_a_file() -> None:
     buffer = BytesIO()
     Image.new("RGB", (3, 2), "blue").save(buffer, "PNG")
     assert image_set.decode(buffer.getvalue(), "x").size == (3, 2)
+
+
+def test_a_warning_of_other_code_is_shown_once() -> None:
+    buffer = BytesIO()
+    Image.new("RGB", (3, 2), "blue").save(buffer, "PNG")
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("default")
+        for _ in range(3):  # any change of the filters shows it again
+            image_set.decode(buffer.getvalue(), "x")
+            warnings.warn("the transform is slow", UserWarning, stacklevel=1)
+    assert len(shown) == 1
 
 
 def test_a_name_of_more_digits_than_a_number_may_have() -> None:

@@ -5,6 +5,7 @@ import gzip
 import hashlib
 import lzma
 import os
+import re
 import threading
 import warnings
 import zlib
@@ -34,6 +35,8 @@ SUFFIXES = {
 }  # fmt: skip
 _ORIENTATION = 0x0112  # of EXIF
 _MAX_PIXELS = 2**26
+# Pillow's warnings of EXIF data and transparency, for each image; catch_warnings would not be safe in threads
+_SILENCED = ("ignore", None, Warning, re.compile(r"PIL\."), 0)
 # suffixes of compressed tar files, with the names of their compressions in tarfile
 COMPRESSED = {
     ".tar.gz": "gz", ".tgz": "gz", ".tar.xz": "xz", ".txz": "xz", ".tar.bz2": "bz2", ".tbz2": "bz2", ".tbz": "bz2",
@@ -150,8 +153,8 @@ def _opened(data: bytes) -> Any:
     """Read an image's header."""
     pillow = optional_import("PIL.Image", "vision", DataError)
     pillow.init()  # not every Pillow has AVIF and JPEG 2000
-    # of EXIF data and transparency, for each image; catch_warnings would not be safe in threads
-    warnings.filterwarnings("ignore", module=r"PIL\.")
+    if _SILENCED not in warnings.filters[:1]:  # any change of the filters shows all other warnings again
+        warnings.filterwarnings("ignore", module=_SILENCED[3].pattern)
     return pillow.open(BytesIO(data), formats=[kind for kind in SUFFIXES if kind in pillow.OPEN])
 
 

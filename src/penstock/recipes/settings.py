@@ -277,7 +277,8 @@ def check_resumed(settings: FitSettings, before: FitSettings) -> list[str]:
             )
     pairs = ((name, getattr(settings, name), getattr(before, name)) for name in _CHANGEABLE)
     changes = [_change(name, now, was) for name, now, was in pairs if now != was]
-    if settings.num_processes != before.num_processes and settings.plan is before.plan is None:
+    given = settings.stages, settings.replicas, settings.devices, settings.cuts, settings.plan, before.plan
+    if settings.num_processes != before.num_processes and not any(given):
         had, has = counted(before.num_processes, "process"), counted(settings.num_processes, "process")
         changes.append(f"{has} instead of {had} (--stages and --replicas are not kept)")
     return changes

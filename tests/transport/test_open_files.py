@@ -23,7 +23,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("limit", [24, 32, 40])
+@pytest.mark.parametrize("limit", [24, 32, 40, 52])
 def test_too_few_files_are_one_line(limit: int) -> None:
     ended = run_python("-c", SCRIPT, str(limit), str(limit), deadline_s=60)
     assert "Traceback" not in ended.stderr

@@ -128,7 +128,7 @@ def join_torchrun(*, followed: bool = False, again: bool = False) -> World:
     if rank == FEEDER and not hosted:
         first = address
         if (host, port) not in _serving:
-            _serving[host, port] = _serve(links, address, host, port)
+            _serving[host, port] = _serve(links, address, host, port, size - 1)
     else:
         wait_for_server(first, port, JOIN_S)
     if rank == FEEDER and not all_here and not links.secured and not os.environ.get(TRUSTED):
@@ -172,7 +172,7 @@ def start_local(
         if folder is not None:
             where_it_fails.callback(folder.close)
         links = links_of_run(address)
-        store = links.serve_store(address)
+        store = links.serve_store(address, peers=num_workers)
         where_it_fails.callback(close_store, store)
         size, port = num_workers + 1, store.port
         own = [["--port", str(port), "--rank", str(rank), "--size", str(size), *arguments] for rank in range(1, size)]
@@ -322,9 +322,9 @@ def why_ended(world: World, rank: int) -> str | None:
     return next((str(gone) for gone in exits if world.rank_of_worker(gone.index) == rank), None)
 
 
-def _serve(links: Links, address: str, host: str, port: int) -> TCPStore:
+def _serve(links: Links, address: str, host: str, port: int, peers: int) -> TCPStore:
     try:
-        return links.serve_store(address, port)
+        return links.serve_store(address, port, peers)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             message = f"port {port} on {host} is in use; choose another one with --master-port"

@@ -27,8 +27,8 @@ class Links(Protocol):
     secured: bool
     connect_s: float  # timeout for connecting to another rank's board, without looking up names (see `Boards`)
 
-    def serve_store(self, address: str, port: int = 0) -> TCPStore:
-        """Serve a store on a single address; raises `OSError` if the port is taken."""
+    def serve_store(self, address: str, port: int = 0, peers: int = 0) -> TCPStore:
+        """Serve a store to a number of peers on a single address; raises `OSError` if the port is taken."""
 
     def connect_store(self, address: str, port: int, silence_s: float = SILENCE_S) -> Store:
         """Connect to a store whose process may be silent for `silence_s`; raises `RuntimeError` if that fails."""
@@ -45,7 +45,7 @@ class PlainLinks:
     secured = False
     connect_s = Boards.connect_s
 
-    def serve_store(self, address: str, port: int = 0) -> TCPStore:
+    def serve_store(self, address: str, port: int = 0, peers: int = 0) -> TCPStore:  # noqa: ARG002
         """Serve a store on a single address."""
         return serve_store(address, port)
 
@@ -72,11 +72,11 @@ class ZmqLinks:
         self.connect_s = CONNECT_S
         self._connections = connections
 
-    def serve_store(self, address: str, port: int = 0) -> TCPStore:
+    def serve_store(self, address: str, port: int = 0, peers: int = 0) -> TCPStore:
         """Serve a store on a single address."""
         from penstock.group.zmq_store import StoreServer
 
-        return cast(TCPStore, StoreServer(self._connections, address, port))
+        return cast(TCPStore, StoreServer(self._connections, address, port, peers))
 
     def connect_store(self, address: str, port: int, silence_s: float = SILENCE_S) -> Store:
         """Connect to a store."""

@@ -66,7 +66,7 @@ class _Values:
 
 
 class StoreServer(_Values):
-    """A store that this process serves, with the same interface locally.
+    """A store that this process serves to a number of peers, with the same interface locally.
 
     Only processes that hold the run's key can connect, or those of this account if the store is in a private folder.
 
@@ -74,8 +74,8 @@ class StoreServer(_Values):
         store = StoreServer(curve, "192.168.1.10", 29500)
     """
 
-    def __init__(self, connections: Connections, address: str, port: int = 0) -> None:
-        self._socket, self.port = connections.listen(address, port)
+    def __init__(self, connections: Connections, address: str, port: int = 0, peers: int = 0) -> None:
+        self._socket, self.port = connections.listen(address, port, peers)
         self._values: dict[str, str] = {}
         self._lock = threading.Lock()
         self._closing = threading.Event()

@@ -20,8 +20,8 @@ from penstock.transport.open_files import FULL, check_room, naming_limit, raise_
 # keys are checked in Python: a process that is importing, or has a small share of a core, takes seconds to answer
 CONNECT_S = 30.0
 _ANSWER_BYTES = 4 * 2**20
-# open files of a process with two connections; and of one further connection, with those its sockets accept
-_FIRST_FILES, _FILES = 32, 8
+# open files of a process with two connections, of one further socket, and of what a peer connects: board, store, inbox
+_FIRST_FILES, _FILES, _ACCEPTED_FILES = 32, 8, 3
 _AROUND_BYTES = 1024  # overhead of encryption per part
 # libzmq's thread exchanges heartbeats with the other side, even while the interpreter's lock is held
 _BEAT_MS = 1000
@@ -48,6 +48,7 @@ class Connections:
     def __init__(self) -> None:
         raise_file_limit()
         check_room(_FIRST_FILES)
+        self._accepts = 0  # files that libzmq's thread may open at any time, without which it aborts the process
         with naming_limit():
             self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
 
@@ -62,8 +63,12 @@ class Connections:
     def prove(self, socket: "zmq.Socket[bytes]", *, listens: bool) -> None:
         """Configure how a socket authenticates itself and checks the other side."""
 
-    def listen(self, address: str, port: int = 0) -> "tuple[zmq.Socket[bytes], int]":
-        """Listen on one address; returns the socket and its port. Raises `OSError` if the port is taken."""
+    def listen(self, address: str, port: int = 0, peers: int = 0) -> "tuple[zmq.Socket[bytes], int]":
+        """Listen on one address for a number of peers; returns the socket and its port.
+
+        Raises `OSError` if the port is taken, and `RunError` if this process cannot open enough files.
+        """
+        self._accepts = max(self._accepts, _ACCEPTED_FILES * peers)
         socket = self._socket(zmq.ROUTER, address)
         socket.setsockopt(zmq.MAXMSGSIZE, self.part_bytes + _AROUND_BYTES)
         try:
@@ -130,7 +135,7 @@ class Connections:
         self._context.destroy(linger=0)
 
     def _socket(self, kind: int, address: str, silence_s: float = SILENCE_S) -> "zmq.Socket[bytes]":
-        check_room(_FILES)
+        check_room(_FILES + self._accepts)
         with naming_limit():
             socket = self._context.socket(kind)
         socket.setsockopt(zmq.IPV6, int(":" in address))

@@ -80,9 +80,9 @@ class Curve(Connections):
         """Return whether a key, in Z85, is accepted; libzmq calls this for each connection."""
         return key == self._public
 
-    def listen(self, address: str, port: int = 0) -> "tuple[zmq.Socket[bytes], int]":
+    def listen(self, address: str, port: int = 0, peers: int = 0) -> "tuple[zmq.Socket[bytes], int]":
         """Listen on one address, with a limit on the number of unauthenticated connections."""
-        listener, port = super().listen(address, port)
+        listener, port = super().listen(address, port, peers)
         self._gates = [gate for gate in self._gates if gate.follows]
         self._gates.append(Gate(self._context, listener))
         return listener, port

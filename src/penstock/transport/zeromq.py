@@ -70,7 +70,7 @@ class ZmqTransport:
         self._broken: set[int] = set()
         self._others: dict[int, Connection] = {}
         self._part_bytes = connections.part_bytes
-        self._inbox, port = connections.listen(address)
+        self._inbox, port = connections.listen(address, peers=size - 1)
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._take_in, name="penstock-zmq", daemon=True)
         self._thread.start()

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
+from penstock.engine import stall
 from penstock.errors import RunError, UsageError
-from penstock.group.calls import Calls, find_mismatch
+from penstock.group.calls import Calls, describe_wait, find_mismatch
 from penstock.group.world import World
 from penstock.pipeline import Pipeline
 from tests.trainers import in_threads
@@ -80,6 +81,31 @@ def test_calls_of_the_same_number_are_compared() -> None:
     line = find_mismatch({0: "3 save", 1: "", 2: "3 evaluate"}, names)
     assert line is not None
     assert "rank 0 (a) calls save where rank 2 (c) calls evaluate" in line
+
+
+def test_calls_without_a_number_are_not_compared() -> None:
+    assert find_mismatch({0: "0 save", 1: "0 evaluate"}, ["a", "b"]) is None
+
+
+def test_a_wait_needs_a_rank_that_waits_and_one_outside_of_all_calls() -> None:
+    names = ["a", "b", "c"]
+    line = describe_wait({0: "3 train_step", 1: "3 train_step", 2: ""}, {0: False, 1: True, 2: False}, names)
+    assert line is not None
+    assert line.startswith("rank 1 (b) is in train_step")
+    assert line.endswith("rank 2 (c)")
+    assert describe_wait({0: "3 train_step", 1: ""}, {0: False, 1: False}, names) is None
+    assert describe_wait({0: "3 train_step", 1: "3 train_step"}, {0: True, 1: True}, names) is None
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_hangs_in_its_own_code_is_named(
+    rank: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(stall, "TELL_S", 0.5)
+    assert run(lambda _: time.sleep(3), rank, {"stages": 2, "microbatches": 2}) == ["", ""]
+    line = next(line for line in capsys.readouterr().err.splitlines() if "train_step" in line)
+    assert f"waits for rank {rank} " in line
+    assert f"rank {1 - rank} " in line.partition("waits for")[0]
 
 
 def test_documents_of_different_calls_are_refused() -> None:

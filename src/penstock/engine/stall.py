@@ -8,16 +8,18 @@ from penstock.engine.counters import ACTIVATIONS, Counters, Heartbeat, by_stage,
 from penstock.engine.observer import Observer
 from penstock.engine.placement import Replica
 from penstock.engine.wiring import Link
-from penstock.group.calls import find_mismatch
+from penstock.group.calls import describe_wait, find_mismatch
 from penstock.group.verdict import Verdict
 from penstock.group.world import World
 from penstock.terminal.live import StageState
+from penstock.terminal.notes import note
 from penstock.tracing.record import FEEDER_STAGE
 from penstock.transport.metered import MeteredTransport
 from penstock.wire import FEEDER, NUM_BUFFERS
 
 STALL_S = 60.0
 _LOOK_S = 0.5
+TELL_S, _TELL_AGAIN_S = 5.0, 60.0  # of waiting for a rank that is outside of all calls
 Counted = Mapping[tuple[int, int], Counters]
 
 
@@ -132,8 +134,27 @@ def _backlog(link: Link, holders: Holders, counted: Counted) -> int:
     return _total("sent", link, holders, counted) - _total("taken", link, holders, counted)
 
 
+class _Waits:
+    """Says which rank waits for which, while one is in a call and another runs the caller's own code."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+        self._seen: list[str] = []
+        self._since, self._tell_s = 0.0, TELL_S
+
+    def look(self, beats: Sequence[Heartbeat]) -> None:
+        now = time.monotonic()
+        seen = [beat.call for beat in beats]
+        if seen != self._seen:
+            self._seen, self._since, self._tell_s = seen, now, TELL_S
+        line = describe_wait({b.rank: b.call for b in beats}, {b.rank: not b.busy for b in beats}, self._names)
+        if line is not None and (waited_s := now - self._since) >= self._tell_s:
+            note(f"{line}, outside of penstock for {waited_s:.0f} s: in its own code, or loading data")
+            self._tell_s = waited_s + _TELL_AGAIN_S
+
+
 class TrainingWatch:
-    """Reports progress with every heartbeat; on rank 0, also detects stalls in a thread.
+    """Reports progress with every heartbeat; on rank 0, also detects stalls and says who waits, in a thread.
 
     Example:
         watch = TrainingWatch(world, transport, training_links(parts), grid.replicas, observer)
@@ -175,8 +196,10 @@ class TrainingWatch:
         self._health.status = str
 
     def _look(self) -> None:
+        waits = _Waits(self._names)
         while not self._stop.wait(min(_LOOK_S, self._watch.stall_s / 4)) and self._health.watching:
             beats = read_counters(0, self._health.statuses())
+            waits.look(beats)
             line = find_mismatch({beat.rank: beat.call for beat in beats}, self._names)
             stalled = self._watch.check() if line is None else Verdict(rank=FEEDER, lost=False, message=line)
             if stalled is not None:

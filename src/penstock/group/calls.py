@@ -16,6 +16,7 @@ from penstock.text import one_line
 _CALL = "call"
 _LOADING = "the loader"
 _AFTER = " after "  # between the name of a call and the error that led to it
+UNNUMBERED = 0  # number of a call in a run that processes join later, which count from 1
 MOST_OF_CALL = 300  # characters of a call that another process sends
 ADVICE = "every rank must call every method, in the same order; move the call out of `if rank == 0`"
 
@@ -31,10 +32,9 @@ class Calls:
     def __init__(self) -> None:
         self._number, self._name = 0, ""
 
-    @property
-    def current(self) -> str:
-        """Number and name of the current call; empty if none is running."""
-        return f"{self._number} {self._name}" if self._name else ""
+    def current(self, *, numbered: bool) -> str:
+        """Return the number and name of the current call; empty if none is running."""
+        return f"{self._number if numbered else UNNUMBERED} {self._name}" if self._name else ""
 
     @contextlib.contextmanager
     def entered(self, name: str) -> Iterator[None]:
@@ -67,9 +67,12 @@ class Calls:
 def find_mismatch(current: Mapping[int, str], names: Sequence[str]) -> str | None:
     """Return the message for two ranks whose calls with the same number differ; None if all match.
 
+    Calls without a number, which is 0, are not compared.
+
     >>> find_mismatch({0: "17 evaluate", 1: "17 train_step"}, ["desk", "board"]).partition(":")[0]
     'rank 0 (desk) calls evaluate where rank 1 (board) calls train_step (call 17 of each)'
     """
+    current = {rank: call for rank, call in current.items() if not call.startswith(f"{UNNUMBERED} ")}
     waiting = [call for call in current.values() if call and _AFTER not in call]
     for rank, call in current.items():
         # an error within a call, or between two, is the reason why others wait, whatever their number
@@ -82,6 +85,20 @@ def find_mismatch(current: Mapping[int, str], names: Sequence[str]) -> str | Non
         if _method(said) != _method(name):
             return mismatch(other, said, rank, name, names, int(number))
     return None
+
+
+def describe_wait(current: Mapping[int, str], waiting: Mapping[int, bool], names: Sequence[str]) -> str | None:
+    """Return the line that names a rank that waits in a call, and the ranks outside of any; None if there are none.
+
+    >>> describe_wait({0: "17 train_step", 1: ""}, {0: True, 1: False}, ["desk", "board"])
+    'rank 0 (desk) is in train_step and waits for rank 1 (board)'
+    """
+    waits = next((rank for rank, call in sorted(current.items()) if call and waiting[rank]), None)
+    absent = [f"rank {rank} ({names[rank]})" for rank, call in sorted(current.items()) if not call]
+    if waits is None or not absent:
+        return None
+    name = _method(current[waits]).partition(" ")[2]
+    return f"rank {waits} ({names[waits]}) is in {name} and waits for {' and '.join(absent)}"
 
 
 def named_after(method: str, error: BaseException | None) -> str:

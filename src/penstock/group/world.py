@@ -136,7 +136,8 @@ class World:
         try:
             yield
         except TransportError as error:
-            raise self.explain(error) from error
+            reason = self.explain(error)
+            raise reason from reason.__cause__  # the broken connection is only a symptom
         except Exception as error:
             if not getattr(error, "everywhere", False):
                 self.health.report(error)

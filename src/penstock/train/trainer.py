@@ -167,8 +167,7 @@ class Trainer:
         if name != "close":
             self.tensors.follow()
         with self.calls.entered(name):
-            # a process that joins later counts calls from 0, so their numbers are compared only in runs without joins
-            health.call = self.calls.current if self.survivors is None else ""
+            health.call = self.calls.current(numbered=self.survivors is None)
             try:
                 yield
             finally:

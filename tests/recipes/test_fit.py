@@ -191,14 +191,14 @@ def test_runs_that_had_ended_keep_their_settings(tmp_path: Path, capsys: pytest.
     fit(asked)
     written = (asked.folder / "settings.json").read_bytes()
     capsys.readouterr()
-    assert fit(asked.replace(epochs=1, resume=True)).last is None
+    assert not fit(asked.replace(epochs=1, resume=True)).trained
     assert (asked.folder / "settings.json").read_bytes() == written
     assert check_resumed(asked.replace(resume=True), asked.replace(stages=2)) == [
         "1 process instead of 2 processes (--stages and --replicas are not kept)"
     ]
 
 
-def test_a_finished_run_that_is_resumed_has_no_epoch(tmp_path: Path) -> None:
+def test_a_run_without_an_epoch_is_compared(tmp_path: Path) -> None:
     asked = settings(tmp_path)
     found = Row(name="a", settings=asked, result=FitResult(settings=asked, num_processes=1, epochs=[], new_tensors=[]))
     assert (found.document()["processes"], found.document()["train_loss"]) == (1, None)
@@ -285,8 +285,9 @@ def test_the_best_epoch_is_kept_and_stays_the_best_when_a_run_goes_on(tmp_path: 
         assert float(kept.metadata()["penstock.accuracy"]) == max(a for a in accuracies if a is not None)
     before = (tmp_path / "run" / "best.safetensors").read_bytes()
     more = fit(given.replace(epochs=4, resume=True, lr=1.0))
-    assert more.epochs[0].accuracy is not None
-    if more.epochs[0].accuracy <= max(a for a in accuracies if a is not None):
+    assert more.epochs[:3] == result.epochs
+    assert more.epochs[3].accuracy is not None
+    if more.epochs[3].accuracy <= max(a for a in accuracies if a is not None):
         assert (tmp_path / "run" / "best.safetensors").read_bytes() == before
 
 

@@ -167,7 +167,7 @@ def _show_one(result: "FitResult", json: Path | None) -> None:
         return
     console = opt.make_console()
     opt.write_json(json, {"processes": result.num_processes, "epochs": result.epochs})
-    if result.last is None:
+    if not result.trained:
         console.print(
             f"the run in {result.settings.folder} is finished: model, checkpoints and metrics are there; train on with "
             "larger --epochs or --steps, which count from the start", markup=False, soft_wrap=True,

@@ -155,7 +155,7 @@ class _Fit:
             note(f"resuming from the checkpoint of step {self._first}, to step {self._num_steps}")
         self._saved = self._trainer.step if settings.resume else -1
         self._folder = RunFolder(settings, self._world.rank, self._first, trains=self._first < self._num_steps)
-        self._epochs: list[EpochResult] = []
+        self._epochs = self._recorded()
         self._num_changes = 0
         self._say: Callable[[str], None] = say  # above the progress, if it is shown
         self._steps: dict[int, _StepNote] = {}  # steps of epochs that have not ended or may be repeated
@@ -229,7 +229,7 @@ class _Fit:
 
     def run(self) -> FitResult:
         """Train to the end; returns the result, the same on every process."""
-        epochs = self._epochs
+        epochs, validated = self._epochs, False
         try:
             unit, shown = self._task.unit, self._world.rank == FEEDER
             look = self._trainer.watch.stage_states if self._settings.live else None
@@ -237,6 +237,7 @@ class _Fit:
                 self._say = progress.say
                 if (unrecorded := self._unrecorded()) is not None:
                     self._finish(unrecorded)
+                    validated = True
                 elif self._settings.resume and self._settings.join is None:
                     self._keep_recorded()
                 while self._trainer.step < self._num_steps:
@@ -252,7 +253,21 @@ class _Fit:
         return FitResult(
             settings=self._settings, num_processes=self._world.transport.size, epochs=epochs,
             new_tensors=list(self._task.new_tensors),
+            trained=validated or self._first < self._num_steps,
         )  # fmt: skip
+
+    def _recorded(self) -> list[EpochResult]:
+        """Return the epochs that this run recorded before it was resumed."""
+        if not self._settings.resume or self._settings.join is not None:
+            return []
+        mine = {"epochs": self._folder.epochs(self._first) if self._world.rank == FEEDER else []}
+        found = self._trainer.together(lambda: mine)[FEEDER]["epochs"]
+        try:
+            return msgspec.convert(found, list[EpochResult])
+        except msgspec.ValidationError as error:
+            raise UsageError(
+                f"{self._settings.folder / 'metrics.jsonl'} has a line that is no epoch's result ({error}); remove it"
+            ) from None
 
     def _unrecorded(self) -> int | None:
         """Return the epoch that ended with the checkpoint of a resumed run, if its validation failed; else None."""
@@ -261,7 +276,8 @@ class _Fit:
             return None
         epoch = self._loader.epoch - (position == 0)
         losses = self._folder.losses(step - (position or len(self._loader)), step)
-        mine = {"losses": [] if step in self._folder.accuracies(step) else list(losses.items())}
+        is_recorded = any(each.step == step for each in self._epochs)
+        mine = {"losses": [] if is_recorded else list(losses.items())}
         found = self._trainer.together(lambda: mine)[FEEDER]["losses"]
         self._steps |= {step: _StepNote(epoch=epoch, loss=loss) for step, loss in found}
         return epoch if found else None
@@ -372,7 +388,8 @@ class _Fit:
             validation_loss=loss, accuracy=accuracy, peak_memory_bytes=[document["memory"] for document in gathered],
             sent_bytes=[document["sent"] for document in gathered],
         )  # fmt: skip
-        self._epochs.append(result)
+        # an earlier part of it, if the run was resumed with more steps
+        self._epochs[:] = [*(each for each in self._epochs if each.epoch != epoch), result]
         self._folder.write("epoch", **msgspec.structs.asdict(result))
         if self._world.rank == FEEDER:
             self._say(str(result))
@@ -391,10 +408,11 @@ class _Fit:
 
     def _keep_recorded(self) -> None:
         """Keep the model of the epoch that a killed run recorded last: it may have had no time to do so itself."""
-        found = self._folder.accuracies(self._first)
-        last = found.pop(self._first, None)
-        mine = {"accuracy": None if last is None or any(each and each >= last for each in found.values()) else last}
-        self._keep_if_best(self._trainer.together(lambda: mine)[FEEDER]["accuracy"])
+        if not self._epochs or self._epochs[-1].step != self._first:
+            return
+        last, earlier = self._epochs[-1].accuracy, [each.accuracy for each in self._epochs[:-1]]
+        if last is not None and all(each is None or each < last for each in earlier):
+            self._keep_if_best(last)
 
     def _is_checkpoint_due(self) -> bool:
         every = self._settings.checkpoint_every

@@ -79,16 +79,17 @@ class EpochResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FitResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a run."""
+    """The result of a run, with the epochs before it was resumed; `trained` is false if it had already ended then."""
 
     settings: FitSettings
     num_processes: int
     epochs: list[EpochResult]
     new_tensors: list[str]
+    trained: bool = True
 
     @property
     def last(self) -> EpochResult | None:
-        """The last epoch; None if the resumed run had already ended."""
+        """The last epoch; None if its results were lost."""
         return self.epochs[-1] if self.epochs else None
 
     @property
@@ -171,10 +172,9 @@ class RunFolder:
                 found[fields["step"]] = fields["loss"]
         return found
 
-    def accuracies(self, last: int) -> dict[int, float | None]:
-        """Return the accuracies of the recorded epochs that ended up to step `last`, by step."""
-        epochs = [fields for fields in map(json.loads, self._before(last)) if fields.get("kind") == "epoch"]
-        return {fields["step"]: fields.get("accuracy") for fields in epochs}
+    def epochs(self, last: int) -> list[dict[str, Any]]:
+        """Return the results, as JSON, of the recorded epochs that ended up to step `last`."""
+        return [fields for fields in map(json.loads, self._before(last)) if fields.pop("kind", None) == "epoch"]
 
     def go_back(self, step: int) -> None:
         """Remove the lines of later steps, which will be repeated; if this fails, the lines stay."""

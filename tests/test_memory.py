@@ -8,6 +8,7 @@ import torch
 
 from penstock.errors import OutOfMemory, RunError
 from penstock.memory import is_out_of_memory, num_killed, peak_bytes
+from tests.processes import run_python
 
 
 def test_torch_s_own_allocator_is_understood() -> None:
@@ -42,6 +43,17 @@ def test_the_peak_is_of_the_process_itself() -> None:
     code = "from penstock.memory import peak_bytes; print(peak_bytes())"
     started = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert 0 < int(started.stdout) < held.nbytes
+
+
+@pytest.mark.parametrize(("gigabytes", "needed"), [(1, True), (3, True), (64, False)])
+def test_too_few_addresses_are_one_line(gigabytes: int, needed: bool) -> None:
+    limit = (
+        "import resource, sys\nfrom penstock.cli.main import main\nlimit = int(sys.argv.pop(1)) * 10**9\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (limit, limit))\nsys.exit(main(sys.argv[1:]))"
+    )
+    ended = run_python("-c", limit, str(gigabytes), "split", "timm:no_such_model", deadline_s=60)
+    assert ended.stderr.count("\n") == 1
+    assert ("ulimit -v" in ended.stderr) == needed
 
 
 def test_an_error_that_is_its_own_cause() -> None:

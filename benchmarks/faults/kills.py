@@ -123,7 +123,11 @@ def kill_often(command: Command, folder: Path, kills: int, draw: random.Random) 
 
 def run(command: Command, place: Path, kill_s: float | None) -> float | None:
     """Run a command to its end, and return its seconds without imports; None if it was killed."""
-    words = [*command.words(place), *(command.resume if command.begun(place) else ())]
+    begun = command.begun(place)
+    if command.resume and not begun:  # nothing to continue: penstock says to remove the folder
+        shutil.rmtree(place)
+        place.mkdir()
+    words = [*command.words(place), *(command.resume if begun else ())]
     environment = os.environ | {"PENSTOCK_PROGRESS": "0", "OMP_NUM_THREADS": "1"}
     with (place.parent / f"{place.name}.log").open("ab") as log:
         process = subprocess.Popen(
@@ -143,7 +147,7 @@ def run(command: Command, place: Path, kill_s: float | None) -> float | None:
                 process.wait()
                 return None
     if status:
-        raise RuntimeError(f"{' '.join(words)} ended with status {status}; see {log.name}")
+        raise RuntimeError(f"{' '.join(words)} ended with status {status}: {Path(log.name).read_text()[-2000:]}")
     return time.monotonic() - begin
 
 

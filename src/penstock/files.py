@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO
 
-from penstock.errors import UsageError
+from penstock.errors import DataError, UsageError
 
 _CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 _BEING_MADE_S = 5.0  # of a temporary file
@@ -119,6 +119,12 @@ def is_stdout(path: Path) -> bool:
 def is_special(path: Path) -> bool:
     """Return True for a device or pipe; links in /dev/fd resolve to names that do not exist."""
     return path.exists() and not path.is_file()
+
+
+def check_stored(path: Path) -> None:
+    """Raise `DataError` for data in a device or a pipe, which can be read only once, if it ever ends."""
+    if is_special(path) and not path.is_dir():
+        raise DataError(f"{path} is a device or a pipe, and data is read more than once; copy it to a file")
 
 
 def _beside(target: Path) -> Path:

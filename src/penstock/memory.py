@@ -6,9 +6,10 @@ import resource
 import sys
 from pathlib import Path
 
-from penstock.errors import OutOfMemory
+from penstock.errors import OutOfMemory, RunError
 
 _CGROUPS = Path("/sys/fs/cgroup")
+_ADDRESSES = 2 * 2**30  # of threads, models and data beside torch's libraries
 
 
 def resident_bytes(pid: int | None = None) -> int | None:
@@ -53,6 +54,25 @@ def allowed_bytes() -> int:
     left = None if limit is None else max(0, limit - (resident_bytes() or 0))
     known = [number for number in (available_bytes(), left) if number is not None]
     return min(known) if known else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def check_addresses() -> None:
+    """Raise `RunError` if a limit on addresses (`ulimit -v`) leaves too few beside torch, which would then abort."""
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit == resource.RLIM_INFINITY:
+        return
+    try:
+        import torch  # noqa: F401 -- it maps gigabytes
+
+        taken = _kilobytes("/proc/self/status", "VmSize") or 0
+    except (ImportError, OSError, MemoryError, RuntimeError):
+        taken = limit
+    if taken + _ADDRESSES > limit:
+        raise RunError(
+            f"this process may have {limit / 2**30:.1f} GiB of addresses (ulimit -v), and torch needs at "
+            f"least {(taken + _ADDRESSES) / 2**30:.1f} GiB, mostly without memory; set ulimit -v unlimited, "
+            "and limit memory by a cgroup"
+        )
 
 
 def limit_bytes() -> int | None:

@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 
 from penstock.errors import DataError, ModelError, PenstockError
 from penstock.plan.schedule.picture import read_schedule
-from penstock.recipes.settings import read_settings
+from penstock.recipes.data_formats import make_task
+from penstock.recipes.settings import FitSettings, read_settings
 from penstock.spec.cluster import read_cluster
 from penstock.spec.profile import read_profile
 from penstock.tracing.trace import read_run
@@ -90,7 +91,7 @@ def test_nested_and_long_documents(text: str, tmp_path: Path) -> None:
 
 def test_a_pipe_is_no_file_of_weights_and_no_image(tmp_path: Path) -> None:
     (tmp_path / "im").mkdir()
-    for name in ("m.safetensors", "m.pth", "im/a.png"):
+    for name in ("m.safetensors", "m.pth", "im/a.png", "a.png", "a.tar", "a.zip", "a.txt", "a.bin"):
         os.mkfifo(tmp_path / name)
     (tmp_path / "m.safetensors.index.json").write_text('{"weight_map": {"x": "m.safetensors"}}')
     for name in ("m.safetensors", "m.safetensors.index.json", "m.pth"):
@@ -100,6 +101,11 @@ def test_a_pipe_is_no_file_of_weights_and_no_image(tmp_path: Path) -> None:
         convert_checkpoint(tmp_path / "m.pth", tmp_path / "out.safetensors")
     with pytest.raises(DataError, match="pipe"):
         open_images(tmp_path / "im").read(0)
+    for name in ("a.png", "a.tar", "a.zip", "a.txt", "a.bin"):
+        with pytest.raises(DataError, match="pipe"):
+            open_images(tmp_path / name)
+        with pytest.raises(DataError, match="pipe"):
+            make_task(FitSettings(model="timm:vit_tiny_patch16_224", data=str(tmp_path / name)))
 
 
 def test_a_sparse_image_is_not_read(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from penstock.cli.help import Verb
 from penstock.cli.paths import with_paths
 from penstock.cluster.lab.signals import ignore_late_signals
 from penstock.errors import PenstockError, UsageError
+from penstock.memory import check_addresses
 from penstock.terminal.notes import say
 from penstock.text import plain
 from penstock.version import __version__
@@ -41,8 +42,7 @@ _HELP = {
     "worker": "Join a running job.",
     "lab": "An emulated cluster on this machine (root).",
 }
-
-
+_WITHOUT_MODELS = {"plan", "report", "schedule", "hosts", "keys", "lab", "--help", "--version"}
 # if the first process fails, torchrun ends a machine's other processes within this time
 _FIRST_SPEAKS_S = 3.0
 
@@ -139,6 +139,8 @@ def main(arguments: list[str] | None = None) -> int:
             check_outputs(cluster, rest)
             if arguments[0] != "train" or (cluster.exists() and not is_lab(cluster)):
                 return run_on_cluster(cluster, rest)
+        if arguments and arguments[0] not in _WITHOUT_MODELS:
+            check_addresses()
         app(arguments, standalone_mode=True)
     except SystemExit as end:
         ignore_late_signals(end)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.errors import UsageError
+from penstock.files import check_stored
 from penstock.zoo.data.texts import is_trees
 
 if TYPE_CHECKING:  # the settings read the help texts without importing torch
@@ -66,6 +67,7 @@ def make_task(settings: "FitSettings", agree: "Agree" = lambda _find: []) -> "Ta
     from penstock.recipes.tasks import metadata_of
 
     path = Path(settings.data)
+    check_stored(path)
     found = next(known for known in FORMATS.values() if known.holds(path))
     for name, known in FORMATS.items():
         for option in known.options:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from penstock.errors import DataError
+from penstock.files import check_stored
 from penstock.zoo.data.archives import ARCHIVES, open_archive
 from penstock.zoo.data.cifar import open_records, records_in_folder
 from penstock.zoo.data.folders import (
@@ -50,6 +51,7 @@ def open_images(path: str | Path | Sequence[str]) -> ImageSet:
     path = Path(path)
     if not path.exists():
         raise DataError(f"{path} not found; give a folder, an image, an archive, a {_LIST} list, or the word digits")
+    check_stored(path)
     if path.is_dir():
         files = records_in_folder(path)
         pictures = any(map(is_image_name, walk(path))) if files else True

@@ -1,4 +1,4 @@
-"""Run with `python -m benchmarks.serving --json FILE [--model hf:FOLDER] [--quick] [--only load|storm]`.
+"""Run with `python -m benchmarks.serving --json FILE [--model hf:FOLDER] [--quick] [--only load|storm|odd]`.
 
 The storm asks a small model with random weights. The load is on `--model`, a folder with a language model and its
 tokenizer, and needs root: one and four hosts of a lab with 0.35 of a core each, and 1, 4, 16 and 64 clients outside of
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.serving.in_lab import ask, served
+from benchmarks.serving.odd import odd
 from benchmarks.serving.storm import storm
 from tests.generate.tokens import save_model
 
@@ -30,23 +31,25 @@ def main() -> None:
     parser.add_argument("--model", help="hf:FOLDER, for the load; else the small one with random weights")
     parser.add_argument("--quick", action="store_true", help="500 requests of the storm; 1 and 16 clients")
     parser.add_argument("--faults", type=int, default=50, help="of processes during the storm")
-    parser.add_argument("--only", choices=["load", "storm"], help="one part")
+    parser.add_argument("--only", choices=["load", "storm", "odd"], help="one part")
     given = parser.parse_args()
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as place:
         small = Path(place) / "small"
         small.mkdir()
         save_model(small)
-        if given.only != "load":
+        if given.only in {None, "odd"}:
+            found["odd"] = odd(small)
+        if given.only in {None, "storm"}:
             found["storm"] = storm(small, 500 if given.quick else 10_000, 2 if given.quick else given.faults)
-        if given.only != "storm":
+        if given.only in {None, "load"}:
             clients = (1, 16) if given.quick else (1, 4, 16, 64)
             model = given.model or f"hf:{small}"
             found["load"] = [row for hosts in (1, 4) for row in load(model, hosts, clients, Path(place))]
             found["lost_host"] = lost_host(model, Path(place))
     found["summary"] = summarize(found)
     given.json.write_text(json.dumps(found, indent=1) + "\n")
-    for row in found.get("load", ()):
+    for row in (*found.get("load", ()), *found.get("odd", ())):
         print(row)
     print(json.dumps(found["summary"]))
 

@@ -1,6 +1,7 @@
 """The memory of processes and of this machine, as reported by the system."""
 
 import contextlib
+import ctypes
 import os
 import resource
 import sys
@@ -73,6 +74,12 @@ def check_addresses() -> None:
             f"least {(taken + _ADDRESSES) / 2**30:.1f} GiB, mostly without memory; set ulimit -v unlimited, "
             "and limit memory by a cgroup"
         )
+
+
+def release_freed() -> None:
+    """Return freed memory to the system; glibc keeps that of each thread, which may have decoded a large image."""
+    with contextlib.suppress(AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def limit_bytes() -> int | None:

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Literal, ParamSpec, TypeVar
 
+from penstock.memory import release_freed
 from penstock.serve.admission import Admission, Ticket
 
 SMALL_BYTES = 64 << 10  # of a body, or of a text: neither waits nor is noticed
@@ -33,12 +34,19 @@ class Desk:
     async def run(
         self, client: str, lane: Lane, work: Callable[_Given, _Result], *args: _Given.args, **kwargs: _Given.kwargs
     ) -> _Result:
-        """Return the result of work in a thread."""
+        """Return the result of work in a thread; memory that large work has freed goes back to the system."""
         (ticket,) = self._lanes[lane].enter(client, 1)
+
+        def done() -> _Result:
+            try:
+                return work(*args, **kwargs)
+            finally:
+                if lane == "large":
+                    release_freed()
 
         async def admitted() -> _Result:
             async with ticket:
-                return await asyncio.to_thread(work, *args, **kwargs)
+                return await asyncio.to_thread(done)
 
         # a thread cannot be cancelled: its ticket is held until it ends
         return await asyncio.shield(admitted())

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.generate.cached_decoder import BLOCK, CHUNKS
-from penstock.generate.guessing import Guesser
 from penstock.generate.lanes import Lanes, SequenceState, Step
+from penstock.generate.speculation import Guesser
 
 
 class Guesses(Guesser):

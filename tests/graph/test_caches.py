@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.graph.caches import add_cache, is_cache
+from penstock.graph.decoders import add_cache, is_cache
 from penstock.memory import anonymous_bytes
 
 

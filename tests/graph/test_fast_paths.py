@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from penstock.graph.capture import capture
-from penstock.graph.fast_paths import fast_layers
+from penstock.graph.exporting import fast_layers
 
 
 @pytest.fixture(autouse=True)

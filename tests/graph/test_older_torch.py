@@ -3,7 +3,7 @@
 import sympy
 from torch.utils._sympy.functions import Max, Min, MinMaxBase
 
-from penstock.graph.older_torch import ordered_multiples
+from penstock.graph.exporting import ordered_multiples
 
 
 def test_the_smaller_of_two_multiples_is_known_within_the_context() -> None:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import CaptureError
-from penstock.graph.caches import add_cache
 from penstock.graph.capture import capture
+from penstock.graph.decoders import add_cache
 
 ROOM = 64
 

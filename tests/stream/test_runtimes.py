@@ -10,7 +10,7 @@ from penstock.errors import PlanError, RunError, UsageError
 from penstock.graph.capture import capture
 from penstock.group.entry import start_local
 from penstock.group.world import World
-from penstock.measure.counted import counted_profile
+from penstock.measure.counts import counted_profile
 from penstock.plan.candidates import Request
 from penstock.plan.choose import make_plan
 from penstock.plan.cost.fastest_runtime import computed_like

@@ -14,8 +14,8 @@ from penstock.cluster.output import EndTogether, OutputLine, exit_name, print_li
 from penstock.cluster.ssh.remote import Host, address_of, hosts_of
 from penstock.cluster.ssh.run import PORT, RemoteRun, environment, remote_command
 from penstock.errors import ClusterError, UsageError
+from penstock.group.launched import TRUSTED
 from penstock.group.launcher import QUIET, module_command, module_path
-from penstock.group.variables import TRUSTED
 from penstock.paths import check_paths
 from penstock.spec.cluster import Cluster as Spec
 from penstock.spec.cluster import read_cluster

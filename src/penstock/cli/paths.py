@@ -13,8 +13,7 @@ from typer.models import ArgumentInfo, ParameterInfo
 
 from penstock.errors import UsageError
 from penstock.files import check_writable, is_stdout
-from penstock.group.launched import launcher_variables
-from penstock.group.variables import KEY
+from penstock.group.launched import KEY, launcher_variables
 from penstock.paths import check_paths
 from penstock.wire import FEEDER
 

@@ -23,8 +23,8 @@ def worker(
 ) -> None:
     """Join a running job as a returning or new device; exit when the job ends."""
     from penstock.deploy.worker import follow
+    from penstock.group.launched import KEY
     from penstock.group.regroup import join_later, read_place
-    from penstock.group.variables import KEY
 
     host, port = read_place(join)
     opt.bind_to(bind)

@@ -16,8 +16,8 @@ from penstock.errors import UsageError
 from penstock.generate.masks import MaskFunction, as_added, is_causal, mask_of_rows, masks_by, sees_everything
 from penstock.generate.positions import positions_of_rows, rotary_limit, takes_positions
 from penstock.generate.slot_cache import Slots, SlotState, slot_cache, states_in, written_back
-from penstock.graph.caches import add_cache
 from penstock.graph.capture import fake_parameters
+from penstock.graph.decoders import add_cache
 from penstock.spec.plan import Generation
 from penstock.text import one_line
 from penstock.zoo.optional import optional_import

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from penstock.generate.cached_decoder import BLOCK, CHUNKS
-from penstock.generate.guessing import Guesser
+from penstock.generate.speculation import Guesser
 
 
 @dataclass(eq=False, slots=True)

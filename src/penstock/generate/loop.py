@@ -11,10 +11,10 @@ from torch import Tensor
 from penstock.engine.driver import JOIN_S, finish_stream, open_stream
 from penstock.errors import PenstockError, RunError, UsageError
 from penstock.generate.generation_record import GenerationRecord
-from penstock.generate.guessing import Guesser
 from penstock.generate.lanes import Lanes, SequenceState, Step
 from penstock.generate.microbatches import Microbatches, computes_single_rows
 from penstock.generate.request import Request
+from penstock.generate.speculation import Guesser
 from penstock.group.world import failed
 from penstock.stream.streaming_pipeline import StreamingPipeline
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.graph.exports import EXPORTING
+from penstock.graph.exporting import EXPORTING
 from penstock.zoo.optional import optional_import
 
 _FAR = 2**40  # beyond any window

@@ -18,10 +18,8 @@ from penstock.errors import CaptureError
 from penstock.graph.callbacks import Recorder, recorded_callbacks
 from penstock.graph.dynamic_shapes import batch_rows, dynamic_shapes, label_inputs, limits_in, widen_rows
 from penstock.graph.export_reason import export_reason, is_of_sizes
-from penstock.graph.exports import EXPORTING
-from penstock.graph.fast_paths import fast_layers
+from penstock.graph.exporting import EXPORTING, fast_layers, ordered_multiples
 from penstock.graph.graph import Graph
-from penstock.graph.older_torch import ordered_multiples
 from penstock.graph.random_draws import kept_random_states
 from penstock.graph.translate import translate
 from penstock.graph.wrappers import check_unwrapped

@@ -12,9 +12,14 @@ the attention's result, which changes the last bits. So each of these is always 
 same tokens wherever the model is cut.
 """
 
+import math
+import mmap
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+
+import torch
+from torch import nn
 
 from penstock.graph.graph import Graph
 from penstock.graph.ops import Op, Ref
@@ -119,3 +124,31 @@ def _follow(start: int, kinds: Sequence[set[str]], ops: Sequence[Op], near: Call
 
 def _kind(op: Op) -> str:
     return op.target.split(".")[1]
+
+
+_MARK = "penstock_caches"
+# inputs of a decoder with these names are the slots [B] and positions [B, S] at which keys and values are written
+ROWS, POSITIONS = "rows", "positions"
+
+
+def add_cache(module: nn.Module, name: str, *shape: int, dtype: torch.dtype = torch.float32) -> None:
+    """Add a cache to a module: a buffer that each stage allocates itself, initially zero, and that is never sent.
+
+    The module's `forward` reads it and writes into it in place. Until it is written, which in this process it never is,
+    it takes no memory.
+
+    Example:
+        add_cache(self, "keys", slots, length, heads, width)
+    """
+    # torch.zeros writes every page; pages of an anonymous mapping are zero until they are written
+    num_bytes = math.prod(shape) * dtype.itemsize
+    pages = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    buffer = torch.frombuffer(pages, dtype=torch.uint8)[:num_bytes].view(dtype).view(shape)
+    module.register_buffer(name, buffer, persistent=False)
+    setattr(module, _MARK, {*getattr(module, _MARK, ()), name})
+
+
+def is_cache(model: nn.Module, source: str) -> bool:
+    """Return True if a model's buffer of this name is a cache."""
+    owner, _, name = source.rpartition(".")
+    return name in getattr(model.get_submodule(owner), _MARK, ())

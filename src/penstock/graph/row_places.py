@@ -3,8 +3,20 @@
 import torch
 from torch import Tensor
 
-from penstock.graph.row_labels import are_rows, fold, join, no_label, per_row, total, varies
-from penstock.graph.row_reading import Labelled, Reading, flat, place_label, read_all
+from penstock.graph.row_labels import (
+    Labelled,
+    Reading,
+    are_rows,
+    flat,
+    fold,
+    join,
+    no_label,
+    per_row,
+    place_label,
+    read_all,
+    total,
+    varies,
+)
 
 
 def into_place(reading: Reading) -> Tensor:

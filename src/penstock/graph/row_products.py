@@ -2,8 +2,7 @@
 
 from torch import Tensor
 
-from penstock.graph.row_labels import fold, join, no_label, per_row, total
-from penstock.graph.row_reading import Reading, flat, over, read_all
+from penstock.graph.row_labels import Reading, flat, fold, join, no_label, over, per_row, read_all, total
 
 _FURTHER = "0123456789"  # letters for the dimensions of an ellipsis
 

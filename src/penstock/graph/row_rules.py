@@ -13,8 +13,20 @@ from torch import Tensor
 
 from penstock.graph import row_places as places
 from penstock.graph import row_products as products
-from penstock.graph.row_labels import fold, join, no_label, per_row, total, varies
-from penstock.graph.row_reading import Labelled, Reading, flat, over, place_label, read_all
+from penstock.graph.row_labels import (
+    Labelled,
+    Reading,
+    flat,
+    fold,
+    join,
+    no_label,
+    over,
+    per_row,
+    place_label,
+    read_all,
+    total,
+    varies,
+)
 
 Rule = Callable[[Reading], Any]
 

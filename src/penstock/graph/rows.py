@@ -24,6 +24,8 @@ from penstock.graph.row_callbacks import label_callback
 from penstock.graph.row_labels import (
     PLACE,
     ROWS,
+    Labelled,
+    Reading,
     are_rows,
     is_mixed,
     join,
@@ -33,7 +35,6 @@ from penstock.graph.row_labels import (
     row_labels,
     total,
 )
-from penstock.graph.row_reading import Labelled, Reading
 from penstock.graph.row_rules import apply_rule
 from penstock.tensors import HOST
 from penstock.values import Size, Value, write_expression

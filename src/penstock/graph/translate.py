@@ -12,9 +12,8 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, TensorArgument
 
 from penstock.errors import CaptureError
-from penstock.graph.caches import is_cache
 from penstock.graph.callbacks import Callback
-from penstock.graph.decoders import share_heads
+from penstock.graph.decoders import is_cache, share_heads
 from penstock.graph.encoding import STAGE_DEVICE
 from penstock.graph.export_reason import place_of
 from penstock.graph.graph import Call, Graph, Output, Plain, Visit

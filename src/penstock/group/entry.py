@@ -24,12 +24,11 @@ from penstock.group.addresses import (
 )
 from penstock.group.board import wait_for_server
 from penstock.group.join import JOIN_S, Meeting, host_name
-from penstock.group.launched import launcher_variables, read_launched
+from penstock.group.launched import KEY, TRUSTED, launcher_variables, read_launched
 from penstock.group.launcher import LocalWorkers
 from penstock.group.links import Links, PlainLinks, choose_links, close_store
 from penstock.group.liveness import WATCHFUL_S, Boards, Health
 from penstock.group.roll_call import Membership, Rendezvous, RollCall
-from penstock.group.variables import KEY, TRUSTED
 from penstock.group.world import World
 from penstock.terminal.notes import note
 from penstock.terminal.progress import working

@@ -76,3 +76,8 @@ def _number(environment: Mapping[str, str], name: str, lowest: int, highest: int
             f"{name} must be a number, {limit}; got {environment[name]!r}; set it, or unset all of {', '.join(_NAMES)}"
         )
     return int(text)
+
+
+KEY = "PENSTOCK_KEY"  # the path of the run's key
+JOIN = "PENSTOCK_JOIN"  # the host and port of the training run that this process joins
+TRUSTED = "PENSTOCK_TRUSTED"  # the network is trusted: no note about a run without a key

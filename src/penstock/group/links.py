@@ -9,8 +9,8 @@ from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore
 
 from penstock.group.addresses import is_folder
 from penstock.group.board import connect_board, serve_store
+from penstock.group.launched import KEY
 from penstock.group.liveness import Boards
-from penstock.group.variables import KEY
 from penstock.transport.base import SILENCE_S, Transport
 from penstock.transport.gloo import GlooTransport
 from penstock.transport.watched import run_watched

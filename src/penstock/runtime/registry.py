@@ -82,7 +82,7 @@ def _eager_training(
 def _onnxruntime(
     program: "StageProgram", tensors: Mapping[str, "Tensor"], device: "torch.device", choice: "RuntimeChoice"
 ) -> StageRuntime:  # fmt: skip
-    from penstock.runtime.onnx.joined import JoinedRuntime
+    from penstock.runtime.onnx.fused import JoinedRuntime
     from penstock.runtime.onnx.onnx_runtime import CachingEngine, OnnxRuntime, compile_model
 
     if program.caches:
@@ -96,7 +96,7 @@ def _onnxruntime(
 def _openvino(
     program: "StageProgram", tensors: Mapping[str, "Tensor"], device: "torch.device", choice: "RuntimeChoice"
 ) -> StageRuntime:  # fmt: skip
-    from penstock.runtime.onnx.joined import JoinedRuntime
+    from penstock.runtime.onnx.fused import JoinedRuntime
     from penstock.runtime.onnx.openvino_runtime import OpenVinoRuntime, compile_model
 
     if program.caches:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from penstock.errors import ProgramError, UsageError
-from penstock.graph.exports import EXPORTING
+from penstock.graph.exporting import EXPORTING
 from penstock.tensors import KINDS
 
 Settings = Mapping[str, bool | str]

@@ -32,7 +32,7 @@ from penstock.graph.program import StageProgram
 from penstock.group.entry import start_local, thread_worlds
 from penstock.group.regroup import next_group, release
 from penstock.group.world import World, assign_stages
-from penstock.measure.counted import counted_profile
+from penstock.measure.counts import counted_profile
 from penstock.runtime.registry import EAGER
 from penstock.runtime.torch_settings import applied
 from penstock.spec.fields import as_name

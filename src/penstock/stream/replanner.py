@@ -21,7 +21,7 @@ class Replanner:
     """A planner that replans a stream whenever its devices change; unknown devices are assumed equal.
 
     Without an initial plan, `begin` records the placement. `profile` returns a profile, measured or counted from shapes
-    (`measure/counted.py`); it is called when the profile is first needed.
+    (`measure/counts.py`); it is called when the profile is first needed.
 
     Example:
         replanner = Replanner(plan, lambda: profile, cluster)

@@ -17,7 +17,7 @@ from penstock.graph.attributes import HiddenAttributes
 from penstock.graph.call import bind_inputs
 from penstock.graph.capture import capture
 from penstock.graph.cuts import Cut, Cuts
-from penstock.graph.exports import EXPORTING
+from penstock.graph.exporting import EXPORTING
 from penstock.graph.fixed_batch import with_rows
 from penstock.graph.freeze import check_apart, find_layers, freeze_prefix, sources_before
 from penstock.graph.graph import Graph

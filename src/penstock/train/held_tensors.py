@@ -19,9 +19,8 @@ from penstock.graph.training_parts import TrainingPart
 from penstock.group.world import World
 from penstock.tensors import HOST, moved
 from penstock.train.captured import Captured
-from penstock.train.empty_optimizer import drop_elsewhere, empty_allowed, nothing
 from penstock.train.live_tensors import LiveTensors, follow_parameters, follow_unused
-from penstock.train.separable import check_separable
+from penstock.train.optimizers import check_separable, drop_elsewhere, empty_allowed, nothing
 from penstock.transport.base import Transport
 from penstock.transport.tags import BUFFERS
 from penstock.wire import FEEDER

@@ -14,10 +14,10 @@ from penstock.errors import UsageError
 from penstock.graph.encoding import DTYPES
 from penstock.train.arrangement import Arrangement
 from penstock.train.captured import Captured
-from penstock.train.empty_optimizer import nothing
 from penstock.train.features import Features
 from penstock.train.held_tensors import IN_FLIGHT, HeldTensors, interleaved
 from penstock.train.named_optimizer import NamedOptimizer
+from penstock.train.optimizers import nothing
 from penstock.train.outcome import everywhere
 from penstock.train.placed_stages import PlacedStages
 from penstock.train.plain_values import decode, encode

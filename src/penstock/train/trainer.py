@@ -22,10 +22,9 @@ from penstock.runtime.torch_settings import check_no_autocast
 from penstock.spec.fields import fingerprint
 from penstock.tensors import HOST, most_bytes
 from penstock.tracing.trace import write_run
-from penstock.train.alike import check_alike, identity_of
+from penstock.train.agreement import check_alike, identity_of
 from penstock.train.arrangement import Arrangement, TrainOptions, arrange
 from penstock.train.captured import Captured
-from penstock.train.empty_optimizer import is_empty
 from penstock.train.evaluation import Evaluation
 from penstock.train.features import Follower, Together
 from penstock.train.forward_backward import ForwardBackward
@@ -33,6 +32,7 @@ from penstock.train.held_tensors import HeldTensors
 from penstock.train.input_gradients import check_same, check_wanted
 from penstock.train.loss_convention import LossFunction
 from penstock.train.losses import Losses
+from penstock.train.optimizers import is_empty
 from penstock.train.outcome import LossTensor, StepReport, TrainingChange, everywhere, mean_loss
 from penstock.train.placed_stages import Computing, PlacedStages
 from penstock.train.recent_batches import RecentBatches

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from penstock.errors import RunError, TransportError
 from penstock.tensors import ALIGNMENT, aligned, num_payload_bytes, place, sum_words, unpack
-from penstock.transport.claims import Layout, check_layouts
+from penstock.transport.limits import Layout, check_layouts
 from penstock.values import Value
 
 _MAGIC = 0x504E53544F434B32  # "PNSTOCK2"

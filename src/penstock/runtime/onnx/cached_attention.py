@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import RunError
-from penstock.graph.caches import POSITIONS, ROWS
+from penstock.graph.decoders import POSITIONS, ROWS
 from penstock.graph.engine_operators import ATTENTION
 from penstock.graph.ops import Op, Ref, effect, references
 from penstock.graph.program import StageProgram

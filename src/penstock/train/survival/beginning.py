@@ -13,7 +13,7 @@ from penstock.group.regroup import join_later
 from penstock.group.world import World
 from penstock.plan.schedule.schedules import SCHEDULES
 from penstock.tensors import HOST
-from penstock.train.alike import identity_of
+from penstock.train.agreement import identity_of
 from penstock.train.arrangement import Arrangement, ScheduleChoice, TrainOptions
 from penstock.train.captured import Captured
 from penstock.train.migration import fix_microbatches

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from penstock.errors import PlanError, RunError
-from penstock.graph.caches import POSITIONS, ROWS
 from penstock.graph.callbacks import Callback
+from penstock.graph.decoders import POSITIONS, ROWS
 from penstock.graph.engine_operators import ATTENTION
 from penstock.graph.ops import CALLBACK, GETITEM, Op, Ref
 from penstock.graph.program import StageProgram

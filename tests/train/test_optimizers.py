@@ -12,7 +12,7 @@ import penstock
 from penstock.errors import UsageError
 from penstock.group.world import World
 from penstock.train.captured import Captured
-from penstock.train.separable import check_separable
+from penstock.train.optimizers import check_separable
 from tests.trainers import in_threads, make_trainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from penstock.errors import PlanError
 from penstock.generate.cached_decoder import CachedDecoder
 from penstock.generate.generator import Generator
-from penstock.graph.caches import add_cache
 from penstock.graph.capture import capture
+from penstock.graph.decoders import add_cache
 from penstock.graph.graph import Graph
 from penstock.graph.stages import divide
 from penstock.runtime.eager import Runtime
 from penstock.runtime.onnx.exported import Engine
-from penstock.runtime.onnx.joined import JoinedRuntime
+from penstock.runtime.onnx.fused import JoinedRuntime
 from penstock.runtime.onnx.onnx_runtime import compile_model
 from penstock.runtime.onnx.openvino_runtime import compile_model as compile_openvino
 from penstock.runtime.registry import parse_runtime

@@ -32,8 +32,8 @@ from tests.generate.tokens import save_model
 _READY = "import sys\nfrom penstock.cli.main import main\nimport torch\nprint(flush=True)\nsys.exit(main(sys.argv[1:]))"
 _MODEL = "timm:vit_tiny_patch16_224,img_size=32,patch_size=8,depth=4,num_classes=10"
 _DEADLINE_S = 300.0
-# decided by a clock or by the machine's load; the option; a save's name; generators that these runs do not draw from
-_TIMED = re.compile(r"_s$|seconds|time|bytes|warm_up|^resume$|^save$|^random$")
+# decided by a clock or by the machine's load; what a resumed process did; a save's name; generators not drawn from here
+_TIMED = re.compile(r"_s$|seconds|time|bytes|warm_up|^resume$|^trained$|^save$|^random$")
 
 
 @dataclass(frozen=True)

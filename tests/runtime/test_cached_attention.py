@@ -19,7 +19,7 @@ from penstock.runtime.onnx.rotary import inputs_of_halves, with_rotary
 from penstock.runtime.onnx.value_shapes import Shapes
 from penstock.runtime.registry import parse_runtime
 from tests.generate.decoders import tensors_of
-from tests.runtime.test_joined import CALLS, call, captured
+from tests.runtime.test_fused import CALLS, call, captured
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ONNX = parse_runtime("onnxruntime")

@@ -34,6 +34,7 @@ _MODEL = "timm:vit_tiny_patch16_224,img_size=32,patch_size=8,depth=4,num_classes
 _DEADLINE_S = 300.0
 # decided by a clock or by the machine's load; what a resumed process did; a save's name; generators not drawn from here
 _TIMED = re.compile(r"_s$|seconds|time|bytes|warm_up|^resume$|^trained$|^save$|^random$")
+_AGAIN = re.compile(r"(stage-\d+)\.\d+")  # a file of an incomplete checkpoint, which is written again beside it
 
 
 @dataclass(frozen=True)
@@ -155,7 +156,7 @@ def contents(folder: Path) -> dict[str, Any]:
     """Return what the files below a folder hold, without times."""
     found: dict[str, Any] = {}
     for path in sorted(each for each in folder.rglob("*") if each.is_file() and each.suffix != ".lock"):
-        name = re.sub(r"(stage-\d+)\.\d+", r"\1", str(path.relative_to(folder)))  # written again beside itself
+        name = _AGAIN.sub(r"\1", str(path.relative_to(folder)))
         if path.suffix == ".safetensors":
             found[name] = load_file(path)
         elif path.suffix in {".json", ".jsonl"}:
@@ -179,7 +180,9 @@ def timeless(value: Any) -> Any:
     """Return a document without what a clock decides."""
     if isinstance(value, dict):
         return {key: timeless(each) for key, each in value.items() if not _TIMED.search(key)}
-    return [timeless(each) for each in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [timeless(each) for each in value]
+    return _AGAIN.sub(r"\1", value) if isinstance(value, str) else value
 
 
 def same(one: Any, other: Any) -> bool:

@@ -62,7 +62,7 @@ def summarize(found: dict[str, Any]) -> dict[str, Any]:
         summary["rps_4_over_1"] = round(rows[4, 16]["requests_per_s"] / rows[1, 16]["requests_per_s"], 3)
         summary["p99_gap_s"] = rows[4, 16]["gap_p99_s"]
         summary["clients"] = max(clients for _, clients in rows)
-        summary["load_errors"] = sum(row["errors"] for row in rows.values())
+        summary["load_errors"] = sum(len(row["errors"]) for row in rows.values())
         summary["lost_host"] = found["lost_host"]
     return summary
 
@@ -94,7 +94,7 @@ def lost_host(model: str, folder: Path) -> dict[str, Any]:
     found = [answer.get("text") for answer in again["answers"]]
     tokens_s = sorted(answer["asked_s"] + came for answer in again["answers"] for came in answer.get("came_s", ()))
     return {
-        "requests": len(bodies), "errors": found.count(None),
+        "requests": len(bodies), "errors": [answer["error"] for answer in again["answers"] if "error" in answer],
         "different": sum(a != b for a, b in zip(wanted, found, strict=True)),
         "seconds": [round(whole["seconds"], 1), round(again["seconds"], 1)],
         "gap_s": round(max(b - a for a, b in pairwise(tokens_s)), 2),
@@ -109,7 +109,7 @@ def measured(within: list[str], clients: int) -> dict[str, Any]:
     first = sorted(answer["came_s"][0] for answer in good)
     gaps = sorted(b - a for answer in good for a, b in pairwise(answer["came_s"]))
     return {
-        "clients": clients, "requests": len(bodies), "errors": len(bodies) - len(good),
+        "clients": clients, "requests": len(bodies), "errors": [answer["error"] for answer in said["answers"] if "error" in answer],
         "requests_per_s": round(len(good) / said["seconds"], 4),
         "tokens_per_s": round(sum(len(answer["came_s"]) for answer in good) / said["seconds"], 2),
         "first_p50_s": round(statistics.median(first), 3), "first_p99_s": round(_part(first, 0.99), 3),

@@ -16,13 +16,12 @@ async def ask(client: httpx.AsyncClient, body: dict[str, Any]) -> dict[str, Any]
     begun, came, text = time.perf_counter(), [], ""
     async with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
         if response.status_code != 200:
-            await response.aread()
-            return {"status": response.status_code}
+            return {"status": response.status_code, "error": (await response.aread()).decode(errors="replace")}
         async for line in response.aiter_lines():
             if line.startswith("data: {"):
                 piece = json.loads(line[6:])
                 if "error" in piece:
-                    return {"status": 500}
+                    return {"status": 500, "error": piece["error"]}
                 came.append(time.perf_counter() - begun)
                 text += piece["choices"][0]["text"]
     return {"status": 200, "text": text, "came_s": came}

@@ -1,19 +1,13 @@
 from itertools import combinations, pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import CutError
-from penstock.plan.search.partition import (
-    balanced,
-    check_stages,
-    evenly,
-    fill,
-    smallest_crossing,
-    smallest_largest,
-    stage_sums,
-)
+from penstock.plan.search.line import best_path
+from penstock.plan.search.partition import balanced, check_stages, evenly, fill, stage_costs, stage_sums
 
 # whole numbers, so that sums in any order are exact; zeros and ties come often
 WORK = st.lists(st.integers(0, 6).map(float), min_size=1, max_size=9)
@@ -56,8 +50,8 @@ def test_one_stage_has_no_boundary() -> None:
 
 def test_slack_buys_a_cheaper_cut() -> None:
     work, crossing = [1.0, 1.0, 1.0, 1.0], [0, 9, 9, 1, 0]
-    assert smallest_crossing(work, crossing, 2, slack=0.49) == [2]
-    assert smallest_crossing(work, crossing, 2, slack=0.5) == [3]
+    assert balanced(work, crossing, 2, slack=0.49) == [2]
+    assert balanced(work, crossing, 2, slack=0.5) == [3]
 
 
 def test_twelve_blocks_on_four_and_five_stages() -> None:
@@ -102,7 +96,6 @@ def test_sums_per_stage() -> None:
 def test_the_largest_stage_is_as_small_as_it_can_be(line: tuple[list[float], list[int], int]) -> None:
     work, crossing, num_stages = line
     best = min(largest(work, d) for d in divisions(len(work), num_stages))
-    assert smallest_largest(work, num_stages) == best
     chosen = balanced(work, crossing, num_stages)
     assert chosen in divisions(len(work), num_stages)
     assert largest(work, chosen) == best
@@ -114,7 +107,7 @@ def test_the_fewest_bytes_within_the_slack(line: tuple[list[float], list[int], i
     every = divisions(len(work), num_stages)
     limit = min(largest(work, d) for d in every) * (1 + slack)
     fewest = min(sum(crossing[b] for b in d) for d in every if largest(work, d) <= limit)
-    chosen = smallest_crossing(work, crossing, num_stages, slack=slack)
+    chosen = balanced(work, crossing, num_stages, slack=slack)
     assert chosen in every
     assert largest(work, chosen) <= limit
     assert sum(crossing[b] for b in chosen) == fewest
@@ -126,7 +119,8 @@ def test_floats_of_any_size_give_stages_within_rounding(work: list[float], data:
     chosen = balanced(work, [1] * (len(work) + 1), num_stages)
     assert len(chosen) == num_stages - 1
     assert chosen == sorted(set(chosen))
-    assert largest(work, chosen) <= smallest_largest(work, num_stages) * (1 + 1e-9) + 1e-15
+    best, _ = best_path([stage_costs(work, [0] * (len(work) + 1), 0.0)] * num_stages, np.maximum)
+    assert largest(work, chosen) <= best * (1 + 1e-9) + 1e-15
 
 
 @given(st.integers(1, 30), st.data())

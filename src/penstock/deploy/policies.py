@@ -48,7 +48,7 @@ def choose_cuts(
     if stages == 1:
         return []
     if policy in {"balanced", "smallest-crossing"}:
-        choose: Callable[..., list[int]] = partition.smallest_crossing
+        choose: Callable[..., list[int]] = partial(partition.balanced, slack=0.10)
         if policy == "balanced":
             several = places is not None and len(set(places)) < stages
             choose = partial(balanced_devices, places=places or ()) if several else partition.balanced

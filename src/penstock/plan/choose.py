@@ -173,16 +173,12 @@ def memory_that_would_do(problem: Problem) -> float:
     """Return the smallest memory per device with which as many equal devices could hold the model."""
     if problem.setting.generates:
         problem = problem.for_stages(len(problem.devices))
-    low, high = 0.0, max(problem.memory_bytes(problem.feeder, 0, problem.num_units, problem.setting.in_flight(1)), 1.0)
-    matrices = [_needs(problem, from_end) for from_end in range(1, min(len(problem.devices), problem.num_units) + 1)]
-    high = min(high, float(matrices[0][0, problem.num_units]))
-    for _ in range(40):
-        middle = (low + high) / 2
-        if _possible(matrices, middle):
-            high = middle
-        else:
-            low = middle
-    return high
+    best = np.where(np.arange(problem.num_units + 1) == problem.num_units, 0.0, np.inf)
+    least = np.inf
+    for from_end in range(1, min(len(problem.devices), problem.num_units) + 1):
+        best = np.maximum(_needs(problem, from_end), best).min(axis=1)
+        least = min(least, float(best[0]))
+    return least
 
 
 def _needs(problem: Problem, from_end: int) -> Vector:
@@ -190,18 +186,6 @@ def _needs(problem: Problem, from_end: int) -> Vector:
     need = problem.memory_block(problem.feeder, problem.setting.in_flight(from_end), slice(None), slice(None))
     need[np.tril_indices(problem.num_units + 1)] = np.inf
     return need
-
-
-def _possible(needs: list[Vector], memory_bytes: float) -> bool:
-    """Return True if stages with these needs, each within `memory_bytes`, can cover the whole model."""
-    reached = np.zeros(len(needs[0]), dtype=np.bool_)
-    reached[-1] = True
-    for need in needs:
-        fits = np.flatnonzero(need[:, reached].min(axis=1) <= memory_bytes)
-        if 0 in fits:
-            return True
-        reached[fits] = True
-    return False
 
 
 def _neediest_unit(problem: Problem, number: int) -> tuple[float, int]:

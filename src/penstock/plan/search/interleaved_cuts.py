@@ -21,14 +21,13 @@ from numpy.typing import NDArray
 from penstock.plan.cost.problem import Division, Placed, Problem
 from penstock.plan.cost.stage_cost import Vector
 from penstock.plan.cost.training_step import interleaved_memory
+from penstock.plan.search.line import ROUNDING, best_path
 from penstock.plan.search.partition import balanced, check_stages, stage_costs
 
 # devices whose loads differ by less than this count as equally busy: then more equal stages are better
 SLACK = 0.003
 # maximum number of states kept per stage
 _WIDTH = 3000
-# sums of floats in another order differ in the last bits
-_ROUNDING = 1 + 1e-12
 # numbers of stages per device to try; more stages have a smaller bubble but more messages
 _STAGES_EACH = (2, 3)
 # up to this number of devices, subsets are tried too
@@ -122,21 +121,12 @@ class _Search:
 
     def first(self) -> InterleavedCuts | None:
         """Return the division with the smallest largest stage."""
-        best, choices = self.costs[0][0], []
-        for cost in self.costs[1:]:
-            following = np.maximum(best[:, None], cost)
-            choices.append(following.argmin(axis=0))
-            best = following.min(axis=0)
-        if not best[self.last] < math.inf:
-            return None
-        cuts = [self.last]
-        for choice in reversed(choices):
-            cuts.append(int(choice[cuts[-1]]))
-        return self._cuts(tuple(cuts[:0:-1]))
+        largest, cuts = best_path(self.costs, np.maximum)
+        return self._cuts(tuple(cuts)) if largest < math.inf else None
 
     def prefers(self, one: InterleavedCuts, other: InterleavedCuts) -> bool:
         """Return True if `one` is better than `other`."""
-        limit = self.least * (1 + self.slack) * _ROUNDING
+        limit = self.least * (1 + self.slack) * ROUNDING
         if max(one.busiest, other.busiest) > limit:
             return one.busiest < other.busiest
         return (one.largest, one.busiest) < (other.largest, other.busiest)
@@ -163,7 +153,7 @@ class _Search:
             return None
         busiest = loads.max(axis=1)
         self.least = min(self.least, float(busiest.min()))
-        within = np.flatnonzero(busiest <= max(self.least * (1 + self.slack), float(busiest.min())) * _ROUNDING)
+        within = np.flatnonzero(busiest <= max(self.least * (1 + self.slack), float(busiest.min())) * ROUNDING)
         state = int(within[np.lexsort((busiest[within], largest[within]))[0]])
         cuts = []
         for come, ends in reversed(steps):
@@ -173,10 +163,10 @@ class _Search:
 
     def _promising(self, stage: int, ends: _Places, loads: Vector, largest: Vector) -> _Places:
         """Choose the states that may match the best known division; if there are too many, those with the most room."""
-        limit = self.least * (1 + self.slack) * _ROUNDING
+        limit = self.least * (1 + self.slack) * ROUNDING
         room = (limit - loads).sum(axis=1)
         rest = self.rest[stage + 1][ends]
-        kept = np.flatnonzero((loads.max(axis=1) <= limit) & (rest <= room * _ROUNDING))
+        kept = np.flatnonzero((loads.max(axis=1) <= limit) & (rest <= room * ROUNDING))
         if len(kept) <= _WIDTH:
             return kept
         self.thinned = True

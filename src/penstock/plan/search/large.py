@@ -9,7 +9,6 @@ next units. The pace is found by bisection, from the bound upwards; then the cut
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeAlias
 
@@ -19,102 +18,48 @@ from numpy.typing import NDArray
 from penstock.plan.cost.pipeline_cost import bottleneck_bound_s, bottleneck_s, fits_all
 from penstock.plan.cost.problem import Division, Placed, Problem
 from penstock.plan.cost.stage_cost import Vector
+from penstock.plan.search.line import ROUNDING, best_cuts
 
-# rounding error of sums in another order
-_ROUNDING = 1 + 1e-12
+_Numbers: TypeAlias = NDArray[np.intp]
 
 
 def refine(problem: Problem, division: Division, *, reach: int | None = None) -> Division:
-    """Move cuts to minimize the busiest stage, without moving devices.
+    """Move cuts to minimize the busiest stage or link, without moving devices.
 
     Ties are resolved by the smallest latency. With `reach`, a cut moves by at most this number of boundaries; without
     it, the result is optimal for this order of devices.
-
-    Dynamic programming over cuts, stage by stage.
     """
-    last = problem.num_units
-    if len(division) == 1:
-        return division
-    windows = [slice(0, 1)]
-    for stage in division[1:]:
-        low = 1 if reach is None else max(1, stage.start - reach)
-        high = last if reach is None else min(last, stage.start + reach + 1)
-        windows.append(slice(low, high))
-    windows.append(slice(last, last + 1))
-    blocks = [_block(problem, division, index, windows[index], windows[index + 1]) for index in range(len(division))]
-    links = [
-        _link(problem, one, other, window)
-        for (one, other), window in zip(pairwise(division), windows[1:-1], strict=True)
-    ]
-    best = _fastest(blocks, links)
-    if not best < math.inf:
-        return division
-    bounds = _shortest(problem, division, windows, blocks, links, best * _ROUNDING)
-    return tuple(
-        Placed(stage.device, start, end) for stage, (start, end) in zip(division, pairwise(bounds), strict=True)
-    )
-
-
-def _block(problem: Problem, division: Division, index: int, starts: slice, ends: slice) -> Vector:
-    return problem.cost_block(division[index].device, problem.in_flight(division)[index], starts, ends)
-
-
-def _link(problem: Problem, one: Placed, other: Placed, window: slice) -> Vector:
-    return problem.costs.crossing[window] * problem.byte_s(one.device, other.device)
-
-
-def _fastest(blocks: Sequence[Vector], links: Sequence[Vector]) -> float:
-    best = blocks[0][0]
-    for block, link in zip(blocks[1:], links, strict=True):
-        best = np.maximum(np.maximum(best, link)[:, None], block).min(axis=0)
-    return float(best[0])
-
-
-def _shortest(
-    problem: Problem, division: Division, windows: Sequence[slice], blocks: Sequence[Vector],
-    links: Sequence[Vector], limit: float,
-) -> list[int]:  # fmt: skip
-    """Choose the cuts with the smallest latency among cuts within the limit."""
-    best: Vector = np.zeros(1)
-    choices: list[Vector] = []
-    for index, stage in enumerate(division):
+    last, reach = problem.num_units, problem.num_units if reach is None else reach
+    windows = [slice(max(1, stage.start - reach), min(last, stage.start + reach + 1)) for stage in division[1:]]
+    windows = [slice(0, 1), *windows, slice(last, last + 1)]
+    costs, paths = [], []
+    for index, (stage, in_flight) in enumerate(zip(division, problem.in_flight(division), strict=True)):
         starts, ends = windows[index], windows[index + 1]
-        first, last = problem.path_terms(stage.device)
-        path = first[starts, None] + last[None, ends]
+        cost = problem.cost_block(stage.device, in_flight, starts, ends)
+        first, final = problem.path_terms(stage.device)
+        path = first[starts, None] + final[None, ends]
         if index:
-            wire = problem.wire_s(division[index - 1].device, stage.device)
-            best = np.where(links[index - 1] <= limit, best + problem.costs.crossing[starts] * wire, np.inf)
-        total = np.where(blocks[index] <= limit, best[:, None] + path, np.inf)
-        choices.append(total.argmin(axis=0))
-        best = total.min(axis=0)
-    bounds = [problem.num_units]
-    place = 0
-    for index in range(len(division) - 1, 0, -1):
-        place = int(choices[index][place])
-        bounds.append(windows[index].start + place)
-    return [0, *bounds[::-1]]
+            before, crossing = division[index - 1].device, problem.costs.crossing[starts, None]
+            cost = np.maximum(cost, crossing * problem.byte_s(before, stage.device))
+            path = path + crossing * problem.wire_s(before, stage.device)
+        costs.append(cost)
+        paths.append(path)
+    chosen = best_cuts(costs, paths)
+    if chosen is None:
+        return division
+    bounds = [0, *(window.start + place for window, place in zip(windows[1:-1], chosen, strict=True)), last]
+    return tuple(Placed(stage.device, *ends) for stage, ends in zip(division, pairwise(bounds), strict=True))
 
 
-_Numbers: TypeAlias = NDArray[np.intp]
-_BEAM = 16
-# candidates per partial pipeline: of a thousand devices, 64 across all speeds suffice
-_CANDIDATES = 64
+# partial pipelines that are kept, and extensions of each
+_BEAM = 2
+# extensions that are compared, of those that seem to waste least
+_COMPARED = 4
 # number of boundaries near the end of the longest stage to consider, in search of one with fewer bytes
 _NEAR = 12
-_KEPT = 4
 _REFINE_REACH = 12
+_FINAL_REACH = 40
 _TOLERANCE = 2e-3
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Begin:
-    """Devices placed from the end of the model down to a boundary."""
-
-    boundary: int
-    wasted: float
-    used: NDArray[np.bool_]
-    num_stages: int
-    stages: tuple[int, int, "_Begin | None"] | None  # device, end, and the later stages
 
 
 def good_division(problem: Problem, numbers: Sequence[int] | None = None) -> Division | None:
@@ -128,148 +73,84 @@ def good_division(problem: Problem, numbers: Sequence[int] | None = None) -> Div
     """
     bound = max(bottleneck_bound_s(problem, numbers=numbers), 1e-12)
     filler = _Filler(problem, range(len(problem.devices)) if numbers is None else numbers)
-    low, found, factor = bound, None, 1.01
-    while found is None and factor < 1e6:
-        found = filler.fill(bound * factor)
-        if found is None:
-            low, factor = bound * factor, 1 + (factor - 1) * 2
-    if found is None:
-        return None
-    best = refine(problem, found, reach=_REFINE_REACH)
-    high = min(bound * factor, bottleneck_s(problem, best))
+    best: Division | None = None
+    low, high, factor = bound, math.inf, 1.01
     while high > low * (1 + _TOLERANCE):
-        middle = (low + high) / 2
-        found = filler.fill(middle)
-        if found is None:
-            low = middle
-            continue
-        refined = refine(problem, found, reach=_REFINE_REACH)
-        if bottleneck_s(problem, refined) < bottleneck_s(problem, best):
-            best = refined
-        high = min(middle, bottleneck_s(problem, best))
-    return _refine_on(problem, best)
-
-
-def _refine_on(problem: Problem, division: Division) -> Division:
-    """Refine cuts until they no longer change."""
-    best = bottleneck_s(problem, division)
-    for _ in range(20):
-        division = refine(problem, division, reach=_REFINE_REACH)
-        reached = bottleneck_s(problem, division)
-        if reached >= best * (1 - 1e-9):
-            break
-        best = reached
-    return division
+        pace_s = bound * factor if best is None else (low + high) / 2
+        found = filler.fill(pace_s)
+        if found is not None:
+            found = refine(problem, found, reach=_REFINE_REACH)
+            if best is None or bottleneck_s(problem, found) < bottleneck_s(problem, best):
+                best = found
+            high = min(pace_s, bottleneck_s(problem, best))
+        elif factor > 1e6:
+            return None
+        else:
+            low, factor = pace_s, 1 + (factor - 1) * 2
+    return None if best is None else refine(problem, best, reach=_FINAL_REACH)
 
 
 class _Filler:
+    """A search for pipelines of a given pace on some of the devices."""
+
     def __init__(self, problem: Problem, numbers: Sequence[int]) -> None:
-        self.problem = problem
-        self.closed = np.ones(len(problem.devices), dtype=np.bool_)
-        self.closed[list(numbers)] = False
-        costs = problem.costs
-        self.seconds = costs.seconds
-        self.by_speed = np.argsort(-problem.speeds, kind="stable")
+        self.problem, self.numbers = problem, np.array(numbers)
         rates = [device.bandwidth_bytes_per_s for device in problem.devices]
         self.byte_s = np.array([1 / rate if rate else 0.0 for rate in rates])
-        self.memory = np.array([float(device.memory_bytes) for device in problem.devices])
-        self.memory -= problem.profile.base_bytes + problem.setting.recording_bytes
-        self.messages = costs.messages_bytes()
-        self.memory[problem.feeder] -= self.messages[0] + self.messages[-1]
-        self.memory[slice(None) if problem.setting.trains else problem.feeder] -= problem.profile.script_bytes
-        # as if the driver held neither end; `refine` accounts for it
-        self.lost_s = np.zeros(len(rates))
-        self.lost_s[problem.feeder] = problem.feeding_only_s()
-        self.held = costs.held_bytes
+        self.driving_s = np.zeros(len(rates))
+        self.driving_s[problem.feeder] = problem.feeding_only_s()
 
-    def fill(self, bottleneck_s: float) -> Division | None:
+    def fill(self, pace_s: float) -> Division | None:
         """Return a pipeline of this pace, if found."""
-        problem = self.problem
-        beam = [_Begin(problem.num_units, 0.0, self.closed, 0, None)]
-        able = problem.speeds * np.maximum(bottleneck_s - self.lost_s, 0)
-        spare = float(able[~self.closed].sum()) - problem.costs.total_s
+        beam: list[tuple[float, Division]] = [(0.0, ())]
         while beam:
-            following: dict[tuple[int, float], _Begin] = {}
-            for begin in beam:
-                for more in self._extend(begin, bottleneck_s):
-                    if more.boundary == 0:
-                        division = self._division(more)
-                        if fits_all(problem, division):
-                            return division
-                        continue
-                    if more.wasted <= spare:
-                        following.setdefault((more.boundary, round(more.wasted, 12)), more)
-            beam = sorted(following.values(), key=lambda begin: (begin.wasted, -begin.boundary))[:_BEAM]
+            longer: dict[tuple[float, int], Division] = {}
+            for wasted, division in beam:
+                for more, stage in self._stages_before(division, pace_s):
+                    longer.setdefault((round(wasted + more, 12), -stage.start), (stage, *division))
+            for division in longer.values():
+                if division[0].start == 0 and fits_all(self.problem, division):
+                    return division
+            open_ones = sorted(key for key in longer if key[1])
+            beam = [(key[0], longer[key]) for key in open_ones[:_BEAM]]
         return None
 
-    def _extend(self, begin: _Begin, bottleneck_s: float) -> list[_Begin]:
-        """Place one more device before the placed devices, choosing those that waste least."""
-        devices = self._candidates(begin)
-        if not len(devices):
-            return []
-        starts, wasted = self._longest(begin, devices, bottleneck_s)
-        order = np.argsort(wasted, kind="stable")[:_KEPT]
-        extended: list[_Begin] = []
-        for index in order:
-            if not wasted[index] < np.inf:
+    def _stages_before(self, division: Division, pace_s: float) -> list[tuple[float, Placed]]:
+        """Return the stages before a partial pipeline that waste least, each with its waste in seconds of work.
+
+        A device wastes the time that is left over, and the next device's time for the bytes at the cut.
+        """
+        problem, costs = self.problem, self.problem.costs
+        end = division[0].start if division else problem.num_units
+        in_flight = problem.setting.in_flight(len(division) + 1)
+        left = np.setdiff1d(self.numbers, [stage.device for stage in division])
+        able = problem.speeds[left] * np.maximum(pace_s - self.driving_s[left], 0.0)
+        found: list[tuple[float, Placed]] = []
+        for index in np.argsort(self._estimates(left, able, end, pace_s), kind="stable"):
+            number = int(left[index])
+            if division and costs.crossing[end] * problem.byte_s(number, division[0].device) > pace_s:
+                continue
+            seconds = problem.cost_block(number, in_flight, slice(0, end), slice(end, end + 1))[:, 0]
+            starts = np.flatnonzero(seconds <= pace_s * ROUNDING)[:_NEAR]
+            if not len(starts):
+                continue
+            wasted = able[index] - (costs.seconds[end] - costs.seconds[starts]) + costs.after_s[starts]
+            # at the start of the model no work is left, so no time is wasted
+            wasted = np.where(starts == 0, -1.0, wasted)
+            found.append((float(wasted.min()), Placed(number, int(starts[wasted.argmin()]), end)))
+            if len(found) == _COMPARED:
                 break
-            used = begin.used.copy()
-            used[devices[index]] = True
-            stages = (int(devices[index]), begin.boundary, begin)
-            loss = begin.wasted + float(wasted[index])
-            extended.append(_Begin(int(starts[index]), loss, used, begin.num_stages + 1, stages))
-        return extended
+        return sorted(found, key=lambda item: item[0])[:_BEAM]
 
-    def _candidates(self, begin: _Begin) -> _Numbers:
-        left = self.by_speed[~begin.used[self.by_speed]]
-        if len(left) <= _CANDIDATES:
-            return left
-        return left[np.linspace(0, len(left) - 1, _CANDIDATES).astype(np.intp)]
-
-    def _longest(self, begin: _Begin, devices: _Numbers, bottleneck_s: float) -> tuple[_Numbers, Vector]:
-        """Return for each device the start of the stage that wastes least, and the waste."""
-        problem, costs, end = self.problem, self.problem.costs, begin.boundary
-        in_flight = problem.setting.in_flight(begin.num_stages + 1)
-        able = problem.speeds[devices] * np.maximum(bottleneck_s - self.lost_s[devices], 0.0)
-        tail = self.seconds[end] + costs.overhead_s + costs.after_s[end]
-        first = np.searchsorted(self.seconds, tail - able - 1e-12)
-        if not np.isinf(self.memory).any():
-            # the bytes of a stage only grow towards the start
-            need = self.held[: end + 1, end] + in_flight * (costs.kept_at_end_bytes[end] - costs.kept_bytes[: end + 1])
-            room = self.memory[devices] - self.messages[end]
-            first = np.maximum(first, end + 1 - np.searchsorted(need[::-1], room, side="right"))
+    def _estimates(self, left: _Numbers, able: Vector, end: int, pace_s: float) -> Vector:
+        """Return about what each device wastes, without regard to memory and what driving saves; infinite for none."""
+        costs = self.problem.costs
+        tail = costs.seconds[end] + costs.overhead_s + costs.after_s[end]
+        first = np.searchsorted(costs.seconds, tail - able - 1e-12)
         starts = np.minimum(first[:, None] + np.arange(_NEAR), end)
-        seconds = tail - self.seconds[starts] + costs.before_s[starts]
-        possible = (starts < end) & (seconds <= able[:, None] * (1 + 1e-12))
-        possible &= self._in_time(begin, devices, starts, bottleneck_s)
-        need = self.held[starts, end] + in_flight * (costs.kept_at_end_bytes[end] - costs.kept_bytes[starts])
-        possible &= need + self.messages[starts] + self.messages[end] <= self.memory[devices][:, None]
-        # the device's own waste, plus the next device's cost of the bytes at this cut
-        wasted = able[:, None] - (self.seconds[end] - self.seconds[starts]) + costs.after_s[starts] * (starts > 0)
-        # at the start of the model no work is left, so no time is wasted
-        wasted = np.where(possible, np.where(starts == 0, -1.0, wasted), np.inf)
-        best = wasted.argmin(axis=1)
-        rows = np.arange(len(devices))
-        return starts[rows, best], wasted[rows, best]
-
-    def _in_time(self, begin: _Begin, devices: _Numbers, starts: _Numbers, bottleneck_s: float) -> NDArray[np.bool_]:
-        """Return a mask of stages whose links are within the pace, including the driver's own messages."""
-        costs, problem, end = self.problem.costs, self.problem, begin.boundary
-        per_byte = self.byte_s[devices][:, None]
-        feeds = (devices == problem.feeder)[:, None]
-        out = costs.crossing[end] + costs.returning[starts] + feeds * costs.crossing[0]
-        into = costs.crossing[starts] + costs.returning[end] + feeds * costs.crossing[-1]
-        in_time: NDArray[np.bool_] = np.maximum(out, into) * per_byte <= bottleneck_s
-        if problem.cluster.links and begin.stages is not None:
-            between = np.array([problem.byte_s(int(device), begin.stages[0]) for device in devices])
-            in_time &= (between * costs.crossing[end] <= bottleneck_s)[:, None]
-        return in_time
-
-    def _division(self, begin: _Begin) -> Division:
-        placed: list[Placed] = []
-        at: _Begin | None = begin
-        while at is not None and at.stages is not None:
-            start = at.boundary
-            device, end, at = at.stages
-            placed.append(Placed(device, start, end))
-        return tuple(placed)
+        spare = able[:, None] - (tail - costs.seconds[starts])
+        wire_s = np.maximum(costs.crossing[end], costs.crossing[starts]) * self.byte_s[left, None]
+        possible = (starts < end) & (spare >= costs.before_s[starts]) & (wire_s <= pace_s)
+        wasted: Vector = np.where(possible, spare + costs.after_s[starts] * (starts > 0), np.inf)
+        least: Vector = wasted.min(axis=1)
+        return least

@@ -225,8 +225,9 @@ def _index() -> CheckpointIndex:
     return CheckpointIndex(
         model="GPT2", step=10, num_stages=2, num_replicas=1, places=dict.fromkeys(tensors, "stage-0"),
         shapes=dict.fromkeys(tensors, ("float32", [2, 2])), scalars={"a": {"step": 10.0}},
-        groups=[OptimizerGroup(settings={"lr": 0.1}, names=["a"])], scheduler=None,
-        loader=DataPosition(epoch=1, position=3), random=state, files={"stage-0/model.safetensors": 10},
+        groups=[OptimizerGroup(settings={"lr": 0.1}, names=["a"], place=0, schedules={})], schedulers=[],
+        loaders=[DataPosition(epoch=1, position=3)], trained=0, random=state,
+        files={"stage-0/model.safetensors": 10}, elastic=None, save="5" * 32,
     )  # fmt: skip
 
 

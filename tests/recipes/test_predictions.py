@@ -103,7 +103,7 @@ def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 def _fail_before_a_row(file: PredictionFile) -> None:
-    go_on_with(file, PredictionRun(model="m", weights="w", images="i", runtimes=[]))
+    go_on_with(file, PredictionRun(model="m", weights="w", images="i", runtimes=[], num_images=9))
     raise UsageError("wrong cut")
 
 
@@ -118,7 +118,7 @@ def test_a_run_that_ends_before_its_first_row_changes_nothing(tmp_path: Path, na
             _fail_before_a_row(file)
         assert [each.read_text() for each in (path, record) if each.exists()] == [old, old] * bool(old)
     with PredictionFile(path) as file:
-        go_on_with(file, PredictionRun(model="m", weights="w", images="i", runtimes=[]))
+        go_on_with(file, PredictionRun(model="m", weights="w", images="i", runtimes=[], num_images=9))
     assert path.read_text() == (f"{','.join(COLUMNS)}\n" if name.endswith("csv") else "")
     assert "penstock-predictions" in record.read_text()
 
@@ -153,8 +153,8 @@ def test_standard_output_has_rows_only(
     monkeypatch.chdir(tmp_path)
     with PredictionFile(Path(name)) as file:
         file.write({"image": "a"})
-        check_replaceable(file.path, 9)
-        go_on_with(file, PredictionRun(model="m", weights="w", images="i", runtimes=[]))
+        check_replaceable(file.path)
+        go_on_with(file, PredictionRun(model="m", weights="w", images="i", runtimes=[], num_images=9))
     with PredictionFile(Path(name)) as file:
         file.write({"image": "b"})
     assert [json.loads(line)["image"] for line in capsys.readouterr().out.splitlines()] == ["a", "b"]

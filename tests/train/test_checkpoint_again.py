@@ -151,8 +151,7 @@ def test_a_loss_during_a_save_pairs_nothing_with_what_it_is_not_of(tmp_path: Pat
 
     on_two(script)
     index = read_index(tmp_path / "late")
-    assert index.scheduler is not None
-    assert index.scheduler["last_epoch"] == index.step
+    assert index.schedulers[0]["last_epoch"] == index.step
 
 
 def test_rows_of_weights_do_not_depend_on_the_save(tmp_path: Path) -> None:

@@ -59,8 +59,9 @@ def test_the_loader_that_was_trained_on_goes_on_whichever_was_made_last(
                     pipe.evaluate(images, labels, F.cross_entropy)
             pipe.save_checkpoint(tmp_path / "c")
             break
-    place = read_index(tmp_path / "c").loader
-    assert place is not None
+    index = read_index(tmp_path / "c")
+    assert index.trained == 0
+    place = index.loaders[0]
     assert (place.epoch, place.position) == (0, 3)
     again = pipes()
     loaders = again.loader(DATA, batch_size=4), again.loader(DATA, batch_size=8)

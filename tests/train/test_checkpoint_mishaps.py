@@ -160,8 +160,12 @@ def _alone(captured: Captured, do: Callable[[Trainer, torch.optim.Optimizer], An
         ({"step": "1"}, "Expected `int`"),
         ({"random": "AAAA"}, r"a random state must have \d+ bytes; got 3"),
         ({"random": "?"}, r"checkpoint\.json is not a checkpoint"),
-        ({"groups": [{"settings": {"params": []}, "names": []}]}, "must not contain 'params'"),
+        (
+            {"groups": [{"settings": {"params": []}, "names": [], "place": 0, "schedules": {}}]},
+            "must not contain 'params'",
+        ),
         ({"files": {"stage-0/../../x": 3}}, "matching regex"),
+        ({"trained": 1}, "one of 0 loaders; got 1"),
         ({"version": 7}, r"checkpoint\.json is not a checkpoint"),
         ({"more": 1}, "unknown field `more`"),
         ({"shapes": {}}, "must have a folder and a shape"),

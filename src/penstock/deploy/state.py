@@ -118,7 +118,6 @@ class TrainState:
     tensors: dict[str, Tensor]  # parameters and buffers
     slots: dict[str, dict[str, Any]] = field(default_factory=dict)  # optimizer state by parameter, mostly tensors
     step: int = 0
-    position: Mapping[str, int] | None = None  # position in the data, if a loader has one
     random: Tensor = field(default_factory=torch.get_rng_state)
 
     def named(self) -> dict[str, Tensor]:

@@ -107,7 +107,7 @@ def predict_images(asked: PredictSettings, world: World | None = None) -> tuple[
             logits=asked.logits, preprocess=zoo.preprocess or "",
         )  # fmt: skip
         if not asked.resume:
-            check_replaceable(asked.output, len(chosen))
+            check_replaceable(asked.output)
         more = [name for name, on in (("top", asked.top), ("logits", asked.logits)) if on]
         with PredictionFile(asked.output, resume=asked.resume, columns=(*COLUMNS, *more)) as file:
             _check_done(file, chosen)

@@ -129,7 +129,7 @@ class PredictionRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """The run that wrote a prediction file, saved next to it as FILE.run.json and compared on `--resume`.
 
     `weights` is the fingerprint of the model's tensors, `runtimes` the runtimes of its stages. `num_images` is the
-    number of rows of the finished file, which a resumed run may change; None in records of earlier versions. `top`,
+    number of rows of the finished file, which a resumed run may change. `top`,
     `logits` and `preprocess` are the options of these names.
     """
 
@@ -138,16 +138,16 @@ class PredictionRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     weights: str
     images: str
     runtimes: list[str]
-    num_images: int | None = None
+    num_images: int
     top: int = 0
     logits: bool = False
     preprocess: str = ""
 
 
-def check_replaceable(path: Path, num_images: int) -> None:
+def check_replaceable(path: Path) -> None:
     """Raise `UsageError` if a run without `--resume` would overwrite an unfinished file of predictions.
 
-    Finished and other files may be replaced. `num_images` is assumed if the record has no number.
+    Finished and other files may be replaced.
     """
     if not path.is_file() or is_stdout(path):
         return
@@ -156,11 +156,10 @@ def check_replaceable(path: Path, num_images: int) -> None:
         rows, _ = _complete_rows(path, is_csv=_is_csv(path))
     except (OSError, ValueError, csv.Error, msgspec.MsgspecError, RecursionError):
         return
-    expected = record.num_images or num_images
-    if 0 < len(rows) < expected:
+    if 0 < len(rows) < record.num_images:
         raise UsageError(
-            f"{path} already holds {len(rows)} of {expected} predictions; continue with --resume, or choose another "
-            "--output"
+            f"{path} already holds {len(rows)} of {record.num_images} predictions; continue with --resume, or "
+            "choose another --output"
         )
 
 

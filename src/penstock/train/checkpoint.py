@@ -114,14 +114,10 @@ def _write(
     between, and the parts would not match.
     """
     states: list[TrainState] = []
-    trained = next((loader for loader in loaders if loader.was_trained), loaders[-1] if loaders else None)
 
     def write() -> dict[str, Any]:
         named = NamedOptimizer(trainer.tensors, *_each(optimizers))
-        state = TrainState(
-            tensors=_saved_tensors(trainer), slots=named.slots(), step=trainer.step,
-            position=trained.state() if trained is not None else None,
-        )  # fmt: skip
+        state = TrainState(tensors=_saved_tensors(trainer), slots=named.slots(), step=trainer.step)
         states[:] = [state]
         # encoded before anything is written
         scalars, groups = encode(state.scalars(), "the optimizer's state"), named.groups(_each(schedulers))
@@ -137,6 +133,7 @@ def _write(
             "places": {name: stage for stage, tensors in own.items() for name in tensors},
             "scalars": scalars, "groups": groups, "schedules": schedules,
             "loaders": [loader.state() for loader in loaders],
+            "trained": [number for number, loader in enumerate(loaders) if loader.was_trained],
         }  # fmt: skip
 
     return trainer.together(write), states[0]
@@ -173,10 +170,8 @@ def load_checkpoint(
         ):
             wanted[name].copy_(tensor)
     trainer.step = state.step
-    load_schedulers(_each(schedulers), index.all_schedulers(), groups)
-    # an earlier format has the position of a single loader
-    found = index.loaders if index.loaders is not None else [index.loader] if index.loader is not None else []
-    for loader, place in zip(loaders if index.loaders is not None else loaders[-1:], found, strict=False):
+    load_schedulers(_each(schedulers), index.schedulers, groups)
+    for loader, place in zip(loaders, index.loaders, strict=False):
         loader.resume({"epoch": place.epoch, "position": place.position})
     torch.set_rng_state(state.random)
     if trainer.survivors is not None:
@@ -201,7 +196,7 @@ def _find_groups(
 
 def _check_schedulers(folder: Path, index: CheckpointIndex, schedulers: Any) -> None:
     """Raise `UsageError` unless there are as many schedulers as were saved, or none is given."""
-    given, kept = len(_each(schedulers)), len(index.all_schedulers())
+    given, kept = len(_each(schedulers)), len(index.schedulers)
     if given and given != kept:
         raise UsageError(
             f"the checkpoint {folder} was written with {kept or 'no'} scheduler{'s' * (kept > 1)}, and {given} "
@@ -234,17 +229,18 @@ def _index(
     trainer: Trainer, state: TrainState, gathered: Sequence[Mapping[str, Any]], elastic: dict[str, Any] | None,
     save: str,
 ) -> CheckpointIndex:  # fmt: skip
-    schedules, loaders = gathered[FEEDER]["schedules"], gathered[FEEDER]["loaders"]
+    first = gathered[FEEDER]
+    loaders = [DataPosition(**loader) for loader in first["loaders"]]
+    # the last one, if none was trained on
+    trained = next(iter(first["trained"]), len(loaders) - 1) if loaders else None
     return CheckpointIndex(
         model=trainer.captured.graph.model, step=state.step, num_stages=trainer.placed.num_stages,
         num_replicas=len(trainer.grid.replicas), places=_merged(gathered, "places"),
         shapes={name: (dtype, shape) for name, (dtype, shape) in _merged(gathered, "shapes").items()},
         scalars=_merged(gathered, "scalars"), groups=merged(document["groups"] for document in gathered),
-        scheduler=schedules[0] if schedules else None,
-        loader=DataPosition(**state.position) if state.position is not None else None,
+        schedulers=first["schedules"], loaders=loaders, trained=trained,
         random=base64.b64encode(state.random.numpy().tobytes()).decode(), files=_merged(gathered, "files"),
-        elastic=elastic, loaders=[DataPosition(**loader) for loader in loaders],
-        more_schedulers=schedules[1:], save=save,
+        elastic=elastic, save=save,
     )  # fmt: skip
 
 
@@ -319,7 +315,7 @@ def _check_shapes(folder: Path, index: CheckpointIndex, tensors: Mapping[str, Te
 def _check_names(trainer: Trainer, places: Mapping[str, str]) -> None:
     saved = {name.removeprefix("model/") for name in places if name.startswith("model/")}
     here = {s.source for part in trainer.parts for s in part.program.states if s.kind != "constant"}
-    # tensors that no stage uses are optional: earlier versions omitted them, and frozen layers use fewer tensors
+    # tensors that no stage uses are optional: frozen layers use fewer tensors
     known = {*trainer.captured.unused, *(state.source for state in trainer.captured.graph.states)}
     missing, more = sorted(here - saved), sorted(saved - here - known)
     if missing or more:

@@ -51,8 +51,8 @@ class OptimizerGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     settings: dict[str, Any]
     names: list[str]
-    place: Place = 0
-    schedules: dict[str, Any] = msgspec.field(default_factory=dict)
+    place: Place
+    schedules: dict[str, Any]
 
 
 class DataPosition(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -66,11 +66,10 @@ class CheckpointIndex(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """The content of `checkpoint.json`.
 
     `places` has the stage folder of each tensor and `shapes` its dtype and shape; `scalars` are an optimizer's
-    non-tensor values, by parameter. `loader` is the position in the data that was trained on, `loaders` the positions
-    of all loaders in the order of their creation. `files` is the size in bytes of each file; earlier checkpoints lack
-    it. `save` is the name of the save, repeated in the header of each file, so that two runs that write to one folder
-    never mistake each other's files for their own. `elastic` is the state of an elastic training run, absent in other
-    runs.
+    non-tensor values, by parameter. `loaders` are the positions in the data of all loaders in the order of their
+    creation, and `trained` is the index of the one that was trained on, None without loaders. `files` is the size in
+    bytes of each file. `save` is the name of the save, repeated in the header of each file, so that two runs that write
+    to one folder never mistake each other's files for their own. `elastic` is the state of an elastic training run.
     """
 
     format: Literal["penstock-checkpoint"] = "penstock-checkpoint"
@@ -83,18 +82,13 @@ class CheckpointIndex(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     shapes: dict[TensorName, tuple[str, list[Place]]]
     scalars: dict[str, dict[str, Any]]
     groups: list[OptimizerGroup]
-    scheduler: dict[str, Any] | None
-    loader: DataPosition | None
+    schedulers: list[dict[str, Any]]
+    loaders: list[DataPosition]
+    trained: Place | None
     random: str
-    files: dict[StageFile, Place] | None = None
-    elastic: dict[str, Any] | None = None
-    loaders: list[DataPosition] | None = None
-    more_schedulers: list[dict[str, Any]] = msgspec.field(default_factory=list)
-    save: str | None = None
-
-    def all_schedulers(self) -> list[dict[str, Any]]:
-        """Return the states of all schedulers."""
-        return [self.scheduler, *self.more_schedulers] if self.scheduler is not None else []
+    files: dict[StageFile, Place]
+    elastic: dict[str, Any] | None
+    save: str
 
     def random_state(self) -> torch.Tensor:
         """Return the random state; raises `ValueError` if it is not valid."""
@@ -107,10 +101,7 @@ class CheckpointIndex(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 def write_index(folder: Path, index: CheckpointIndex) -> None:
     """Replace an earlier index atomically; raises `OSError` on failure."""
-    fields = msgspec.to_builtins(index)
-    if index.elastic is None:
-        del fields["elastic"]  # absent unless the run is elastic
-    text = json.dumps(fields, indent=1)
+    text = json.dumps(msgspec.to_builtins(index), indent=1)
     with written_whole(folder / INDEX) as file:
         file.write(text.encode())
 
@@ -125,7 +116,7 @@ def read_index(folder: Path) -> CheckpointIndex:
         # not msgspec's decoder: settings may hold infinities, which only Python's decoder accepts
         index = msgspec.convert(json.loads(path.read_bytes()), CheckpointIndex)
         index.random_state()
-        decode([index.all_schedulers(), index.scalars, [[each.settings, each.schedules] for each in index.groups]])
+        decode([index.schedulers, index.scalars, [[each.settings, each.schedules] for each in index.groups]])
         _check_names(index)
     except FileNotFoundError:
         raise ModelError(f"{folder} holds no complete checkpoint: {INDEX} not found; check the path") from None
@@ -149,6 +140,8 @@ def _check_names(index: CheckpointIndex) -> None:
     for group in index.groups:
         if "params" in group.settings:
             raise ValueError("a group's settings must not contain 'params'")
+    if index.trained is not None and index.trained >= len(index.loaders):
+        raise ValueError(f"trained must be the index of one of {len(index.loaders)} loaders; got {index.trained}")
 
 
 _FILE = "model.safetensors"
@@ -210,7 +203,7 @@ class StageFiles:
         self._stages: dict[str, FileWeights] = {}
 
     def save(self, name: str) -> str | None:
-        """Return the name of the save that wrote a tensor's file; None for files of an earlier version."""
+        """Return the name of the save that wrote a tensor's file; None if it names none."""
         with self._explained(name):
             return self._stage(name).metadata.get(_SAVE)
 
@@ -254,7 +247,7 @@ def check_whole(folder: Path, index: CheckpointIndex) -> None:
         if files.shape(name) != index.shapes[name][1]:
             raise damaged(folder, stage, f"{name} not found with the shape {index.shapes[name][1]}")
     for stage, name in {stage: name for name, stage in index.places.items()}.items():
-        if index.save is not None and files.save(name) != index.save:
+        if files.save(name) != index.save:
             raise damaged(
                 folder, stage, "it belongs to another save; probably two runs wrote to one folder at the same time"
             )
@@ -266,7 +259,7 @@ def damaged(folder: Path, stage: str, reason: str) -> ModelError:
 
 
 def _check_sizes(folder: Path, stage: str, index: CheckpointIndex) -> None:
-    for file, num_bytes in (index.files or {}).items():
+    for file, num_bytes in index.files.items():
         if file.startswith(f"{stage}/") and (found := (folder / file).stat().st_size) != num_bytes:
             raise ValueError(f"{file} has {found} bytes of {num_bytes}")
 

@@ -107,8 +107,6 @@ def restore_settings(group: dict[str, Any], settings: Mapping[str, Any]) -> None
     """Set an optimizer group's settings from JSON values."""
     for key, value in settings.items():
         now, found = group.get(key), decode(value)
-        if isinstance(found, list) and isinstance(now, tuple):  # earlier versions wrote tuples as lists
-            found = tuple(found)
         if isinstance(now, Tensor):
             found = torch.as_tensor(found, dtype=now.dtype, device=now.device)
         group[key] = found

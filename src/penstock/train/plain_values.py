@@ -84,10 +84,7 @@ def _encode_other(value: Any, name: str) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """Decode the result of `encode`; plain JSON, as written by earlier versions, is unchanged.
-
-    Raises `ValueError` for an unknown type.
-    """
+    """Decode the result of `encode`; raises `ValueError` for an unknown type."""
     if isinstance(value, list):
         return [decode(each) for each in value]
     if not isinstance(value, Mapping):

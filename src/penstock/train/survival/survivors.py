@@ -288,7 +288,7 @@ class Survivors:
         try:
             index = read_index(folder)
             load_checkpoint(trainer, folder, trainer.optimizers, trainer.schedulers)
-            place = index.loader
+            place = index.loaders[index.trained] if index.trained is not None else None
             batch.loader.rewind((place.epoch, place.position) if place is not None else (0, 0))
             for parameter in trainer.tensors.parameters.values():
                 parameter.grad = None

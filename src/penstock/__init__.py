@@ -28,10 +28,8 @@ if TYPE_CHECKING:
     from penstock.graph.capture import capture
     from penstock.pipe import Pipe
     from penstock.pipeline import Pipeline
-    from penstock.stream.bundled import BundledPipeline
 
 _HOMES = {
-    "BundledPipeline": "penstock.stream.bundled",
     "DeviceLost": "penstock.errors",
     "Generator": "penstock.generate.generator",
     "PenstockError": "penstock.errors",
@@ -44,7 +42,7 @@ _HOMES = {
     "split": "penstock.deploy.split",
 }
 __all__ = [
-    "BundledPipeline", "DeviceLost", "Generator", "PenstockError", "Pipe", "Pipeline", "RunError", "SplitModel",
+    "DeviceLost", "Generator", "PenstockError", "Pipe", "Pipeline", "RunError", "SplitModel",
     "UsageError", "__version__", "capture", "split",
 ]  # fmt: skip
 

@@ -10,7 +10,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 import torch
 from torch import nn
 
-from penstock.deploy.run_options import CutOptions, ModelCall, RunOptions, SurvivalOptions
+from penstock.deploy.run_options import Bundle, CutOptions, ModelCall, RunOptions, SurvivalOptions
 from penstock.elastic.elastic_training import ElasticTraining
 from penstock.elastic.options import ElasticOptions
 from penstock.engine.observer import StreamReport
@@ -201,6 +201,30 @@ class Pipeline:
         else:
             self._pipe = start_streaming(world)
 
+    @classmethod
+    def from_bundle(
+        cls, folder: str | Path, *, threads: int | None = None, device: str | torch.device = "cpu",
+        between_gpus: str = "gloo",
+    ) -> "Pipeline":  # fmt: skip
+        """Stream through the stages of a bundle: every machine reads its own part and does not need the model's source.
+
+        Started alone it starts one worker per device of the bundle's plan; under torchrun it joins the processes of the
+        hosts. Inputs and outputs are the model's tensors in order, without names: each output is a list. The arguments
+        are as for `Pipeline`.
+
+        Example:
+            with penstock.Pipeline.from_bundle("bundle") as pipe:
+                for (logits,) in pipe.stream(images.split(1)):
+                    print(logits.argmax().item())
+
+        Raises `ProgramError` if a part is damaged or of another plan, `PlanError` if the run's hosts are not the plan's
+        devices.
+        """
+        pipe = cls.__new__(cls)
+        run = RunOptions(threads=threads, device=str(device), between_gpus=between_gpus)
+        pipe._pipe = StreamingPipeline(ModelCall(model=Bundle(Path(folder).absolute())), CutOptions(), run)
+        return pipe
+
     @property
     def _training(self) -> TrainingPipeline:
         if isinstance(self._pipe, TrainingPipeline):
@@ -265,7 +289,8 @@ class Pipeline:
         Example:
             scores = pipe(images, microbatch_size=2)
 
-        Raises `UsageError` for an empty batch, and for an output without a batch dimension to concatenate.
+        Raises `UsageError` for an empty batch, for an output without a batch dimension to concatenate, and for several
+        microbatches of a bundle, which does not show whether rows depend on each other.
         """
         if isinstance(self._pipe, TrainingPipeline):
             return self._pipe(*args, **kwargs)

@@ -146,7 +146,7 @@ def test_a_bundle_runs_without_the_model_s_source(penstock: Run, planned: Path) 
     torch.set_num_threads(1)
     try:
         images = [torch.randn(2, 3, 32, 32) for _ in range(5)]
-        with library.BundledPipeline(folder, threads=1) as pipe, torch.no_grad():
+        with library.Pipeline.from_bundle(folder, threads=1) as pipe, torch.no_grad():
             for image, (result,) in zip(images, pipe.stream(images), strict=True):
                 assert torch.equal(result, module(image))
     finally:

@@ -75,13 +75,17 @@ def test_a_part_has_its_own_weights_and_no_others(bundle: tuple[nn.Module, Plan,
 def test_it_runs_from_the_parts_bit_for_bit(bundle: tuple[nn.Module, Plan, Path]) -> None:
     model, _, folder = bundle
     inputs = [torch.randn(1 + index % ROWS, 3, 32, 32) for index in range(9)]
-    with penstock.BundledPipeline(folder, threads=1) as pipe, torch.no_grad():
+    with penstock.Pipeline.from_bundle(folder, threads=1) as pipe, torch.no_grad():
         for x, (result,) in zip(inputs, pipe.stream(inputs), strict=True):
             assert torch.equal(result, model(x))
-        with pytest.raises(UsageError, match="1 tensors; got 2"):
+        with pytest.raises(UsageError, match="1 positional inputs but called with 2"):
             list(pipe.stream([(inputs[0], inputs[0])]))
         with pytest.raises(UsageError, match="the plan's"):
             list(pipe.stream([torch.randn(ROWS + 1, 3, 32, 32)]))
+        (result,) = pipe(inputs[1], microbatch_size=ROWS)
+        assert torch.equal(result, model(inputs[1]))
+        with pytest.raises(UsageError, match="2 rows cannot be cut"):
+            pipe(inputs[1], microbatch_size=1)
 
 
 def test_a_part_of_another_plan_is_refused(bundle: tuple[nn.Module, Plan, Path]) -> None:
@@ -101,7 +105,7 @@ def test_a_changed_file_is_refused(bundle: tuple[nn.Module, Plan, Path], name: s
     # and a run says so, from the worker that found it
     with (
         pytest.raises(PenstockError, match=name),
-        penstock.BundledPipeline(folder, threads=1) as pipe,
+        penstock.Pipeline.from_bundle(folder, threads=1) as pipe,
     ):
         list(pipe.stream([torch.randn(1, 3, 32, 32)]))
 

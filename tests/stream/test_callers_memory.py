@@ -52,7 +52,7 @@ def different(num: int = NUM) -> list[Tensor]:
     return [torch.randn(2, WIDTH, generator=generator) for _ in range(num)]
 
 
-def check(pipe: Pipeline | penstock.BundledPipeline, model: nn.Module) -> None:
+def check(pipe: Pipeline, model: nn.Module) -> None:
     """Stream from one buffer that is filled again and again, and write into every output."""
     inputs = different()
     with torch.no_grad():
@@ -175,7 +175,7 @@ def test_from_a_bundle(tmp_path: Path) -> None:
     model = passing()
     graph, plan = planned(model, 2, 1)
     write_bundle(tmp_path, graph, plan, partial(load_state, graph, weights=ModuleWeights(model)))
-    with penstock.BundledPipeline(tmp_path, threads=1) as pipe:
+    with Pipeline.from_bundle(tmp_path, threads=1) as pipe:
         check(pipe, model)
 
 

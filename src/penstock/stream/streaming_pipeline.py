@@ -240,6 +240,11 @@ class StreamingPipeline:
         rows = sizes.get("batch", 1)
         if not rows:
             raise UsageError("the batch is empty; give it at least one row")
+        if rows > microbatch_size and self._bundle is not None:
+            raise UsageError(
+                f"a bundle does not show whether rows of a batch are independent, so {rows} rows cannot be cut into "
+                "microbatches; call stream() with inputs of as many rows as the plan has"
+            )
         if rows > microbatch_size:
             check_rows(
                 self.graph, sizes,

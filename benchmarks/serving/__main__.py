@@ -109,7 +109,8 @@ def measured(within: list[str], clients: int) -> dict[str, Any]:
     first = sorted(answer["came_s"][0] for answer in good)
     gaps = sorted(b - a for answer in good for a, b in pairwise(answer["came_s"]))
     return {
-        "clients": clients, "requests": len(bodies), "errors": [answer["error"] for answer in said["answers"] if "error" in answer],
+        "clients": clients, "requests": len(bodies),
+        "errors": [answer["error"] for answer in said["answers"] if "error" in answer],
         "requests_per_s": round(len(good) / said["seconds"], 4),
         "tokens_per_s": round(sum(len(answer["came_s"]) for answer in good) / said["seconds"], 2),
         "first_p50_s": round(statistics.median(first), 3), "first_p99_s": round(_part(first, 0.99), 3),

@@ -5,10 +5,8 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-import sympy
 import torch
 from torch import nn
-from torch.utils._sympy import functions
 
 # held during captures, which turn mkldnn, cudnn and nnpack off, and while torch settings are read
 EXPORTING = threading.RLock()
@@ -51,6 +49,9 @@ def ordered_multiples() -> Iterator[None]:
     Otherwise torch.export guards on this where it compares strides, and refuses other lengths for a model whose heads
     share keys, such as Llama. Hold `EXPORTING`.
     """
+    import sympy  # only captures need it
+    from torch.utils._sympy import functions
+
     base: Any = functions.MinMaxBase
     if hasattr(base, "_collapse_known_multiplicative_terms"):
         yield

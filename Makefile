@@ -6,14 +6,18 @@ BIN := .venv/bin
 
 setup: .venv/.ready
 
-# PIP_ARGS: further arguments of pip install
-.venv/.ready: pyproject.toml constraints.txt
+# PIP_ARGS: further arguments of pip install; uv is there for PyTorch's CPU build, and pip does without it
+.venv/.demo: EXTRAS := vision,data
+.venv/.ready: EXTRAS := dev
+.venv/.demo .venv/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python src/penstock/cluster/install.py $(CURDIR)/.venv --constraint constraints.txt $(PIP_ARGS) --editable '.[dev]'
-	touch $@
+	-$(BIN)/python -m pip install --quiet --only-binary uv --constraint constraints.txt uv
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python src/penstock/cluster/install.py $(CURDIR)/.venv \
+		--constraint constraints.txt $(PIP_ARGS) --editable '.[$(EXTRAS)]'
+	touch .venv/.demo $@
 
-demo: setup
+demo: .venv/.demo
 	$(BIN)/penstock demo
 
 test: check

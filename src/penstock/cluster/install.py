@@ -5,8 +5,8 @@
                                    PyTorch comes from
     an NVIDIA GPU                  the usual index
     no GPU, and uv is installed    PyTorch's own index of CPU builds, by uv's --torch-backend
-    neither, on 64-bit ARM         the usual index, in the last version that has a CPU build there
-    neither, elsewhere             the usual index, with its CUDA libraries
+    no such index, on 64-bit ARM   the usual index, in the last version that has a CPU build there
+    no such index, elsewhere       the usual index, with its CUDA libraries
 
 Run by a machine's own Python before any other check, so it needs only the standard library.
 """
@@ -53,6 +53,8 @@ def main(environment: str, wanted: list[str]) -> str:
             return "PyTorch's CPU build, from its own index by uv: this machine has no NVIDIA GPU"
         why = f"uv could not take the CPU build ({(done.stderr.strip().splitlines() or ['no reason'])[-1][:200]})"
     if not is_arm():
+        if not _has_torch(python):
+            _check_room(environment, CUDA_BYTES)
         _run([*pip, *wanted])
         return f"PyTorch with its CUDA libraries, though this machine has no NVIDIA GPU: {why}"
     with tempfile.TemporaryDirectory() as folder:

@@ -28,14 +28,14 @@ _LEAVE_OUT = re.compile(r"\bleave\b[^.;]{0,90}?\bout\b")
 ROOMS: dict[str, tuple[int, int]] = {
     "bench": (711, 6),
     "cli": (3135, 26),  # +185: paths at home, preparation of images, paths read and written, full output
-    "cluster": (3103, 24),
+    "cluster": (3105, 24),
     "compress": (988, 7),
     "deploy": (2009, 15),
     "elastic": (2223, 15),
     "engine": (2721, 17),
     "generate": (2202, 14),  # +147: rotary factors and windows by row; inputs as of model.generate
     "graph": (5099, 36),  # +840: changes of the live module, random draws, steps of decoders
-    "group": (3058, 18),  # +120: mpirun's and wrong variables, ranks that wait, calls that failed, folders left
+    "group": (3067, 18),  # +120: mpirun's and wrong variables, ranks that wait, calls that failed, folders left
     "measure": (1131, 8),
     "modules": (2200, 17),  # +306: random states; Pipe; outputs: standard, inputs, locked
     "plan": (4788, 29),
@@ -76,7 +76,7 @@ OPTIONS = {
 }
 
 TOTALS = {
-    "lines of src": 64466,  # +5,213: silent faults of scripts, text, folders and files; own classifiers
+    "lines of src": 64477,  # +5,213: silent faults of scripts, text, folders and files; own classifiers
     "files of src": 442,  # +29
     "lines of tests": 42230,  # +5,122: silent faults of scripts, text, folders and files; own classifiers
     "lines of benchmarks": 8747,  # +150: every decoder of transformers

@@ -94,11 +94,11 @@ def describe_wait(current: Mapping[int, str], waiting: Mapping[int, bool], names
     'rank 0 (desk) is in train_step and waits for rank 1 (board)'
     """
     waits = next((rank for rank, call in sorted(current.items()) if call and waiting[rank]), None)
-    absent = [f"rank {rank} ({names[rank]})" for rank, call in sorted(current.items()) if not call]
+    absent = [_named(rank, names) for rank, call in sorted(current.items()) if not call]
     if waits is None or not absent:
         return None
     name = _method(current[waits]).partition(" ")[2]
-    return f"rank {waits} ({names[waits]}) is in {name} and waits for {' and '.join(absent)}"
+    return f"{_named(waits, names)} is in {name} and waits for {' and '.join(absent)}"
 
 
 def named_after(method: str, error: BaseException | None) -> str:
@@ -122,6 +122,15 @@ def mismatch(rank: int, name: str, other: int, others: str, names: Sequence[str]
         if why := call.partition(_AFTER)[2]:
             return f"{names[failed]}: {why}"
     return (
-        f"rank {rank} ({names[rank]}) calls {name} where rank {other} ({names[other]}) calls {others} (call {number} "
-        f"of each): {ADVICE}"
+        f"{_named(rank, names)} calls {name} where {_named(other, names)} calls {others} (call {number} of each): "
+        f"{ADVICE}"
     )
+
+
+def _named(rank: int, names: Sequence[str]) -> str:
+    """Return a rank with its name, which may begin with the rank.
+
+    >>> _named(1, ["", "desk"]), _named(1, ["", "rank 1 on desk"])
+    ('rank 1 (desk)', 'rank 1 on desk')
+    """
+    return names[rank] if names[rank].startswith(f"rank {rank} ") else f"rank {rank} ({names[rank]})"

@@ -27,8 +27,8 @@ _LEAVE_OUT = re.compile(r"\bleave\b[^.;]{0,90}?\bout\b")
 # lines and files of each room
 ROOMS: dict[str, tuple[int, int]] = {
     "bench": (711, 6),
-    "cli": (3135, 26),  # +185: paths at home, preparation of images, paths read and written, full output
-    "cluster": (3105, 24),
+    "cli": (3139, 26),  # +185: paths at home, preparation of images, paths read and written, full output
+    "cluster": (3106, 24),
     "compress": (988, 7),
     "deploy": (2009, 15),
     "elastic": (2223, 15),
@@ -76,15 +76,15 @@ OPTIONS = {
 }
 
 TOTALS = {
-    "lines of src": 64477,  # +5,213: silent faults of scripts, text, folders and files; own classifiers
+    "lines of src": 64482,  # +5,213: silent faults of scripts, text, folders and files; own classifiers
     "files of src": 442,  # +29
-    "lines of tests": 42230,  # +5,122: silent faults of scripts, text, folders and files; own classifiers
+    "lines of tests": 42248,  # +5,122: silent faults of scripts, text, folders and files; own classifiers
     "lines of benchmarks": 8747,  # +150: every decoder of transformers
     "keyword arguments of Pipeline": 26,
     "public names": 11,
     "leave … out messages": 84,  # +6: devices, adapters and options that cannot be combined
     "class names used twice": 28,
-    "fmt: skip": 616,  # +50
+    "fmt: skip": 615,  # +50
     "nouns on the walk of a microbatch": 58,
     "nouns on the walk of a gradient": 50,
 }

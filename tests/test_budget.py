@@ -78,7 +78,7 @@ OPTIONS = {
 TOTALS = {
     "lines of src": 64482,  # +5,213: silent faults of scripts, text, folders and files; own classifiers
     "files of src": 442,  # +29
-    "lines of tests": 42248,  # +5,122: silent faults of scripts, text, folders and files; own classifiers
+    "lines of tests": 42243,  # +5,122: silent faults of scripts, text, folders and files; own classifiers
     "lines of benchmarks": 8747,  # +150: every decoder of transformers
     "keyword arguments of Pipeline": 26,
     "public names": 11,

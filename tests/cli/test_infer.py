@@ -320,13 +320,8 @@ def test_an_unfinished_file_is_not_replaced(penstock: Run, photos: Path, tmp_pat
     unfinished = output.read_bytes()[:-3]
     output.write_bytes(unfinished)
     assert "already holds 6 of 7 predictions" in penstock(*arguments)[2]
-    record = tmp_path / f"{name}.run.json"
-    fields = json.loads(record.read_text())
-    del fields["num_images"]  # as an earlier version has written it
-    record.write_text(json.dumps(fields))
-    assert "already holds 6 of 7 predictions" in penstock(*arguments)[2]
     assert output.read_bytes() == unfinished
-    record.unlink()
+    (tmp_path / f"{name}.run.json").unlink()
     assert penstock(*arguments)[0] == 0
 
 

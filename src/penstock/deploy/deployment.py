@@ -148,7 +148,7 @@ def deploy_pipeline(
         if tracer is not None:
             tracer.follow(own, index)
     except TransportError as error:
-        raise world.explain(error) from error
+        world.raise_cause(error)
     counters, depth = Counters(), job.options.depth
     pipeline = DeployedPipeline(
         world, job, programs[0][0].symbols, tuple(order),

@@ -235,7 +235,7 @@ def finish_stream(pipeline: DeployedPipeline) -> list[StageReport]:
         try:
             pipeline.traces = pipeline.tracer.gather(pipeline.job.holders)
         except TransportError as error:
-            raise pipeline.world.explain(error) from error
+            pipeline.world.raise_cause(error)
     return reports
 
 

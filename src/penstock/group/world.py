@@ -9,7 +9,7 @@ import warnings
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import msgspec
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -127,6 +127,11 @@ class World:
         self.health.report(error)
         return error
 
+    def raise_cause(self, error: TransportError) -> NoReturn:
+        """Raise the cause of a transport error, without the traceback of the error, which is only a symptom."""
+        cause = self.explain(error)
+        raise cause from cause.__cause__
+
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:
         """Replace a `TransportError` by its cause, and report other errors to all ranks, so that none hangs.
@@ -136,8 +141,7 @@ class World:
         try:
             yield
         except TransportError as error:
-            reason = self.explain(error)
-            raise reason from reason.__cause__  # the broken connection is only a symptom
+            self.raise_cause(error)
         except Exception as error:
             if not getattr(error, "everywhere", False):
                 self.health.report(error)

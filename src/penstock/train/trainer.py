@@ -69,7 +69,7 @@ class Trainer:
             try:
                 direct = device if go_direct(world, range(world.transport.size), device) else None
             except TransportError as error:
-                raise world.explain(error) from error
+                world.raise_cause(error)
         metered = world.transport
         self.transport = metered if isinstance(metered, MeteredTransport) else MeteredTransport(metered)
         self.world = world if metered is self.transport else dataclasses.replace(world, transport=self.transport)

@@ -6,24 +6,18 @@ BIN := .venv/bin
 
 setup: .venv/.ready
 
-# PIP_ARGS: further arguments of pip install
-INSTALL = $(BIN)/python src/penstock/cluster/install.py $(CURDIR)/.venv --constraint constraints.txt $(PIP_ARGS) --editable
-
-.venv/.ready: pyproject.toml constraints.txt
-	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(INSTALL) '.[dev]'
-	touch $@
-
-# only what the demo needs, by uv, which knows PyTorch's CPU build; without uv, pip does it
-.venv/.demo: pyproject.toml constraints.txt
+# PIP_ARGS: further arguments of pip install; uv is there for PyTorch's CPU build, and pip does without it
+.venv/.demo: EXTRAS := vision,data
+.venv/.ready: EXTRAS := dev
+.venv/.demo .venv/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	-$(BIN)/python -m pip install --quiet --only-binary uv --constraint constraints.txt uv
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(INSTALL) '.[vision,data]'
-	touch $@
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python src/penstock/cluster/install.py $(CURDIR)/.venv \
+		--constraint constraints.txt $(PIP_ARGS) --editable '.[$(EXTRAS)]'
+	touch .venv/.demo $@
 
-demo: $(if $(wildcard .venv/.ready),setup,.venv/.demo)
+demo: .venv/.demo
 	$(BIN)/penstock demo
 
 test: check

@@ -159,21 +159,16 @@ def contents(folder: Path) -> dict[str, Any]:
         name = _AGAIN.sub(r"\1", str(path.relative_to(folder)))
         if path.suffix == ".safetensors":
             found[name] = load_file(path)
-        elif path.suffix in {".json", ".jsonl"}:
-            lines = path.read_text().splitlines() if path.suffix == ".jsonl" else [path.read_text()]
-            # a step after the last checkpoint is run again; the last line of a step holds
-            found[name] = {str(_key(json.loads(line))): timeless(json.loads(line)) for line in lines}
+        elif path.suffix == ".json":
+            found[name] = timeless(json.loads(path.read_text()))
+        elif path.suffix == ".jsonl":
+            lines = [timeless(json.loads(line)) for line in path.read_text().splitlines()]
+            # a step after the last checkpoint is run again, and its last line holds; each answer has one line
+            again = {(line["kind"], line["step"]): line for line in lines if "kind" in line}
+            found[name] = again or lines
         else:
             found[name] = path.read_bytes()
     return found
-
-
-def _key(line: Any) -> Any:
-    return (
-        [line.get(name) for name in ("kind", "step", "epoch", "rank", "index", "prompt")]
-        if isinstance(line, dict)
-        else 0
-    )
 
 
 def timeless(value: Any) -> Any:

@@ -232,8 +232,9 @@ SLOW = {
     f"split {TINY}": (["w.safetensors"], ["--json"]),
 }  # fmt: skip
 QUICK = {
-    "plan": (["profile.json", "cluster.toml"], ["-o", "--json"]), "convert": (["a.pth"], ["-o", "--json"]),
-    "schedule": (["mine.json"], ["--json"]), "keys new": ([], [""]), "lab init --force": ([], ["-o", "--json"]),
+    "plan profile.json cluster.toml": (["profile.json", "cluster.toml"], ["-o", "--json"]),
+    "convert a.pth": (["a.pth"], ["-o", "--json"]), "schedule mine.json": (["mine.json"], ["--json"]),
+    "keys new": ([], [""]), "lab init --force": ([], ["-o", "--json"]),
 }  # fmt: skip
 
 
@@ -252,17 +253,16 @@ def test_every_input_is_unchanged_whatever_the_outputs_are(
 def test_every_input_of_a_slow_verb_is_unchanged(
     around: Path, penstock: Run, monkeypatch: pytest.MonkeyPatch, command: str, outputs: list[str]
 ) -> None:
-    inputs, options = SLOW[command]
-    named = [f"{name}{index}" if name == "fresh" else name for index, name in enumerate(outputs)]
-    status = check_unchanged(around, penstock, monkeypatch, command, inputs, options, named, named=True)
+    names = [f"{name}{index}" if name == "fresh" else name for index, name in enumerate(outputs)]
+    status = check_unchanged(around, penstock, monkeypatch, command, *SLOW[command], names)
     assert status == 0 or set(outputs) != {"fresh"}
 
 
 def check_unchanged(
-    around: Path, penstock: Run, monkeypatch: pytest.MonkeyPatch, verb: str, inputs: list[str], options: list[str],
-    outputs: list[str], *, named: bool = False,
+    around: Path, penstock: Run, monkeypatch: pytest.MonkeyPatch, command: str, inputs: list[str], options: list[str],
+    outputs: list[str],
 ) -> int:  # fmt: skip
-    """Run a verb in a copy of the folder, with outputs, and return its status; `named` if its words have the inputs."""
+    """Run a command in a copy of the folder, with outputs; return its status."""
     here = around.parent / "try"
     shutil.rmtree(here, ignore_errors=True)
     shutil.copytree(around, here, symlinks=True)
@@ -274,7 +274,7 @@ def check_unchanged(
     before = {name: (here / name).read_bytes() for name in inputs}
     pairs = zip(options, outputs, strict=False)
     words = [word for option, output in pairs for word in (option, output) if word]
-    status, _, err = penstock(*verb.split(), *([] if named else inputs), *words)
+    status, _, err = penstock(*command.split(), *words)
     assert status in (0, 1, 2)
     assert "Traceback" not in err
     assert {name: (here / name).read_bytes() for name in inputs} == before

@@ -10,7 +10,7 @@ from pathlib import Path
 from penstock.errors import OutOfMemory, RunError
 
 _CGROUPS = Path("/sys/fs/cgroup")
-_ADDRESSES = 2 * 2**30  # of threads, models and data beside torch's libraries
+_ADDRESSES = 2 * 2**30  # for threads, models and data, in addition to libraries
 
 
 def resident_bytes(pid: int | None = None) -> int | None:
@@ -58,7 +58,7 @@ def allowed_bytes() -> int:
 
 
 def check_addresses() -> None:
-    """Raise `RunError` if a limit on addresses (`ulimit -v`) leaves too few beside torch, which would then abort."""
+    """Raise `RunError` if the limit on addresses (`ulimit -v`) is too low for torch, which would abort the process."""
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     if limit == resource.RLIM_INFINITY:
         return

@@ -135,7 +135,7 @@ def _backlog(link: Link, holders: Holders, counted: Counted) -> int:
 
 
 class _Waits:
-    """Says which rank waits for which, while one is in a call and another runs the caller's own code."""
+    """Reports that a rank in a call waits for one outside of all calls, which may run the caller's own code."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
@@ -149,12 +149,12 @@ class _Waits:
             self._seen, self._since, self._tell_s = seen, now, TELL_S
         line = describe_wait({b.rank: b.call for b in beats}, {b.rank: not b.busy for b in beats}, self._names)
         if line is not None and (waited_s := now - self._since) >= self._tell_s:
-            note(f"{line}, outside of penstock for {waited_s:.0f} s: in its own code, or loading data")
+            note(f"{line}, which has run its own code or loaded data for {waited_s:.0f} s")
             self._tell_s = waited_s + _TELL_AGAIN_S
 
 
 class TrainingWatch:
-    """Reports progress with every heartbeat; on rank 0, also detects stalls and says who waits, in a thread.
+    """Reports progress with every heartbeat; on rank 0, a thread detects stalls and reports waits.
 
     Example:
         watch = TrainingWatch(world, transport, training_links(parts), grid.replicas, observer)

@@ -1,4 +1,4 @@
-"""Graph passes for models with caches: attention without copies, and no cut inside a norm or an attention.
+"""Models with caches: the buffers, attention without copies, and no cut inside a norm or an attention.
 
 Attention whose heads share keys and values reads them directly, without a copy for each head:
 
@@ -23,6 +23,10 @@ from torch import nn
 
 from penstock.graph.graph import Graph
 from penstock.graph.ops import Op, Ref
+
+_MARK = "penstock_caches"
+# inputs of a decoder with these names are the slots [B] and positions [B, S] at which keys and values are written
+ROWS, POSITIONS = "rows", "positions"
 
 _ATTENTION = "aten.scaled_dot_product_attention.default"
 _PRODUCTS = {"aten.linear.default", "aten.addmm.default", "aten.mm.default", "aten.matmul.default"}
@@ -124,11 +128,6 @@ def _follow(start: int, kinds: Sequence[set[str]], ops: Sequence[Op], near: Call
 
 def _kind(op: Op) -> str:
     return op.target.split(".")[1]
-
-
-_MARK = "penstock_caches"
-# inputs of a decoder with these names are the slots [B] and positions [B, S] at which keys and values are written
-ROWS, POSITIONS = "rows", "positions"
 
 
 def add_cache(module: nn.Module, name: str, *shape: int, dtype: torch.dtype = torch.float32) -> None:

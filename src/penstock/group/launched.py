@@ -1,4 +1,4 @@
-"""Rank, size and rendezvous of this process from the variables of its launcher: torchrun, Slurm or MPI."""
+"""Environment variables of a run; importable without torch. The launcher's are those of torchrun, Slurm or MPI."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from penstock.errors import UsageError
 from penstock.group.slurm import slurm_variables
 
+KEY = "PENSTOCK_KEY"  # the path of the run's key
+JOIN = "PENSTOCK_JOIN"  # the host and port of the training run that this process joins
+TRUSTED = "PENSTOCK_TRUSTED"  # the network is trusted: no note about a run without a key
 _NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # rank, size, and both on the own machine
 _OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
@@ -76,8 +79,3 @@ def _number(environment: Mapping[str, str], name: str, lowest: int, highest: int
             f"{name} must be a number, {limit}; got {environment[name]!r}; set it, or unset all of {', '.join(_NAMES)}"
         )
     return int(text)
-
-
-KEY = "PENSTOCK_KEY"  # the path of the run's key
-JOIN = "PENSTOCK_JOIN"  # the host and port of the training run that this process joins
-TRUSTED = "PENSTOCK_TRUSTED"  # the network is trusted: no note about a run without a key

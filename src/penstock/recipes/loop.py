@@ -229,7 +229,7 @@ class _Fit:
 
     def run(self) -> FitResult:
         """Train to the end; returns the result, the same on every process."""
-        epochs, validated = self._epochs, False
+        epochs = self._epochs
         try:
             unit, shown = self._task.unit, self._world.rank == FEEDER
             look = self._trainer.watch.stage_states if self._settings.live else None
@@ -237,7 +237,6 @@ class _Fit:
                 self._say = progress.say
                 if (unrecorded := self._unrecorded()) is not None:
                     self._finish(unrecorded)
-                    validated = True
                 elif self._settings.resume and self._settings.join is None:
                     self._keep_recorded()
                 while self._trainer.step < self._num_steps:
@@ -253,7 +252,7 @@ class _Fit:
         return FitResult(
             settings=self._settings, num_processes=self._world.transport.size, epochs=epochs,
             new_tensors=list(self._task.new_tensors),
-            trained=validated or self._first < self._num_steps,
+            trained=unrecorded is not None or self._first < self._num_steps,
         )  # fmt: skip
 
     def _recorded(self) -> list[EpochResult]:

@@ -129,8 +129,8 @@ class PredictionRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """The run that wrote a prediction file, saved next to it as FILE.run.json and compared on `--resume`.
 
     `weights` is the fingerprint of the model's tensors, `runtimes` the runtimes of its stages. `num_images` is the
-    number of rows of the finished file, which a resumed run may change. `top`,
-    `logits` and `preprocess` are the options of these names.
+    number of rows of the finished file, which a resumed run may change. `top`, `logits` and `preprocess` are
+    the options of these names.
     """
 
     format: Literal["penstock-predictions"] = "penstock-predictions"

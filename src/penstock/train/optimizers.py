@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from penstock.errors import UsageError
 from penstock.tensors import HOST
 
+_patching = threading.RLock()  # threads may play processes
 _STEPS = 3  # some optimizers combine parameters only from the second step on
 
 
@@ -98,9 +99,6 @@ def _twin(optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter]
         setattr(twin, hooks, OrderedDict())
     twin.param_groups = made
     return twin
-
-
-_patching = threading.RLock()  # threads may play processes
 
 
 def nothing() -> nn.Parameter:

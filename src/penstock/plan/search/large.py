@@ -51,9 +51,9 @@ def refine(problem: Problem, division: Division, *, reach: int | None = None) ->
     return tuple(Placed(stage.device, *ends) for stage, ends in zip(division, pairwise(bounds), strict=True))
 
 
-# partial pipelines that are kept, and extensions of each
+# number of partial pipelines to keep, and of extensions of each
 _BEAM = 2
-# extensions that are compared, of those that seem to waste least
+# number of extensions to compare, with the smallest estimated waste
 _COMPARED = 4
 # number of boundaries near the end of the longest stage to consider, in search of one with fewer bytes
 _NEAR = 12

@@ -11,13 +11,17 @@ import random
 import statistics
 import tempfile
 import threading
+import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from benchmarks.serving.in_lab import ask, served
+from benchmarks.serving.in_lab import ask, cpu_s, served
 from benchmarks.serving.odd import odd
 from benchmarks.serving.storm import storm
+from penstock import Generator
+from penstock.zoo.models.language import load_tokenizer
+from penstock.zoo.models.models import load_model
 from tests.generate.tokens import save_model
 
 _TEXT = Path("../shared/data/tinyshakespeare.txt")
@@ -47,6 +51,7 @@ def main() -> None:
             model = given.model or f"hf:{small}"
             found["load"] = [row for hosts in (1, 4) for row in load(model, hosts, clients, Path(place))]
             found["lost_host"] = lost_host(model, Path(place))
+            found["lanes"] = [lanes_alone(model, slots) for slots in (16, 4, 16, 4)]
     found["summary"] = summarize(found)
     given.json.write_text(json.dumps(found, indent=1) + "\n")
     for row in (*found.get("load", ()), *found.get("odd", ())):
@@ -59,6 +64,7 @@ def summarize(found: dict[str, Any]) -> dict[str, Any]:
     summary: dict[str, Any] = dict(found.get("storm", {}))
     rows = {(row["hosts"], row["clients"]): row for row in found.get("load", ())}
     if rows:
+        summary["lanes_cpu_s"] = found["lanes"]
         summary["rps_4_over_1"] = round(rows[4, 16]["requests_per_s"] / rows[1, 16]["requests_per_s"], 3)
         summary["p99_gap_s"] = rows[4, 16]["gap_p99_s"]
         summary["clients"] = max(clients for _, clients in rows)
@@ -70,11 +76,31 @@ def summarize(found: dict[str, Any]) -> dict[str, Any]:
 def load(model: str, hosts: int, counts: tuple[int, ...], folder: Path) -> list[dict[str, Any]]:
     """Serve from so many hosts, with as many slots in all, and ask with so many clients."""
     rows = []
-    with served(model, hosts, folder, "--slots", 16 // hosts, "--max-length", 256) as (_, within):
+    with served(model, hosts, folder, "--slots", 16 // hosts, "--max-length", 256) as (lab, within):
         for clients in counts:
+            before = cpu_s(lab)
             rows.append(measured(within, clients) | {"hosts": hosts})
+            rows[-1]["cpu_s"] = [round(after - each, 2) for each, after in zip(before, cpu_s(lab), strict=True)]
             print(rows[-1], flush=True)
     return rows
+
+
+def lanes_alone(model: str, slots: int) -> dict[str, Any]:
+    """Answer the requests of 16 clients in this process, with 16 slots in all in lanes of so many."""
+    loaded, tokenizer = load_model(model), load_tokenizer(model)
+    bodies = requests(32)
+    options: dict[str, Any] = {"stages": 1, "slots": slots, "lanes": 16 // slots, "max_length": 256}
+    with Generator(loaded.module, tokenizer, weights=loaded.weights, **options) as generator:
+        for _ in range(2):  # the first time also compiles and warms up
+            begin_s = time.process_time()
+            asked = [
+                generator.submit(each["prompt"], max_new_tokens=each["max_tokens"], do_sample=False, eos_token_id=None)
+                for each in bodies
+            ]
+            for request in asked:
+                request.result()
+            cpu_used_s = time.process_time() - begin_s
+    return {"slots": slots, "cpu_s": round(cpu_used_s, 2)}
 
 
 def lost_host(model: str, folder: Path) -> dict[str, Any]:
@@ -109,7 +135,7 @@ def measured(within: list[str], clients: int) -> dict[str, Any]:
     first = sorted(answer["came_s"][0] for answer in good)
     gaps = sorted(b - a for answer in good for a, b in pairwise(answer["came_s"]))
     return {
-        "clients": clients, "requests": len(bodies),
+        "clients": clients, "requests": len(bodies), "seconds": round(said["seconds"], 1),
         "errors": [answer["error"] for answer in said["answers"] if "error" in answer],
         "requests_per_s": round(len(good) / said["seconds"], 4),
         "tokens_per_s": round(sum(len(answer["came_s"]) for answer in good) / said["seconds"], 2),

@@ -9,8 +9,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from benchmarks.labs import lab_text
 from penstock.cluster.lab import Lab, lab_session, network, read_lab
+from penstock.cluster.lab.machine import this_machine
 from penstock.group.launcher import module_path
 
 _CPU = 0.35
@@ -42,6 +45,13 @@ def ask(within: Sequence[str], bodies: Sequence[dict[str, Any]], clients: int) -
     done = subprocess.run(command, input=text, capture_output=True, text=True, check=True)
     said: dict[str, Any] = json.loads(done.stdout)
     return said
+
+
+def cpu_s(lab: Lab) -> list[float]:
+    """Return the seconds of CPU that each host's processes have used since they started."""
+    cgroups = this_machine().cgroups
+    processes = [cgroups.processes(lab.spec.name, host.name) for host in lab.spec.hosts]
+    return [sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in own) for own in processes]
 
 
 def _within(lab: Lab) -> list[str]:

@@ -77,8 +77,8 @@ def commands(folder: Path) -> dict[str, Command]:
     return {
         "train": Command(
             lambda place: [
-                "train", _MODEL, "--data", str(images), "--validation", str(images), "--keep-best", "--epochs", "6",
-                "--batch-size", "40", "--stages", "2", "--lr", "0.01", "--checkpoint-every", "3", "-o",
+                "train", _MODEL, "--data", str(images), "--validation", str(images), "--epochs", "6",
+                "--batch-size", "40", "--stages", "2", "--lr", "0.01", "--set", "checkpoint_every=3", "-o",
                 str(place / "run"),
             ],
             lambda place: any((place / "run").glob("**/checkpoint.json")),

@@ -58,7 +58,7 @@ def test_one_process_under_torchrun(bind: tuple[str, ...], address: str, photos:
 def test_several_processes_of_one_machine(verb: str, bind: tuple[str, ...], tmp_path: Path) -> None:
     arguments: dict[str, list[object]] = {
         "infer": [SMALL.replace("=4", "=10"), "--images", "digits", "--num-images", 300, "-o", tmp_path / "out.csv"],
-        "train": [VIT, "--data", "digits", "--num-rows", 400, "--steps", 10, "-o", tmp_path / "run"],
+        "train": [VIT, "--data", "digits", "--set", "num_rows=400", "--steps", 10, "-o", tmp_path / "run"],
     }
     with start([verb, *arguments[verb], "--stages", 2, *bind]) as running:
         assert addresses_while(running, 2 if bind else 0) == set(bind[1:])

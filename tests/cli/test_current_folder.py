@@ -52,7 +52,7 @@ def test_infer_and_train(trap: Path, tmp_path: Path) -> None:
     module = [sys.executable, "-m", "penstock"]
     script = [sys.executable, str(tmp_path / "penstock")]
     run_in(trap, [*module, "infer", SMALL, "--images", "picture.png", "--stages", "2"])
-    run_in(trap, [*script, "train", VIT, "--data", "digits", "--num-rows", "40", "--steps", "1", "--stages", "2"])
+    run_in(trap, [*script, "train", VIT, "--data", "digits", "--set", "num_rows=40", "--steps", "1", "--stages", "2"])
 
 
 def test_a_users_model_comes_from_there_and_what_it_means_by_other_names_does_not(trap: Path) -> None:

@@ -154,7 +154,7 @@ def test_a_trained_classifier_of_one_s_own_keeps_its_preparation(
     for index in range(10):
         Image.new("RGB", (9, 7), (0, 25 * index, 0)).save(photos / "birds" / f"{index}.png")
     model, how = f"{tmp_path.name}_own:learns", "size=4,mean=0.5,std=0.25,crop_mode=squash"
-    status, _, err = penstock("train", model, "--data", photos, "-o", "run", "--preprocess", how, "--steps", 2)
+    status, _, err = penstock("train", model, "--data", photos, "-o", "run", "--set", f"preprocess={how}", "--steps", 2)
     assert status == 0, err
     weights = tmp_path / "run" / "model.safetensors"
     found = load_model(model, weights=weights, whole=True)

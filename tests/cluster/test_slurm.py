@@ -120,8 +120,8 @@ def step_of(folder: Path) -> int:
 
 def test_a_training_is_stopped_requeued_and_resumed(nodes: SlurmNodes, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    words = ["train", MODEL, "--data", "digits", "--num-rows", "200", "--batch-size", "20", "--epochs", "1000"]
-    words += ["--stages", "2", "--checkpoint-every", "2", "-o", str(run)]
+    words = ["train", MODEL, "--data", "digits", "--set", "num_rows=200", "--batch-size", "20", "--epochs", "1000"]
+    words += ["--stages", "2", "--set", "checkpoint_every=2", "-o", str(run)]
     job = nodes.submit("train", slurm_script(words, 2, threads=1), "--open-mode=append")
     until(lambda: step_of(run) >= 2, JOB_S)
     assert nodes.processes(job)

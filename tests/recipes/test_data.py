@@ -83,10 +83,10 @@ def test_a_text_is_cut_into_rows(tmp_path: Path) -> None:
     (inputs, labels) = task.training[0]
     assert inputs["input_ids"].tolist() == labels.tolist()
     assert len(labels) == 8
-    with pytest.raises(UsageError, match="at most 16 tokens, not 17; lower --length"):
+    with pytest.raises(UsageError, match="at most 16 tokens, not 17; lower it"):
         make_task(FitSettings(model=GPT2, data=str(file), length=17))
     file.write_text("short")
-    with pytest.raises(DataError, match="a row needs 8; lower --length"):
+    with pytest.raises(DataError, match="a row needs 8; lower it"):
         make_task(FitSettings(model=GPT2, data=str(file), length=8))
 
 

@@ -182,8 +182,6 @@ def test_the_modes_to_compare(tmp_path: Path) -> None:
         cut.replace(stages=3)
     with pytest.raises(UsageError, match=r"single, .*; got both ways"):
         mode_runs(["both ways"], settings(tmp_path), 2)
-    weak = dict(mode_runs(["single", "both"], settings(tmp_path, batch_size=8), 8, weak_scaling=True))
-    assert [run.batch_size for run in weak.values()] == [8, 8 * weak["both"].num_processes]
 
 
 def test_runs_that_had_ended_keep_their_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,11 +5,13 @@ from typing import Any
 
 from typer.core import TyperCommand
 
+from penstock.errors import UsageError
+
 # the groups of all options; an option has the same meaning in every command
 GROUPS = {
     "Input and output": """
         images labels class-order skip-damaged top logits data test validation prompt file system output
-        resume num-images num-rows num-test-rows length json
+        resume num-images num-rows num-test-rows length json config set write-config
     """,
     "Model": "model weights pretrained seed preprocess runtime device threads training",
     "Stages": """
@@ -31,14 +33,13 @@ GROUPS = {
     "Elastic training": """
         elastic freeze pack replicate cache cache-dir cache-limit cache-dtype cache-views
     """,
-    "Several trainings": "compare weak-scaling",
-    "Machines": "cluster on-loss wait-for join from-profile from-cluster bind key patience",
+    "Several trainings": "compare",
+    "Machines": "cluster on-loss wait-for join costs from-profile from-cluster bind key patience",
     "Recording": "trace profile live track report",
 }
 _GROUP_OF = {f"--{name}": title for title, names in GROUPS.items() for name in names.split()}
 _VALUES = {"int": "N", "float": "X", "str": "TEXT", "list": "TEXT", "path": "PATH"}
 _WIDEST = 26  # column of the options
-_OLD_NAMES = {"--costs"}  # still accepted, but not shown
 
 
 def group_of(option: Any) -> str:
@@ -48,6 +49,16 @@ def group_of(option: Any) -> str:
 
 class Verb(TyperCommand):
     """A command whose help has the options in groups."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> Any:
+        """Read the options; raises `UsageError` for one that is only a setting in a file, with the way to give it."""
+        known = {name for each in self.get_params(ctx) for name in (*each.opts, *each.secondary_opts)}
+        for word in args:
+            option = word.partition("=")[0]
+            name = option.removeprefix("--").removeprefix("no-").replace("-", "_")
+            if option[:2] == "--" and option not in known and name in getattr(self.callback, "settings", ()):
+                raise UsageError(f"{option} is a setting without an option; give --set {name}=VALUE")
+        return super().parse_args(ctx, args)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the arguments, then the options by group."""
@@ -67,13 +78,11 @@ class Verb(TyperCommand):
 
 
 def _values(text: str) -> str:
-    """Shorten the type of an option's value, and leave out old names of the option.
+    """Shorten the type of an option's value.
 
-    >>> _values("--stages <int range>"), _values("-o, --output <path>"), _values("--from-profile, --costs FILE")
-    ('--stages N', '-o, --output PATH', '--from-profile FILE')
+    >>> _values("--stages <int range>"), _values("-o, --output <path>")
+    ('--stages N', '-o, --output PATH')
     """
-    for name in _OLD_NAMES:
-        text = text.replace(f", {name}", "")
     return re.sub(r" <([a-z]+)[^>]*>", lambda found: f" {_VALUES.get(found[1], found[1].upper())}", text)
 
 

@@ -4,7 +4,7 @@ import functools
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -34,6 +34,9 @@ class Written:
     is_compared: bool = True  # false: files in the folder are never another's
 
 
+Declared = tuple[str, Written | None]
+
+
 def first_rank() -> bool:
     """Return whether this process writes the results, without loading PyTorch: the only one, or a launcher's first."""
     rank = os.environ.get("RANK") or launcher_variables(os.environ).get("RANK", "")
@@ -41,26 +44,32 @@ def first_rank() -> bool:
 
 
 def with_paths(verb: Callable[..., None]) -> Callable[..., None]:
-    """Return a command whose paths are checked before it runs: no output is an input, and outputs can be written.
-
-    Paths may begin with ~/, which no shell expands in `--option=~/path`.
-    """
+    """Return a command whose paths are checked before it runs (see `checked`)."""
     if hasattr(verb, "checks_paths"):
         return verb
-    kinds = {each.name: _declared(each.annotation) for each in inspect.signature(verb).parameters.values()}
+    kinds = declared(inspect.signature(verb).parameters.values())
 
     @functools.wraps(verb)
     def call(**options: Any) -> None:
-        for name, value in options.items():
-            first = value[0] if isinstance(value, list) and value else value
-            if isinstance(first, Path) or (name in _PATH_TEXTS and isinstance(first, str)):
-                options[name] = _expanded(value)
-        _check_names(options)
-        check_written(list(_read(options, kinds)), list(_written(options, kinds)))
-        verb(**options)
+        verb(**checked(options, kinds))
 
     call.__dict__["checks_paths"] = True
     return call
+
+
+def checked(options: Mapping[str, Any], kinds: Mapping[str, Declared]) -> dict[str, Any]:
+    """Return a command's options with expanded paths; raises `UsageError` unless all outputs can be written.
+
+    No output may be an input. Paths may begin with ~/, which no shell expands in `--option=~/path`.
+    """
+    found = dict(options)
+    for name, value in options.items():
+        first = value[0] if isinstance(value, list) and value else value
+        if isinstance(first, Path) or (name in _PATH_TEXTS and isinstance(first, str)):
+            found[name] = _expanded(value)
+    _check_names(found)
+    check_written(list(_read(found, kinds)), list(_written(found, kinds)))
+    return found
 
 
 def _check_names(options: Mapping[str, Any]) -> None:
@@ -93,8 +102,12 @@ def _new_file_of(folder: Path) -> Path:
     return above / "file"
 
 
-def _declared(annotation: Any) -> tuple[str, Written | None]:
-    """Return the longest name of an option, and how its path is written."""
+def declared(parameters: Iterable[inspect.Parameter]) -> dict[str, Declared]:
+    """Return the longest name of each parameter's option, and how its path is written."""
+    return {each.name: _declared(each.annotation) for each in parameters}
+
+
+def _declared(annotation: Any) -> Declared:
     metas = get_args(annotation)[1:]
     how = next((each for each in metas if isinstance(each, Written)), None)
     info = next((each for each in metas if isinstance(each, ParameterInfo)), None)
@@ -109,7 +122,7 @@ def _expanded(value: Any) -> Any:
     return [_expanded(each) for each in value] if isinstance(value, list) else type(value)(os.path.expanduser(value))
 
 
-def _named(options: Mapping[str, Any], kinds: Mapping[str, Any]) -> Iterator[tuple[str, str, Any, Written | None]]:
+def _named(options: Mapping[str, Any], kinds: Mapping[str, Declared]) -> Iterator[tuple[str, str, Any, Written | None]]:
     """Yield the name of each option's parameter, its name on the command line, each of its values, and its mark."""
     for name, value in options.items():
         flag, how = kinds.get(name, ("", None))
@@ -117,7 +130,7 @@ def _named(options: Mapping[str, Any], kinds: Mapping[str, Any]) -> Iterator[tup
             yield name, flag or f"--{name.replace('_', '-')}", each, how
 
 
-def _read(options: Mapping[str, Any], kinds: Mapping[str, Any]) -> Iterator[_Named]:
+def _read(options: Mapping[str, Any], kinds: Mapping[str, Declared]) -> Iterator[_Named]:
     for name, flag, value, how in _named(options, kinds):
         if name == "model" and isinstance(value, str):
             yield from ((flag, path) for path in _files_of_model(value))
@@ -125,7 +138,7 @@ def _read(options: Mapping[str, Any], kinds: Mapping[str, Any]) -> Iterator[_Nam
             yield flag, Path(value)
 
 
-def _written(options: Mapping[str, Any], kinds: Mapping[str, Any]) -> Iterator[tuple[str, Path, Written]]:
+def _written(options: Mapping[str, Any], kinds: Mapping[str, Declared]) -> Iterator[tuple[str, Path, Written]]:
     for _, flag, value, how in _named(options, kinds):
         if how is not None and isinstance(value, Path):
             yield flag, value, how

@@ -3,12 +3,11 @@
 A field's help is the description of its `msgspec.Meta`. The meta's `extra` has additional values for the command line:
 `flags` if they differ from the field's name (empty for `--name` and `--no-name`), `metavar`, `min` if the struct has no
 limit, `default` if the option's default differs, `path` if a text is a path, `folder` if it is a folder that is written
-or, if its files are always the command's own, kept.
-"""
+or, if its files are always the command's own, kept."""
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -19,26 +18,29 @@ import typer
 from penstock.cli.paths import Written
 
 Given = dict[str, Any]
+IN_FILE = "penstock.in_file"  # in a context's `meta`: names of the parameters given in a file of settings
 
 
 def takes_settings(
-    struct: type[msgspec.Struct], shared: Mapping[str, Any]
+    struct: type[msgspec.Struct], shared: Mapping[str, Any], rare: Collection[str] = ()
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Add to a command an option for each field of a struct that has a description or an entry in `shared`.
 
+    `rare` fields have none: they are given in a file (`cli/config.py`).
     The function's parameter `given` receives the values by field name, ready for the struct.
 
     Example:
         @takes_settings(FitSettings, {"model": Model})
         def train(*, given: Given, json: JsonFile = None) -> None: ...
     """
-    parameters = list(_parameters(struct, shared))
-    paths = {name: extra["path"] for name, _, extra in _fields(struct) if "path" in extra}
+    parameters = list(_parameters(struct, shared, rare))
+    fields = list(fields_of(struct))
+    paths = {name: extra["path"] for name, _, extra in fields if "path" in extra}
 
     def decorate(verb: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(verb)
         def call(**options: Any) -> None:
-            given = {parameter.name: options.pop(parameter.name) for parameter in parameters}
+            given = {name: options.pop(name) for name, _, _ in fields if name in options}
             for name, kind in paths.items():
                 if given.get(name) is not None:
                     given[name] = str(given[name].resolve() if kind == "whole" else given[name])
@@ -55,15 +57,19 @@ def takes_settings(
 
 
 def named_options(context: typer.Context) -> set[str]:
-    """Return the names of the parameters that were given on the command line or in the environment."""
+    """Return the names of the parameters given on the command line, in the environment, or in a file of settings."""
     sources = {name: context.get_parameter_source(name) for name in context.params}
-    return {name for name, source in sources.items() if source is not None and source.name != "DEFAULT"}
+    named = {name for name, source in sources.items() if source is not None and source.name != "DEFAULT"}
+    in_file: set[str] = context.meta.get(IN_FILE, set())
+    return named | in_file
 
 
-def _parameters(struct: type[msgspec.Struct], shared: Mapping[str, Any]) -> Iterator[inspect.Parameter]:
+def _parameters(
+    struct: type[msgspec.Struct], shared: Mapping[str, Any], rare: Collection[str]
+) -> Iterator[inspect.Parameter]:
     fields = {field.name: field for field in msgspec.structs.fields(struct)}
-    for name, base, extra in _fields(struct):
-        if name not in shared and "description" not in extra:
+    for name, base, extra in fields_of(struct):
+        if (name not in shared and "description" not in extra) or name in rare:
             continue
         default = fields[name].default
         if fields[name].required:
@@ -89,12 +95,16 @@ def _option(name: str, base: Any, default: Any, extra: Mapping[str, Any]) -> Any
     flags = extra.get("flags", [f"--{name.replace('_', '-')}"])
     how = typer.Option(*flags, help=extra["description"], metavar=extra.get("metavar"), **limits)
     kind = base | None if default is None else base
-    if "folder" in extra:
-        return Annotated[kind, Written(is_folder=True, is_compared=extra["folder"] == "written"), how]
-    return Annotated[kind, how]
+    written = written_as(extra)
+    return Annotated[kind, how] if written is None else Annotated[kind, written, how]
 
 
-def _fields(struct: type[msgspec.Struct]) -> Iterator[tuple[str, Any, dict[str, Any]]]:
+def written_as(extra: Mapping[str, Any]) -> Written | None:
+    """Return how a field's path is written; None if it is read, or no path."""
+    return Written(is_folder=True, is_compared=extra["folder"] == "written") if "folder" in extra else None
+
+
+def fields_of(struct: type[msgspec.Struct]) -> Iterator[tuple[str, Any, dict[str, Any]]]:
     """Yield each field's name, its type without None and metas, and the values of the metas."""
     hints = get_type_hints(struct, include_extras=True)
     # the struct's own fields first, then inherited ones

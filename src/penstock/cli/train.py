@@ -10,13 +10,14 @@ import typer
 from rich.table import Table
 
 from penstock.cli import options as opt
+from penstock.cli.config import takes_config
 from penstock.cli.paths import first_rank
 from penstock.cli.settings_options import Given, named_options, takes_settings
 from penstock.cluster.lab import lab_session, read_lab
 from penstock.cores import available_cores
 from penstock.errors import RunError, UsageError
 from penstock.plan.check import read_plan
-from penstock.recipes.settings import SETTINGS, FitSettings, keep_settings, make_settings, read_settings
+from penstock.recipes.settings import RARE, SETTINGS, FitSettings, keep_settings, make_settings, read_settings
 from penstock.terminal.notes import say
 from penstock.terminal.progress import working
 from penstock.text import counted
@@ -30,12 +31,13 @@ if TYPE_CHECKING:
 
 _SHARED = {
     "model": Annotated[str | None, get_args(opt.Model)[1]],  # with --resume that of the run
-    "policy": opt.Policy, "cuts": opt.CutNames, "weights": opt.WeightsFile, "pretrained": opt.Pretrained,
-    "threads": opt.Threads, "device": opt.ComputesOn, "trace": opt.Trace, "profile": opt.Profiled, "live": opt.Live,
+    "cuts": opt.CutNames, "weights": opt.WeightsFile, "pretrained": opt.Pretrained, "threads": opt.Threads,
+    "device": opt.ComputesOn, "trace": opt.Trace, "live": opt.Live,
 }  # fmt: skip
 
 
-@takes_settings(FitSettings, _SHARED)
+@takes_config(FitSettings)
+@takes_settings(FitSettings, _SHARED, RARE)
 def train(
     context: typer.Context,
     *,
@@ -45,16 +47,12 @@ def train(
         Path | None, typer.Option(metavar="FILE", help="Lab to train in; boards: `penstock hosts run`.")
     ] = None,
     compare: Annotated[str | None, typer.Option(help="Modes to compare: single,model,pipeline,data,both.")] = None,
-    weak_scaling: Annotated[
-        bool, typer.Option("--weak-scaling", help="With --compare, a batch that grows with the processes.")
-    ] = False,
     json: opt.JsonFile = None,
 ) -> None:
     """Train a model: in one process, in stages, in replicas, in both, with metrics and checkpoints in a folder."""
     with working("loading PyTorch", shown=first_rank()):
         from penstock.recipes import several  # noqa: F401 (takes seconds)
 
-    opt.check_profiled(profile=given["profile"], trace=given["trace"])
     opt.bind_to(bind, cluster)
     named = named_options(context)
     if given["batch_size"] is None:
@@ -71,15 +69,13 @@ def train(
             f"--output of a run: {written.parent} holds none"
         )
     settings = make_settings(given)
-    if weak_scaling and compare is None:
-        raise UsageError("--weak-scaling requires --compare; add it, or leave --weak-scaling out")
     if compare is None:
         _show_one(_train_one(settings, cluster), json)
         return
     names = [name.strip() for name in compare.split(",")]
     _check_compared(settings)
     with contextlib.nullcontext() if cluster is None else lab_session(read_lab(cluster)) as lab:
-        _compare(settings, names, lab, json, weak_scaling=weak_scaling)
+        _compare(settings, names, lab, json)
 
 
 def _check_compared(settings: FitSettings) -> None:
@@ -94,9 +90,7 @@ def _check_compared(settings: FitSettings) -> None:
         raise UsageError("--compare starts several runs and --trace records one; leave one of them out")
 
 
-def _compare(
-    settings: FitSettings, names: list[str], lab: "Lab | None", json: Path | None, *, weak_scaling: bool
-) -> None:
+def _compare(settings: FitSettings, names: list[str], lab: "Lab | None", json: Path | None) -> None:
     """Train in several ways, and print a table of them."""
     from penstock.recipes.several import Row, draw_comparison, mode_runs, run_all
 
@@ -105,7 +99,7 @@ def _compare(
     def tell(row: Row) -> None:
         console.print(f"{row.name}: {row.failed or 'done'}", markup=False)
 
-    runs = mode_runs(names, settings, available_cores(), weak_scaling=weak_scaling)
+    runs = mode_runs(names, settings, available_cores())
     rows = run_all(runs, lab, tell)
     console.print(_table(rows))
     document = {"rows": [row.document() for row in rows]}

@@ -52,7 +52,7 @@ class Caching:
         if self._possible and self._options.cache_views == 1 and changes(self._loader, self._trainer.world.transport):
             self._give_up(
                 "samples change at each read, for example by random augmentation, so outputs of frozen layers are not "
-                "cached; cache_views=3 (--cache-views 3) caches three variants of each"
+                "cached; cache_views=3 (--set cache_views=3) caches three variants of each"
             )
         if self._possible and not any(self._bytes_per_row()):
             self._give_up(

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias, get_args
 
 import msgspec
 from msgspec import Meta
@@ -14,7 +14,6 @@ from penstock.spec.profile import Profile, read_profile
 from penstock.units import parse_bytes
 
 Stored = Literal["float32", "bfloat16"]
-_BOTH: dict[str, Any] = {"flags": []}  # --name and --no-name
 if TYPE_CHECKING:
     import torch
 
@@ -37,9 +36,9 @@ class ElasticChoices(msgspec.Struct, frozen=True, kw_only=True):
             "+take-back[:DROP] unfreezes again."
         ),
     ] = "gradient-norms"
-    pack: Annotated[bool, Meta(description="Change stages and replicas between epochs.", extra=_BOTH)] = True
-    replicate: Annotated[bool, Meta(description="Consider plans with several replicas.", extra=_BOTH)] = True
-    cache: Annotated[bool, Meta(description="Keep outputs of frozen layers on disk.", extra=_BOTH)] = True
+    pack: Annotated[bool, Meta(description="Change stages and replicas between epochs.")] = True
+    replicate: Annotated[bool, Meta(description="Consider plans with several replicas.")] = True
+    cache: Annotated[bool, Meta(description="Keep outputs of frozen layers on disk.")] = True
     cache_dir: Annotated[
         Folder | None,
         Meta(description="Folder of the cache on each machine.", extra={"path": "as given", "folder": "kept"}),

@@ -171,7 +171,9 @@ def language_task(settings: FitSettings) -> Task:
     config = text_config(zoo, settings.model)
     positions = getattr(config, "max_position_embeddings", None) or settings.length
     if settings.length > positions:
-        raise UsageError(f"{settings.model} takes at most {positions} tokens, not {settings.length}; lower --length")
+        raise UsageError(
+            f"{settings.model} takes at most {positions} tokens, not {settings.length}; lower it with --set length=N"
+        )
     known = find_tokenizer(settings.model)
     tokenizer = known or train_tokenizer(text.splitlines(keepends=True), config.vocab_size)
     if settings.validation:
@@ -245,7 +247,9 @@ def _blocks(tokenizer: Any, text: str, settings: FitSettings) -> Tensor:
     ids = torch.tensor(tokenizer.encode(text).ids)
     count = len(ids) // settings.length
     if not count:
-        raise DataError(f"a part of the text has {len(ids)} tokens, but a row needs {settings.length}; lower --length")
+        raise DataError(
+            f"a part of the text has {len(ids)} tokens, but a row needs {settings.length}; lower it with --set length=N"
+        )
     return ids[: count * settings.length].view(count, settings.length)
 
 

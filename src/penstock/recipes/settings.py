@@ -29,6 +29,12 @@ Rate = Annotated[float, Meta(ge=0.0)]
 # paths, stored as text: kept as given, or made absolute so that they are valid in every folder
 PathText = Annotated[str, Meta(extra={"path": "as given"})]
 WholePath = Annotated[str, Meta(extra={"path": "whole"})]
+# settings without an option: in a file (--config), or with --set
+RARE = (
+    "cache", "cache_dir", "cache_dtype", "cache_limit", "cache_views", "checkpoint_every", "checkpointing", "clip",
+    "costs", "from_cluster", "hold_out", "keep_best", "length", "lr_schedule", "num_rows", "num_workers",
+    "pack", "policy", "preprocess", "profile", "replicate", "teacher", "wait_for", "weight_decay",
+)  # fmt: skip
 # settings that a resumed run must keep: changes would invalidate its position in the data or its state
 _KEPT = (
     "model", "data", "validation", "batch_size", "length", "num_rows", "hold_out", "skip_damaged", "preprocess", "seed",
@@ -48,7 +54,7 @@ class FitSettings(ElasticChoices, frozen=True, kw_only=True, forbid_unknown_fiel
     rows of all replicas together. Without `validation`, every tenth row is kept for validation, or the last tenth of a
     text. `output` is the folder of the run. `plan` is a plan file, instead of stages, replicas, devices, schedule,
     microbatches and cuts. A field with a description, including those of `ElasticChoices`, is an option of
-    `penstock train`.
+    `penstock train`, or only a key of its --config (`RARE`).
     """
 
     model: Annotated[str, Meta(extra={"default": None})]  # on the command line: that of the run with --resume
@@ -62,7 +68,9 @@ class FitSettings(ElasticChoices, frozen=True, kw_only=True, forbid_unknown_fiel
     devices: Annotated[Positive | None, Meta(description="Number of processes. Default: stages times replicas.")] = None
     schedule: Annotated[str, Meta(description=f"{', '.join(SCHEDULES)}, or a file.")] = DEFAULT_SCHEDULE
     microbatches: Annotated[Positive | None, Meta(description="Number of microbatches of each replica's batch.")] = None
-    policy: str = "balanced"
+    policy: Annotated[str, Meta(description="Cuts: balanced, equal-blocks, equal-size or smallest-crossing.")] = (
+        "balanced"
+    )
     cuts: list[str] | None = None
     plan: Annotated[
         WholePath | None,
@@ -95,12 +103,11 @@ class FitSettings(ElasticChoices, frozen=True, kw_only=True, forbid_unknown_fiel
         Meta(description="Steps between checkpoints, in addition to every epoch. Hosts must share --output."),
     ] = None
     resume: Annotated[bool, Meta(description="Continue from the last complete checkpoint.")] = False
-    keep_best: Annotated[bool, Meta(description="Keep the most accurate epoch's model.", extra={"flags": []})] = True
+    keep_best: Annotated[bool, Meta(description="Keep the most accurate epoch's model.")] = True
     teacher: Annotated[
         PathText | None,
         Meta(
             description="Weights of a teacher, for distillation.",
-            extra={"metavar": "FILE"},
         ),
     ] = None
     hold_out: Annotated[
@@ -118,7 +125,6 @@ class FitSettings(ElasticChoices, frozen=True, kw_only=True, forbid_unknown_fiel
         WholePath | None,
         Meta(
             description="Profile of `penstock profile --data`, for --elastic (default: measured) and --on-loss.",
-            extra={"metavar": "FILE", "flags": ["--from-profile", "--costs"]},
         ),
     ] = None
     on_loss: Annotated[
@@ -128,8 +134,7 @@ class FitSettings(ElasticChoices, frozen=True, kw_only=True, forbid_unknown_fiel
     from_cluster: Annotated[
         WholePath | None,
         Meta(
-            description="Cluster to plan for with --elastic (default: measured), or --on-loss and --from-profile.",
-            extra={"metavar": "FILE"},
+            description="Cluster to plan for with --elastic (default: measured), or --on-loss with costs.",
         ),
     ] = None
     wait_for: Annotated[float, Meta(ge=1.0, description="Seconds to wait with --on-loss wait.")] = 300.0
@@ -142,7 +147,7 @@ class FitSettings(ElasticChoices, frozen=True, kw_only=True, forbid_unknown_fiel
     ] = None
     preprocess: Annotated[str | None, Meta(description="As in size=224x320,mean=0.5,std=0.5,crop_pct=1.")] = None
     trace: WholePath | None = None
-    profile: bool = False
+    profile: Annotated[bool, Meta(description="Record torch.profiler's operations too, in --trace DIR.")] = False
     live: bool = False
 
     @property
@@ -182,13 +187,15 @@ def make_settings(fields: dict[str, Any]) -> FitSettings:
     given = [name for name in ElasticChoices.__struct_fields__ if getattr(settings, name) != defaults[name]]
     if given and not settings.elastic:
         raise UsageError(f"{given[0]} is for elastic training; add elastic=True (--elastic), or leave it out")
+    if settings.profile and settings.trace is None:
+        raise UsageError("profile needs a trace to write into; give --trace DIR too")
     survives = settings.on_loss != "stop"
     if settings.costs is not None and not settings.elastic and not survives:
-        raise UsageError("costs are for elastic training and for surviving lost processes; leave --from-profile out")
+        raise UsageError("costs are for elastic training and for surviving lost processes; leave costs out")
     if settings.from_cluster is not None and not (settings.elastic or (survives and settings.costs is not None)):
         raise UsageError(
-            "a cluster is for elastic training, or with costs for a lost process; add --elastic, or "
-            "--on-loss and --from-profile, or leave --from-cluster out"
+            "from_cluster is for elastic training, or with costs for a lost process; add --elastic, or --on-loss and "
+            "--set costs=FILE, or leave from_cluster out"
         )
     if survives and (settings.elastic or settings.trace is not None):
         raise UsageError("elastic training and traced training cannot survive lost processes; leave --on-loss out")
@@ -268,8 +275,7 @@ def check_resumed(settings: FitSettings, before: FitSettings) -> list[str]:
     for name in _KEPT:
         now, was = getattr(settings, name), getattr(before, name)
         if not _means_same(now, was):
-            option = name.replace("_", "-")
-            way = f"leave --{option} out" if was in (None, True, False) else f"give --{option} {was}"
+            way = f"leave {option_of(name)} out" if was in (None, True, False) else f"give {option_of(name, was)}"
             expected = f"run without {name}" if was is None else f"run with {name} {was}"
             raise UsageError(
                 f"a resumed run must keep its {name}: expected a {expected}; got {'none' if now is None else now}; "
@@ -282,6 +288,16 @@ def check_resumed(settings: FitSettings, before: FitSettings) -> list[str]:
         had, has = counted(before.num_processes, "process"), counted(settings.num_processes, "process")
         changes.append(f"{has} instead of {had} (--stages and --replicas are not kept)")
     return changes
+
+
+def option_of(name: str, value: Any = "") -> str:
+    """Return how a setting is given on the command line of `penstock train`.
+
+    >>> option_of("batch_size", 8), option_of("clip", 1.0), option_of("clip")
+    ('--batch-size 8', '--set clip=1.0', '--set clip')
+    """
+    mark = "=" if value != "" else ""
+    return f"--set {name}{mark}{value}" if name in RARE else f"--{name.replace('_', '-')} {value}".rstrip()
 
 
 def _change(name: str, now: Any, was: Any) -> str:

@@ -65,14 +65,12 @@ def run_all(
     return rows
 
 
-def mode_runs(
-    names: Sequence[str], base: FitSettings, cores: int, *, weak_scaling: bool = False
-) -> list[tuple[str, FitSettings]]:  # fmt: skip
+def mode_runs(names: Sequence[str], base: FitSettings, cores: int) -> list[tuple[str, FitSettings]]:
     """Return the settings of the modes to compare, all with the same number of threads per process.
 
     single: one process. model: stages in sequence, one microbatch. pipeline: stages with microbatches. data: replicas.
     both: replicas of a pipeline. Stages and replicas are the base's, by default two. The batch is the same in all
-    modes, or with `weak_scaling` the base's batch times the number of processes.
+    modes.
 
     Raises `UsageError` for other names.
     """
@@ -89,8 +87,6 @@ def mode_runs(
     if strange or not names:
         raise UsageError(f"the modes to compare must be among {', '.join(MODES)}; got {', '.join(strange) or 'none'}")
     runs = {name: base.replace(**changes[name], devices=None, output=str(base.folder / name)) for name in names}
-    if weak_scaling:
-        runs = {name: run.replace(batch_size=run.batch_size * run.num_processes) for name, run in runs.items()}
     threads = base.threads or max(1, cores // max(settings.num_processes for settings in runs.values()))
     return [(name, settings.replace(threads=threads)) for name, settings in runs.items()]
 

@@ -183,7 +183,9 @@ def _how(named: Sequence[Named]) -> Text:
     ]
     lines += [f"{each.name}: {line}" for each in named for line in profiled_lines(each.run)]
     if missing:
-        lines.append(f"No operators were recorded of {', '.join(missing)}: run again with --profile.")
+        lines.append(
+            f"No operators were recorded of {', '.join(missing)}: run again with --profile (train: --set profile=true)."
+        )
     return Text("how", "How to read it", lines)
 
 

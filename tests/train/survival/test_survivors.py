@@ -319,10 +319,10 @@ def test_a_profile_is_of_the_model_that_trains() -> None:
 
 def test_settings_that_do_not_go_together() -> None:
     settings = FitSettings(model="a", data="b", stages=2)
-    with pytest.raises(UsageError, match="leave --from-profile out"):
+    with pytest.raises(UsageError, match="leave costs out"):
         settings.replace(costs="profile.json")
     for given in ({}, {"on_loss": "continue"}):
-        with pytest.raises(UsageError, match="leave --from-cluster out"):
+        with pytest.raises(UsageError, match="leave from_cluster out"):
             settings.replace(from_cluster="cluster.toml", **given)
     with pytest.raises(UsageError, match="leave --on-loss out"):
         settings.replace(on_loss="continue", elastic=True)

@@ -156,7 +156,7 @@ def _position() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
-def in_processes(device: str, way: str = "gloo") -> dict[str, Tensor]:
+def in_processes(device: str, way: str = "host") -> dict[str, Tensor]:
     """Train with a process for each of two stages; gives gradients and weights of both."""
     with socket.socket() as probe, tempfile.TemporaryDirectory() as folder:
         probe.bind(("127.0.0.1", 0))
@@ -313,7 +313,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("checks", nargs="*", help=f"some of {', '.join(CHECKS)}; all where none is named")
     parser.add_argument("--device", default="cuda", help="cuda, cuda:N, or cpu to try the script")
     parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)  # one of the processes that it starts
-    parser.add_argument("--way", default="gloo", help=argparse.SUPPRESS)
+    parser.add_argument("--way", default="host", help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     if strange := set(given.checks) - CHECKS.keys():
         parser.error(f"the checks are {', '.join(CHECKS)}, not {', '.join(strange)}")

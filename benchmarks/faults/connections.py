@@ -1,7 +1,7 @@
 """What encryption takes beside a thread that computes: `python -m benchmarks.faults.connections --json FILE`.
 
 One process computes in small steps, as a stage does, while a thread of it takes in messages of 300 kB from another
-process: over gloo, over ZeroMQ's CURVE, over Python's TLS sockets.
+process: over ZeroMQ without a key, over its CURVE, over Python's TLS sockets.
 """
 
 import argparse
@@ -23,11 +23,11 @@ from benchmarks.training.__main__ import environment
 from penstock.group.zmq_store import StoreServer, ZmqStore
 from penstock.transport.base import Transport
 from penstock.transport.curve import Curve, read_key, write_key
-from penstock.transport.gloo import GlooTransport
+from penstock.transport.tcp import TcpConnections
 from penstock.transport.zeromq import ZmqTransport
 
 HOST, SIZE, COUNT, PAUSE_S = "127.0.0.1", 300_000, 400, 0.02
-WAYS = ("gloo", "CURVE", "TLS")
+WAYS = ("plain", "CURVE", "TLS")
 
 
 def main() -> None:
@@ -93,9 +93,11 @@ def measure(way: str, folder: Path) -> dict[str, float]:
         stream = context.wrap_socket(listener.accept()[0], server_side=True)
         take: Callable[[], None] = lambda: read_whole(stream, memoryview(buffer.numpy()))  # type: ignore[arg-type]  # noqa: E731
     else:
-        transport: Transport = (
-            ZmqTransport(curve, server, 0, 2, HOST) if way == "CURVE" else GlooTransport(store, 0, 2, HOST)
-        )
+        if way == "CURVE":
+            transport: Transport = ZmqTransport(curve, server, 0, 2, HOST)
+        else:
+            plain = TcpConnections()
+            transport = ZmqTransport(plain, store, 0, 2, HOST)
         take = lambda: transport.receive(buffer, 1, 1).wait()  # noqa: E731
     done = threading.Event()
 
@@ -111,10 +113,13 @@ def measure(way: str, folder: Path) -> dict[str, float]:
     thread.join()
     received_s = (time.process_time() - began_cpu_s - own_cpu_s) / COUNT
     sent_s = float(other.communicate()[0])
-    if way == "CURVE":
+    if way != "TLS":
         transport.close()
+    if way == "CURVE":
         server.close()
         curve.close()
+    if way == "plain":
+        plain.close()
     return {"steps_per_s": rate, "receive_cpu_s": received_s, "send_cpu_s": sent_s}
 
 
@@ -138,7 +143,8 @@ def send(way: str, port: int, folder: Path) -> None:
             curve = Curve(read_key(folder / "run.key"))
             transport: Transport = ZmqTransport(curve, ZmqStore(curve, HOST, port), 1, 2, HOST)
         else:
-            transport = GlooTransport(TCPStore(HOST, port, None, False, wait_for_workers=False), 1, 2, HOST)
+            store = TCPStore(HOST, port, None, False, wait_for_workers=False)
+            transport = ZmqTransport(TcpConnections(), store, 1, 2, HOST)
         give = lambda: transport.send(data, 0, 1).wait()  # noqa: E731
     began_s = time.process_time()
     for _ in range(COUNT):

@@ -104,7 +104,7 @@ class Pipeline:
             own devices.
         runtime: how stages of a stream compute: `eager`, `onnxruntime`, or `onnxruntime:int8`, with linear layers in 8
             bits. A plan sets this for each stage.
-        between_gpus: transport of tensors between GPUs: `gloo`, through the hosts; `nccl`, which needs a GPU for each
+        between_gpus: transport of tensors between GPUs: `host`, through the hosts; `nccl`, which needs a GPU for each
             process; or `auto`: NCCL if possible. NCCL is not the default, as it has never run on two GPUs.
         trace: a folder for the timeline, read by `penstock report`. Each stream replaces the previous one; a training
             run is written when the pipeline is closed.
@@ -160,7 +160,7 @@ class Pipeline:
         depth: int = DEPTH,
         device: str | torch.device = "cpu",
         runtime: str = "eager",
-        between_gpus: str = "gloo",
+        between_gpus: str = "host",
         stall_s: float = STALL_S,
         on_loss: str = "stop",
         wait_s: float = 300.0,
@@ -204,7 +204,7 @@ class Pipeline:
     @classmethod
     def from_bundle(
         cls, folder: str | Path, *, threads: int | None = None, device: str | torch.device = "cpu",
-        between_gpus: str = "gloo",
+        between_gpus: str = "host",
     ) -> "Pipeline":  # fmt: skip
         """Stream through the stages of a bundle: every machine reads its own part and does not need the model's source.
 

@@ -15,14 +15,14 @@ from penstock.errors import UsageError
 from penstock.group.zmq_store import MAX_VALUE_BYTES, ZmqStore
 from penstock.transport.curve import Curve, make_key, read_key, write_key
 from penstock.transport.gate import MOST_UNPROVED
-from tests.transport.test_zeromq import Room, filled
+from tests.transport.test_zeromq import KEY, Room, filled
 
-HOST, KEY = "127.0.0.1", make_key()
+HOST = "127.0.0.1"
 
 
 @pytest.fixture(scope="module")
 def room() -> Iterator[Room]:
-    made = Room(key=KEY)
+    made = Room(kind="key")
     yield made
     made.close()
 

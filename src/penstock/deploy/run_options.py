@@ -113,7 +113,7 @@ class RunOptions(StageOptions, frozen=True, kw_only=True):
     Raises `UsageError` for options that exclude each other.
     """
 
-    between_gpus: str = "gloo"
+    between_gpus: str = "host"
     stall_s: float = STALL_S
     trace: Path | None = None
     trace_units: bool = False

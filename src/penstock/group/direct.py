@@ -14,14 +14,14 @@ from penstock.transport.base import WORD_BYTES, receive_bytes, send_bytes
 from penstock.transport.nccl import NcclTransport, connect_nccl
 from penstock.wire import FEEDER
 
-WAYS = ["auto", "gloo", "nccl"]
+WAYS = ["auto", "host", "nccl"]
 
 
 def go_direct(world: World, ranks: Collection[int], device: torch.device) -> bool:
     """Negotiate NCCL between these ranks and switch the world's transport to it if all agree; return whether they do.
 
     The ranks and the driver call this. The driver's `world.between_gpus` decides: `auto` uses NCCL if there are several
-    ranks, each with NCCL and a GPU of its own, and the run has no key; `gloo` never uses it; `nccl` requires it. Raises
+    ranks, each with NCCL and a GPU of its own, and the run has no key; `host` never uses it; `nccl` requires it. Raises
     `UsageError` on all these ranks if NCCL is required but not usable.
     """
     mine = _describe(device) if world.rank in ranks else {}
@@ -32,7 +32,7 @@ def go_direct(world: World, ranks: Collection[int], device: torch.device) -> boo
         problem = why_not({world.names[rank]: one for rank, one in sorted(told.items())})
         if world.secured:
             problem = "NCCL does not encrypt, and this run has a key; leave between_gpus out, or run without a key"
-        wanted = world.between_gpus != "gloo" and len(told) > 1
+        wanted = world.between_gpus != "host" and len(told) > 1
         known = world.transport.name if isinstance(world.transport, NcclTransport) else uuid.uuid4().hex
         decision = {
             "name": known if wanted and not problem else "",

@@ -276,7 +276,7 @@ def _connect(
         return rendezvous.links.make_transport(rendezvous.connect, name, rank, size, rendezvous.address, join_s, watch)
     except PenstockError:
         raise
-    # torch's store, gloo and libzmq each raise different errors
+    # torch's store and libzmq raise different errors
     except Exception as error:
         raise RunError(
             f"rank {rank} cannot connect to the other ranks: {first_line(error)}; check that every host "

@@ -12,11 +12,11 @@ from penstock.group.board import connect_board, serve_store
 from penstock.group.launched import KEY
 from penstock.group.liveness import Boards
 from penstock.transport.base import SILENCE_S, Transport
-from penstock.transport.gloo import GlooTransport
 from penstock.transport.watched import run_watched
 
 if TYPE_CHECKING:
     from penstock.transport.connections import Connections
+    from penstock.transport.zeromq import Addresses
 
 Watch = Callable[[], None]
 
@@ -40,10 +40,13 @@ class Links(Protocol):
 
 
 class PlainLinks:
-    """TCP and gloo, for a trusted network."""
+    """TCP without a key, for a trusted network: torch's store, and a transport over ZeroMQ."""
 
     secured = False
     connect_s = Boards.connect_s
+
+    def __init__(self) -> None:
+        self._connections: Connections | None = None
 
     def serve_store(self, address: str, port: int = 0, peers: int = 0) -> TCPStore:  # noqa: ARG002
         """Serve a store on a single address."""
@@ -56,9 +59,12 @@ class PlainLinks:
     def make_transport(
         self, connect: Callable[[], Store], name: str, rank: int, size: int, address: str, join_s: float, watch: Watch
     ) -> tuple[Transport, Store]:
-        """Connect the ranks of a group over gloo."""
+        """Connect the ranks of a group, each to every other."""
+        from penstock.transport.tcp import TcpConnections
+
         store = PrefixStore(f"penstock/{name}", run_watched(connect, watch, join_s))
-        return GlooTransport(store, rank, size, address, join_s=join_s / 2, watch=watch), store
+        self._connections = self._connections or TcpConnections()
+        return _connect(self._connections, store, name, rank, size, address, join_s, watch), store
 
 
 class ZmqLinks:
@@ -89,10 +95,9 @@ class ZmqLinks:
     ) -> tuple[Transport, Store]:
         """Connect the ranks of a group, each to every other."""
         from penstock.group.zmq_store import Prefixed
-        from penstock.transport.zeromq import ZmqTransport
 
         store = Prefixed(run_watched(connect, watch, join_s), f"penstock/{name}")
-        made = ZmqTransport(self._connections, store, rank, size, address, join_s=join_s / 2, group=name, watch=watch)
+        made = _connect(self._connections, store, name, rank, size, address, join_s, watch)
         return made, self._torch_store(address, name)
 
     def _torch_store(self, address: str, name: str) -> Store:
@@ -112,6 +117,15 @@ class SecuredLinks(ZmqLinks):
 
     def _torch_store(self, _address: str, _name: str) -> Store:
         return HashStore()  # unused: NCCL does not encrypt
+
+
+def _connect(
+    connections: "Connections", store: "Addresses", name: str, rank: int, size: int, address: str, join_s: float,
+    watch: Watch,
+) -> Transport:  # fmt: skip
+    from penstock.transport.zeromq import ZmqTransport
+
+    return ZmqTransport(connections, store, rank, size, address, join_s=join_s / 2, group=name, watch=watch)
 
 
 def close_store(store: Store) -> None:

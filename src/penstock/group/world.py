@@ -75,7 +75,7 @@ class World:
     workers: Workers | None = None
     hosts: list[str] = field(default_factory=list)  # name of each rank's machine, as in plans
     position: int = 0  # index of this process on its machine, whose processes may share GPUs
-    between_gpus: str = "gloo"  # backend for tensors between GPUs: see `transport/nccl.py`
+    between_gpus: str = "host"  # backend for tensors between GPUs: see `transport/nccl.py`
     cores: int | None = None  # number of cores in this process's share of its machine; None without torchrun
     secured: bool = False  # connections are authenticated with a key and encrypted
     followed: bool = False

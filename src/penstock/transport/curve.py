@@ -13,8 +13,8 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from penstock.errors import UsageError
 from penstock.files import read_private
-from penstock.transport.connections import Connections
 from penstock.transport.gate import Gate
+from penstock.transport.tcp import TcpConnections
 
 _KEY_LENGTH = 40  # 32 bytes in Z85
 
@@ -44,17 +44,17 @@ def write_key(path: Path, key: bytes | None = None) -> None:
 
 def read_key(path: Path) -> bytes:
     """Read a key; raises `UsageError` if other users can read the file, and for an invalid key."""
-    text = read_private(path, "create one with penstock keys new").strip().encode()
+    text = read_private(path, "create one with penstock hosts key").strip().encode()
     try:
         if len(text) != _KEY_LENGTH:
             raise ValueError
         zmq.curve_public(text)
     except (ValueError, zmq.ZMQError):
-        raise UsageError(f"{path} holds no valid key; create one with penstock keys new") from None
+        raise UsageError(f"{path} holds no valid key; create one with penstock hosts key") from None
     return text
 
 
-class Curve(Connections):
+class Curve(TcpConnections):
     """Sockets of one process that accept only peers with the same key.
 
     Example:
@@ -87,17 +87,6 @@ class Curve(Connections):
         self._gates.append(Gate(self._context, listener))
         return listener, port
 
-    def place(self, address: str, port: int) -> str:
-        """Return the libzmq endpoint of an address and port."""
-        return f"tcp://{_host(address)}:{port}"
-
-    def bind(self, socket: "zmq.Socket[bytes]", address: str, port: int) -> int:
-        """Listen on a port, or on a free one if it is 0; returns it."""
-        if not port:
-            return socket.bind_to_random_port(f"tcp://{_host(address)}")
-        socket.bind(self.place(address, port))
-        return port
-
     def prove(self, socket: "zmq.Socket[bytes]", *, listens: bool) -> None:
         """Configure a socket's key, and the check of the other side's key."""
         socket.curve_secretkey, socket.curve_publickey = self._secret, self._public
@@ -112,7 +101,3 @@ class Curve(Connections):
             gate.close()
         self._authenticator.stop()
         super().close()
-
-
-def _host(address: str) -> str:
-    return f"[{address}]" if ":" in address else address

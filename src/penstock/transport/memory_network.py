@@ -12,7 +12,7 @@ from penstock.transport.base import Pending
 class MemoryNetwork:
     """A network of ranks within one process, which also serves as a reference transport.
 
-    As with gloo, a send is done when the receiver has posted a buffer for it, and a rank that aborts also ends waits of
+    A send is done when the receiver has posted a buffer for it, and a rank that aborts also ends waits of
     other ranks for it.
 
     Example:

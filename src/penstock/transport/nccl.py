@@ -1,6 +1,6 @@
 """Device-to-device transport over NCCL, if every process with stages has a separate GPU.
 
-    stage 0 ──header──▶ host ──────gloo──────▶ host ──header──▶ stage 1
+    stage 0 ──header──▶ host ────────────────▶ host ──header──▶ stage 1
     stage 0 on a GPU ──copy──▶ buffer ──NCCL──▶ buffer on the GPU of stage 1
 
 NCCL ignores tags: messages on one communicator arrive in order, and a send that waits for its receive blocks all later

@@ -234,7 +234,7 @@ SLOW = {
 QUICK = {
     "plan profile.json cluster.toml": (["profile.json", "cluster.toml"], ["-o", "--json"]),
     "convert a.pth": (["a.pth"], ["-o", "--json"]), "schedule mine.json": (["mine.json"], ["--json"]),
-    "keys new": ([], [""]), "lab init --force": ([], ["-o", "--json"]),
+    "hosts key": ([], [""]), "lab init --force": ([], ["-o", "--json"]),
 }  # fmt: skip
 
 

@@ -157,7 +157,7 @@ def test_a_run_that_ends_early_reports_how_to_continue(
         (["--data", "digits", "--set", "clip"], "--set must be KEY=VALUE; got 'clip'"),
         (["--data", "digits", "--set", "clipp=1"], "'clipp' is no setting; did you mean clip?"),
         (["--data", "digits", "--set", "clip=tight"], "the setting clip is not valid"),
-        (["--data", "digits", "--set", "profile=true"], "profile needs a trace"),
+        (["--data", "digits", "--set", "torch_profiler=true"], "torch_profiler needs a trace"),
         (["--data", "digits", "--config", "nowhere.toml"], "settings cannot be read from nowhere.toml"),
         (["--data", "digits", "--schedule", "2f2b"], "'2f2b' is neither"),
         (["--data", "digits", "--freeze", "none"], "freeze is for elastic training; add elastic=True (--elastic)"),

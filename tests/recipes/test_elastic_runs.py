@@ -109,7 +109,7 @@ def test_a_run_that_was_killed_goes_on_as_if_it_had_not_been(whole: Path, costs:
     folders = [tmp_path / str(number) for number in range(len(moments))]
     for folder, (moment, at, who, _) in zip(folders, moments, strict=True):
         folder.mkdir()
-        given = elastic(folder, costs, devices=2, checkpoint_every=4)
+        given = elastic(folder, costs, processes=2, checkpoint_every=4)
         write_settings(given, folder / "settings.json")
         write_settings(given.replace(resume=True), folder / "resume.json")
         groups[0].append((2, [str(folder / "settings.json"), moment, str(at), who]))
@@ -123,7 +123,7 @@ def test_a_run_that_was_killed_goes_on_as_if_it_had_not_been(whole: Path, costs:
     for ended in run_groups(script, groups[1], deadline_s=90.0):
         assert [end.status for end in ended] == [0, 0]
     for folder in folders[3:]:  # which one process takes over
-        fit(read_settings(folder / "resume.json").replace(devices=None))
+        fit(read_settings(folder / "resume.json").replace(processes=None))
     for folder, (moment, at, _, resumed) in zip(folders, moments, strict=True):
         assert losses(folder) == pytest.approx(expected, rel=1e-4), moment
         last, wanted = (lines(place / "run", "epoch")[-1] for place in (folder, whole))

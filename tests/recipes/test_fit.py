@@ -97,7 +97,7 @@ def test_what_a_run_cannot_do_beside_its_plan(tmp_path: Path) -> None:
     plan = str(planned(settings(tmp_path), tmp_path / "plan.json"))
     for changes, said in (
         ({"stages": 2}, "the plan already sets stages; leave this option out"),
-        ({"replicas": 2, "devices": 3}, "the plan already sets replicas and devices; leave these options out"),
+        ({"replicas": 2, "processes": 3}, "the plan already sets replicas and processes; leave these options out"),
         ({"batch_size": 32}, "20 rows; got 32; leave --batch-size out"),
         ({"schedule": "gpipe"}, "1f1b; got gpipe; leave --schedule out"),
     ):
@@ -140,7 +140,7 @@ def test_a_process_that_somebody_killed_is_not_out_of_memory(monkeypatch: pytest
 def test_sentences_of_different_lengths(tmp_path: Path) -> None:
     (tmp_path / "train.txt").write_text(TREES * 12)
     asked = FitSettings(model=BERT, data=str(tmp_path), batch_size=7, output=str(tmp_path / "run"), epochs=6, stages=2,
-                        devices=1, microbatches=2, lr=1e-2)  # fmt: skip
+                        processes=1, microbatches=2, lr=1e-2)  # fmt: skip
     result = fit(asked)
     assert result.epochs[-1].unit == "sentences"
     assert result.epochs[-1].train_loss < result.epochs[0].train_loss

@@ -77,7 +77,7 @@ def test_paths_that_lead_to_one_file_are_the_same(tmp_path: Path, monkeypatch: p
     monkeypatch.chdir(tmp_path)
     before = settings(tmp_path, data="text.txt")
     assert check_resumed(before.replace(data=str(tmp_path / "text.txt")), before) == []
-    assert check_resumed(before.replace(stages=2, devices=None, schedule="gpipe"), before) == []
+    assert check_resumed(before.replace(stages=2, processes=None, schedule="gpipe"), before) == []
 
 
 def rates(folder: Path, given: FitSettings) -> list[float]:

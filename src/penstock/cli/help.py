@@ -15,8 +15,8 @@ GROUPS = {
     """,
     "Model": "model weights pretrained seed preprocess runtime device threads training",
     "Stages": """
-        stages policy cut plan replicas devices schedule microbatches microbatch-size batch-size slots max-length depth
-        work all
+        stages policy cut plan replicas processes schedule microbatches microbatch-size batch-size slots max-length
+        depth work all
     """,
     "Answers": "max-new-tokens temperature top-p top-k speculate",
     "Serving": """
@@ -34,8 +34,8 @@ GROUPS = {
         elastic freeze pack replicate cache cache-dir cache-limit cache-dtype cache-views
     """,
     "Several trainings": "compare",
-    "Machines": "cluster on-loss wait-for join costs from-profile from-cluster bind key patience",
-    "Recording": "trace profile live track report",
+    "Machines": "cluster on-loss wait-for join costs from-cluster bind key patience",
+    "Recording": "trace torch-profiler live track report",
 }
 _GROUP_OF = {f"--{name}": title for title, names in GROUPS.items() for name in names.split()}
 _VALUES = {"int": "N", "float": "X", "str": "TEXT", "list": "TEXT", "path": "PATH"}

@@ -44,6 +44,19 @@ def _hosts() -> None:
 
 
 @app.command()
+def key(
+    path: Annotated[
+        Path, Written(), typer.Argument(metavar="FILE", help="File of the key, readable only by this account.")
+    ],
+) -> None:
+    """Write a new key; keep it secret, and pass it to every process of a run by --key or PENSTOCK_KEY."""
+    from penstock.transport.curve import write_key
+
+    write_key(path)
+    say(f"{path}: a new key; give it to every process of a run with PENSTOCK_KEY={path}")
+
+
+@app.command()
 def check(cluster: ClusterFile, dry_run: DryRun = False, json: JsonFile = None) -> None:
     """Check each machine, and print the command that fixes its first missing requirement."""
     spec = _machines(cluster)

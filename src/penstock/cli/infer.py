@@ -44,7 +44,7 @@ def infer(
     on_loss: opt.OnLoss = None,
     wait_for: opt.WaitFor = 300.0,
     profiled: Annotated[
-        Path | None, typer.Option("--from-profile", metavar="FILE", help="Profile that the plan was made from.")
+        Path | None, typer.Option("--costs", metavar="FILE", help="Profile that the plan was made from.")
     ] = None,
     planned_for: Annotated[
         Path | None, typer.Option("--from-cluster", metavar="FILE", help="Cluster that the plan was made for.")

@@ -38,11 +38,11 @@ _HELP = {
     "report": "Write a run's report: where the time went.",
     "schedule": "Draw a training schedule and its bubble.",
     "hosts": "Reach, prepare and measure the machines of a cluster.",
-    "keys": "Make a key with which the processes of a run authenticate.",
     "worker": "Join a running job.",
     "lab": "An emulated cluster on this machine (root).",
 }
-_WITHOUT_MODELS = {"plan", "report", "schedule", "hosts", "keys", "lab", "--help", "--version"}
+_OLD = {"keys": "penstock hosts key FILE"}
+_WITHOUT_MODELS = {"plan", "report", "schedule", "hosts", "lab", "--help", "--version"}
 # if the first process fails, torchrun ends a machine's other processes within this time
 _FIRST_SPEAKS_S = 3.0
 
@@ -67,6 +67,8 @@ class _Verbs(TyperGroup):
         return list(_HELP)
 
     def get_command(self, _ctx: Any, cmd_name: str) -> Any:
+        if cmd_name in _OLD:
+            raise UsageError(f"penstock {cmd_name} has another name: {_OLD[cmd_name]}")
         if cmd_name not in _HELP:
             return None
         if self._names_only:

@@ -57,7 +57,9 @@ Trace = Annotated[
     Written(is_folder=True),
     typer.Option("--trace", metavar="DIR", help="Record a trace in a folder, for `penstock report DIR`."),
 ]
-Profiled = Annotated[bool, typer.Option("--profile", help="Record torch.profiler's operations too, in --trace DIR.")]
+Profiled = Annotated[
+    bool, typer.Option("--torch-profiler", help="Record torch.profiler's operations too, in --trace DIR.")
+]
 Live = Annotated[bool, typer.Option("--live", help="Live view of the stages during the run.")]
 Bind = Annotated[
     str | None,
@@ -89,7 +91,7 @@ def write_json(path: Path | None, value: Any) -> None:
 def check_profiled(*, profile: bool, trace: Path | str | None) -> None:
     """Check that the profiler has a trace to write into; raises `UsageError` without one."""
     if profile and trace is None:
-        raise UsageError("--profile needs a trace to write into; give --trace DIR too")
+        raise UsageError("--torch-profiler needs a trace to write into; give --trace DIR too")
 
 
 def choose_on_loss(on_loss: str | None, *, trace: Path | None) -> str:

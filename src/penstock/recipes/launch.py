@@ -55,9 +55,10 @@ def fit(settings: FitSettings, cluster: Path | None = None) -> FitResult:
 
 def _check_enough(settings: FitSettings, num_started: int) -> None:
     """Raise `UsageError` if fewer devices were started than requested."""
-    if settings.devices is not None and settings.devices > num_started:
+    if settings.processes is not None and settings.processes > num_started:
         raise UsageError(
-            f"--devices expected {settings.devices} processes; got {num_started}; start one for each, or leave it out"
+            f"--processes needs {settings.processes} processes; got {num_started}; start one for each, or "
+            "leave it out"
         )
 
 
@@ -176,7 +177,7 @@ def _run_in_lab(settings: FitSettings, plan: Plan | None, file: Path, lab: Lab) 
     missing = [name for name in plan.devices if name not in hosts] if plan is not None else []
     if missing:
         raise UsageError(f"the plan uses {', '.join(missing)}; the lab has {', '.join(hosts)}; plan for this lab")
-    given = settings.devices or settings.stages or settings.replicas or settings.cuts
+    given = settings.processes or settings.stages or settings.replicas or settings.cuts
     count = settings.num_processes if given else len(hosts)
     if count > len(hosts):
         raise UsageError(f"the lab has {len(hosts)} hosts for {count} processes; use fewer processes, or more hosts")

@@ -103,7 +103,7 @@ def make_pipeline(settings: FitSettings, task: Task, world: World | None) -> Tra
     cut = dataclasses.replace(settings.cut_options, stages=settings.stages or one, plan=plan)
     run = RunOptions(
         threads=settings.threads or (world.cores if world else None), device=settings.device,
-        trace=Path(settings.trace) if settings.trace is not None else None, trace_profile=settings.profile,
+        trace=Path(settings.trace) if settings.trace is not None else None, trace_profile=settings.torch_profiler,
         survival=survival_options(settings, first=world is None or world.rank == FEEDER),
     )  # fmt: skip
     options = TrainOptions(

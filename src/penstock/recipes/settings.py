@@ -33,7 +33,7 @@ WholePath = Annotated[str, Meta(extra={"path": "whole"})]
 RARE = (
     "cache", "cache_dir", "cache_dtype", "cache_limit", "cache_views", "checkpoint_every", "checkpointing", "clip",
     "costs", "from_cluster", "hold_out", "keep_best", "length", "lr_schedule", "num_rows", "num_workers",
-    "pack", "policy", "preprocess", "profile", "replicate", "teacher", "wait_for", "weight_decay",
+    "pack", "policy", "preprocess", "replicate", "teacher", "torch_profiler", "wait_for", "weight_decay",
 )  # fmt: skip
 # settings that a resumed run must keep: changes would invalidate its position in the data or its state
 _KEPT = (
@@ -52,7 +52,7 @@ class FitSettings(ElasticChoices, frozen=True, kw_only=True, forbid_unknown_fiel
 
     `data` is images (see `open_images`), a text file, or a folder or file of sentiment trees. `batch_size` counts the
     rows of all replicas together. Without `validation`, every tenth row is kept for validation, or the last tenth of a
-    text. `output` is the folder of the run. `plan` is a plan file, instead of stages, replicas, devices, schedule,
+    text. `output` is the folder of the run. `plan` is a plan file, instead of stages, replicas, processes, schedule,
     microbatches and cuts. A field with a description, including those of `ElasticChoices`, is an option of
     `penstock train`, or only a key of its --config (`RARE`).
     """
@@ -65,7 +65,9 @@ class FitSettings(ElasticChoices, frozen=True, kw_only=True, forbid_unknown_fiel
     ] = "runs/train"
     stages: Annotated[Positive | None, Meta(description="Number of stages, one per process.")] = None
     replicas: Annotated[Positive | None, Meta(description="Number of data-parallel pipelines.")] = None
-    devices: Annotated[Positive | None, Meta(description="Number of processes. Default: stages times replicas.")] = None
+    processes: Annotated[Positive | None, Meta(description="Number of processes. Default: stages times replicas.")] = (
+        None
+    )
     schedule: Annotated[str, Meta(description=f"{', '.join(SCHEDULES)}, or a file.")] = DEFAULT_SCHEDULE
     microbatches: Annotated[Positive | None, Meta(description="Number of microbatches of each replica's batch.")] = None
     policy: Annotated[str, Meta(description="Cuts: balanced, equal-blocks, equal-size or smallest-crossing.")] = (
@@ -147,13 +149,13 @@ class FitSettings(ElasticChoices, frozen=True, kw_only=True, forbid_unknown_fiel
     ] = None
     preprocess: Annotated[str | None, Meta(description="As in size=224x320,mean=0.5,std=0.5,crop_pct=1.")] = None
     trace: WholePath | None = None
-    profile: Annotated[bool, Meta(description="Record torch.profiler's operations too, in --trace DIR.")] = False
+    torch_profiler: Annotated[bool, Meta(description="Record torch.profiler's operations too, in --trace DIR.")] = False
     live: bool = False
 
     @property
     def num_processes(self) -> int:
         """Number of processes that the run starts."""
-        return self.devices or self.cut_options.count(1) * (self.replicas or 1)
+        return self.processes or self.cut_options.count(1) * (self.replicas or 1)
 
     @property
     def cut_options(self) -> "CutOptions":
@@ -187,8 +189,8 @@ def make_settings(fields: dict[str, Any]) -> FitSettings:
     given = [name for name in ElasticChoices.__struct_fields__ if getattr(settings, name) != defaults[name]]
     if given and not settings.elastic:
         raise UsageError(f"{given[0]} is for elastic training; add elastic=True (--elastic), or leave it out")
-    if settings.profile and settings.trace is None:
-        raise UsageError("profile needs a trace to write into; give --trace DIR too")
+    if settings.torch_profiler and settings.trace is None:
+        raise UsageError("torch_profiler needs a trace to write into; give --trace DIR too")
     survives = settings.on_loss != "stop"
     if settings.costs is not None and not settings.elastic and not survives:
         raise UsageError("costs are for elastic training and for surviving lost processes; leave costs out")
@@ -283,7 +285,7 @@ def check_resumed(settings: FitSettings, before: FitSettings) -> list[str]:
             )
     pairs = ((name, getattr(settings, name), getattr(before, name)) for name in _CHANGEABLE)
     changes = [_change(name, now, was) for name, now, was in pairs if now != was]
-    given = settings.stages, settings.replicas, settings.devices, settings.cuts, settings.plan, before.plan
+    given = settings.stages, settings.replicas, settings.processes, settings.cuts, settings.plan, before.plan
     if settings.num_processes != before.num_processes and not any(given):
         had, has = counted(before.num_processes, "process"), counted(settings.num_processes, "process")
         changes.append(f"{has} instead of {had} (--stages and --replicas are not kept)")
@@ -330,7 +332,7 @@ def plan_of(settings: FitSettings) -> Plan | None:
     plan = read_plan(settings.plan)
     check_purpose(plan, trains=True)
     check_given_once(
-        plan, stages=settings.stages, replicas=settings.replicas, devices=settings.devices,
+        plan, stages=settings.stages, replicas=settings.replicas, processes=settings.processes,
         microbatches=settings.microbatches, cuts=settings.cuts,
     )  # fmt: skip
     if settings.schedule not in {DEFAULT_SCHEDULE, plan.schedule}:

@@ -86,7 +86,7 @@ def mode_runs(names: Sequence[str], base: FitSettings, cores: int) -> list[tuple
     strange = [name for name in names if name not in changes]
     if strange or not names:
         raise UsageError(f"the modes to compare must be among {', '.join(MODES)}; got {', '.join(strange) or 'none'}")
-    runs = {name: base.replace(**changes[name], devices=None, output=str(base.folder / name)) for name in names}
+    runs = {name: base.replace(**changes[name], processes=None, output=str(base.folder / name)) for name in names}
     threads = base.threads or max(1, cores // max(settings.num_processes for settings in runs.values()))
     return [(name, settings.replace(threads=threads)) for name, settings in runs.items()]
 

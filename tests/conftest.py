@@ -9,7 +9,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +103,14 @@ def imports_are_no_garbage() -> None:
 def pytest_sessionfinish() -> None:
     """Undo the freezing: libraries report what is left at the interpreter's end as leaks."""
     gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
+def counted_seconds(record_property: Callable[[str, object], None]) -> Iterator[None]:
+    """Record the CPU seconds of this process, for `tests/durations.py`; the rest is other processes, and waiting."""
+    begin_s = time.process_time()
+    yield
+    record_property("cpu_s", round(time.process_time() - begin_s, 3))
 
 
 @pytest.fixture(autouse=True)

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.version import __version__
 
 if TYPE_CHECKING:
+    from penstock.deploy.run_options import OnLoss, Trace
     from penstock.deploy.split import SplitModel, split
     from penstock.errors import DeviceLost, PenstockError, RunError, UsageError
     from penstock.generate.generator import Generator
@@ -32,17 +33,19 @@ if TYPE_CHECKING:
 _HOMES = {
     "DeviceLost": "penstock.errors",
     "Generator": "penstock.generate.generator",
+    "OnLoss": "penstock.deploy.run_options",
     "PenstockError": "penstock.errors",
     "Pipe": "penstock.pipe",
     "Pipeline": "penstock.pipeline",
     "RunError": "penstock.errors",
     "SplitModel": "penstock.deploy.split",
+    "Trace": "penstock.deploy.run_options",
     "UsageError": "penstock.errors",
     "capture": "penstock.graph.capture",
     "split": "penstock.deploy.split",
 }
 __all__ = [
-    "DeviceLost", "Generator", "PenstockError", "Pipe", "Pipeline", "RunError", "SplitModel",
+    "DeviceLost", "Generator", "OnLoss", "PenstockError", "Pipe", "Pipeline", "RunError", "SplitModel", "Trace",
     "UsageError", "__version__", "capture", "split",
 ]  # fmt: skip
 

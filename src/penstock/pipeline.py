@@ -10,7 +10,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 import torch
 from torch import nn
 
-from penstock.deploy.run_options import Bundle, CutOptions, ModelCall, RunOptions, SurvivalOptions
+from penstock.deploy.run_options import Bundle, CutOptions, ModelCall, OnLoss, RunOptions, Trace
 from penstock.elastic.elastic_training import ElasticTraining
 from penstock.elastic.options import ElasticOptions
 from penstock.engine.observer import StreamReport
@@ -22,9 +22,7 @@ from penstock.group.world import World
 from penstock.plan.check import read_plan
 from penstock.plan.schedule.schedules import DEFAULT_SCHEDULE
 from penstock.runtime.registry import parse_runtime
-from penstock.spec.cluster import Cluster, read_cluster
 from penstock.spec.plan import Plan
-from penstock.spec.profile import Profile, read_profile
 from penstock.stream.streaming_pipeline import StreamingPipeline
 from penstock.terminal.live import StageState
 from penstock.train.arrangement import TrainOptions
@@ -107,20 +105,16 @@ class Pipeline:
         between_gpus: transport of tensors between GPUs: `host`, through the hosts; `nccl`, which needs a GPU for each
             process; or `auto`: NCCL if possible. NCCL is not the default, as it has never run on two GPUs.
         trace: a folder for the timeline, read by `penstock report`. Each stream replaces the previous one; a training
-            run is written when the pipeline is closed.
-        trace_units: also record every operation, which costs a few percent.
-        trace_profile: also run torch.profiler for a few microbatches, in training for one step; it records operators
-            with their shapes and memory.
+            run is written when the pipeline is closed. `penstock.Trace` also records every operation, or what
+            torch.profiler records.
         on_loss: policy for a lost device: `stop` raises `DeviceLost`; `continue` replans for the surviving devices,
             moves the stages to them and continues (a stream with the same bits, a training run with the same batches);
-            `wait` first waits `wait_s` for another device to join (`penstock worker --join`, in training the same
+            `wait` first waits for another device to join (`penstock worker --join`, in training the same
             script with PENSTOCK_JOIN). With `continue` and `wait`, devices may join, and in a stream a device that has
             become slower gets less work. In training the state of moved stages is read from replicas; if no replica
             has it, all state is read from the last checkpoint. Not for lists of modules, traces, or under torchrun's
-            agents, which end all processes. If rank 0 is lost, the run always ends.
-        profile, cluster: inputs of the planner after a device was lost, or the paths of their files, as with `plan`; a
-            training run needs both or neither. Without them costs are counted from shapes, and devices are assumed
-            equal until their speeds are observed.
+            agents, which end all processes. If rank 0 is lost, the run always ends. `penstock.OnLoss` also has the
+            longest wait, and a profile and a cluster for the planner; a training run needs both or neither.
         stall_s: longest time without any progress while a result is due and no stage computes (in training, while all
             processes wait), before a message counts as lost; must exceed the time of one message on the slowest link.
 
@@ -162,10 +156,7 @@ class Pipeline:
         runtime: str = "eager",
         between_gpus: str = "host",
         stall_s: float = STALL_S,
-        on_loss: str = "stop",
-        wait_s: float = 300.0,
-        profile: Profile | str | Path | None = None,
-        cluster: Cluster | str | Path | None = None,
+        on_loss: str | OnLoss = "stop",
         world: World | None = None,
         replicas: int | None = None,
         schedule: str = DEFAULT_SCHEDULE,
@@ -173,21 +164,15 @@ class Pipeline:
         seed: int = 0,
         autocast: torch.dtype | None = None,
         checkpointing: bool = False,
-        trace: str | Path | None = None,
-        trace_units: bool = False,
-        trace_profile: bool = False,
+        trace: str | Path | Trace | None = None,
     ) -> None:
         args, kwargs = _example(args, kwargs)
         call = ModelCall(model=model, args=args, kwargs=kwargs, dynamic=dynamic, weights=weights)
         cut = CutOptions(stages=stages, policy=policy, cuts=cuts, plan=_read(read_plan, plan))
         run = RunOptions(
             threads=threads, depth=depth, device=str(device), between_gpus=between_gpus, stall_s=stall_s,
-            trace=Path(trace) if trace is not None else None, trace_units=trace_units, trace_profile=trace_profile,
-            runtime=parse_runtime(runtime),
-            survival=SurvivalOptions(
-                on_loss=on_loss, wait_s=wait_s, profile=_read(read_profile, profile),
-                cluster=_read(read_cluster, cluster),
-            ),
+            trace=trace if trace is None or isinstance(trace, Trace) else Trace(trace), runtime=parse_runtime(runtime),
+            on_loss=on_loss if isinstance(on_loss, OnLoss) else OnLoss(on_loss),
         )  # fmt: skip
         start_streaming = functools.partial(StreamingPipeline, call, cut, run, owns_world=world is None)
         self._pipe: StreamingPipeline | TrainingPipeline

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.deploy import jobs, state
+from penstock.deploy.run_options import OnLoss
 from penstock.errors import DeviceLost, RunError, UsageError
 from penstock.graph.ops import State
 from penstock.group.entry import start_local
@@ -155,7 +156,7 @@ def test_one_that_stood_still_comes_back() -> None:
 
 def test_a_new_device_is_waited_for() -> None:
     model = tower()
-    with Pipeline(model, tower_inputs(1)[0], stages=2, threads=1, on_loss="wait", wait_s=60.0) as pipe:
+    with Pipeline(model, tower_inputs(1)[0], stages=2, threads=1, on_loss=OnLoss("wait", wait_s=60.0)) as pipe:
         joining: list[subprocess.Popen[str]] = []
 
         def lose_one() -> None:

@@ -10,6 +10,7 @@ import torch.nn.functional as F  # noqa: N812
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from penstock.deploy.run_options import Trace
 from penstock.engine.placement import Grid, Replica
 from penstock.errors import UsageError
 from penstock.graph.cuts import Cuts
@@ -224,7 +225,7 @@ def test_a_training_that_is_traced_keeps_its_arrangement(tmp_path: Path) -> None
     ((inputs, labels),) = cast(batches("deit", 1, rows=8), DOUBLE)
 
     def script(world: World) -> None:
-        trainer = make_trainer(whole, world, stages=2, microbatches=MICROBATCHES, trace=tmp_path / "trace")
+        trainer = make_trainer(whole, world, stages=2, microbatches=MICROBATCHES, trace=Trace(tmp_path / "trace"))
         with pytest.raises(UsageError, match="a trace must have one plan"):
             rearrange(trainer, whole, Way(0, (((1,), 4),)), [1, 0])
         trainer.train_step(inputs, labels, F.cross_entropy)

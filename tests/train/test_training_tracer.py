@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from penstock.deploy.run_options import Trace
 from penstock.group.world import World
 from penstock.report.run_report import write_report
 from penstock.tracing.trace import Run, read_run
@@ -21,7 +22,9 @@ from tests.trainers import in_threads, make_trainer
 WIDTH, STEPS, ROWS = 32, 4, 8
 
 
-def traced(folder: Path, size: int, *, recorded: Sequence[int] = range(STEPS), **settings: Any) -> Run:
+def traced(
+    folder: Path, size: int, *, recorded: Sequence[int] = range(STEPS), profiler: bool = False, **settings: Any
+) -> Run:
     captured = Captured(
         seeded(torch.nn.Sequential, *[torch.nn.Linear(WIDTH, WIDTH) for _ in range(4)]).train(),
         (torch.zeros(2, WIDTH),),
@@ -29,7 +32,7 @@ def traced(folder: Path, size: int, *, recorded: Sequence[int] = range(STEPS), *
 
     def script(world: World) -> None:
         world.clock = lambda: time.perf_counter() + 1000.0 * world.rank
-        trainer = make_trainer(captured, world, trace=folder, **settings)
+        trainer = make_trainer(captured, world, trace=Trace(folder, profiler=profiler), **settings)
         optimizer = trainer.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
         for step in range(STEPS):
             assert trainer.tracer is not None
@@ -86,7 +89,7 @@ def test_steps_that_are_not_to_be_recorded_are_left_out(tmp_path: Path) -> None:
 
 
 def test_replicas_and_their_sums(tmp_path: Path) -> None:
-    run = traced(tmp_path, 2, stages=1, replicas=2, trace_profile=True)
+    run = traced(tmp_path, 2, stages=1, replicas=2, profiler=True)
     assert {(s.step, s.name) for s in run.spans if s.kind == "profile"} >= {(2, "aten::linear"), (2, "aten::mm")}
     assert {s.step for s in run.spans if s.kind == "profile"} == {2}
     sums = [s for s in run.spans if s.name == "sum"]

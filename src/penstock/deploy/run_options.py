@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from torch import nn
 
 from penstock.engine.job import StageOptions
@@ -13,10 +14,10 @@ from penstock.engine.stall import STALL_S
 from penstock.errors import UsageError
 from penstock.group.direct import check_way
 from penstock.runtime.registry import EAGER, RuntimeChoice
-from penstock.spec.cluster import Cluster
+from penstock.spec.cluster import Cluster, read_cluster
 from penstock.spec.on_loss import ON_LOSS
 from penstock.spec.plan import Plan
-from penstock.spec.profile import Profile
+from penstock.spec.profile import Profile, read_profile
 from penstock.zoo.weights.weights import Weights
 
 
@@ -78,33 +79,48 @@ class CutOptions:
         return self.stages or otherwise
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SurvivalOptions:
-    """Policy for a lost device: stop, continue on the other devices, or wait until another device joins.
+class OnLoss:
+    """What to do if a device is lost: `stop`, `continue` on the other devices, or `wait` until another device joins.
 
-    `profile` and `cluster` are used to replan; without them costs are counted from shapes, and unknown devices are
-    assumed equal. `joins` is the host and port of the training run that this process joins. Raises `UsageError` for
-    values that are not allowed.
+    `wait_s` is the longest wait for a device that joins. `profile` and `cluster`, or their files, are used to replan;
+    without them costs are counted from shapes, and unknown devices are assumed equal. `joins` is the host and port of
+    the training run that this process joins. Raises `UsageError` for values that are not allowed, `ProfileError` and
+    `ClusterError` for files that cannot be read.
+
+    Example:
+        Pipeline(model, (image,), on_loss=OnLoss("wait", wait_s=60))
     """
 
-    on_loss: str = "stop"
-    wait_s: float = 300.0
-    profile: Profile | None = None
-    cluster: Cluster | None = None
-    joins: tuple[str, int] | None = None
-
-    def __post_init__(self) -> None:
-        if self.on_loss not in ON_LOSS:
-            raise UsageError(f"on_loss must be one of {', '.join(ON_LOSS)}; got {self.on_loss!r}")
-        if not 0 < self.wait_s < math.inf:
-            raise UsageError(
-                f"wait_s must be a positive number of seconds; got {self.wait_s}; write it like wait_s=300"
-            )
+    def __init__(
+        self, action: str = "stop", *, wait_s: float = 300.0, profile: Profile | str | Path | None = None,
+        cluster: Cluster | str | Path | None = None, joins: tuple[str, int] | None = None,
+    ) -> None:  # fmt: skip
+        if action not in ON_LOSS:
+            raise UsageError(f"on_loss must be one of {', '.join(ON_LOSS)}; got {action!r}")
+        if not 0 < wait_s < math.inf:
+            raise UsageError(f"wait_s must be a positive number of seconds; got {wait_s}; write it like wait_s=300")
+        self.action, self.wait_s, self.joins = action, wait_s, joins
+        self.profile = read_profile(profile) if isinstance(profile, (str, Path)) else profile
+        self.cluster = read_cluster(cluster) if isinstance(cluster, (str, Path)) else cluster
 
     @property
     def survives(self) -> bool:
         """True if the run continues after a device is lost."""
-        return self.on_loss != "stop"
+        return self.action != "stop"
+
+
+class Trace:
+    """A folder for the timeline of a run; with `units` every operation, with `profiler` also torch.profiler's records.
+
+    `units` costs a few percent. The profiler records operators with their shapes and memory for a few microbatches of
+    a stream, or for one step of a training run, which take about twice as long.
+
+    Example:
+        Pipeline(model, (image,), trace=Trace("runs/one", profiler=True))
+    """
+
+    def __init__(self, folder: str | Path, *, units: bool = False, profiler: bool = False) -> None:
+        self.folder, self.units, self.profiler = Path(folder), units, profiler
 
 
 class RunOptions(StageOptions, frozen=True, kw_only=True):
@@ -115,16 +131,12 @@ class RunOptions(StageOptions, frozen=True, kw_only=True):
 
     between_gpus: str = "host"
     stall_s: float = STALL_S
-    trace: Path | None = None
-    trace_units: bool = False
-    trace_profile: bool = False
+    trace: Trace | None = None
     runtime: RuntimeChoice = EAGER  # runtime of every stage that has none in a plan
-    survival: SurvivalOptions = SurvivalOptions()
+    on_loss: OnLoss = msgspec.field(default_factory=OnLoss)
 
     def __post_init__(self) -> None:
-        if self.trace is None and (self.trace_units or self.trace_profile):
-            raise UsageError("records of each operation are part of the trace; give trace= a folder")
-        if self.trace is not None and self.survival.survives:
+        if self.trace is not None and self.on_loss.survives:
             raise UsageError("a stream whose devices may change cannot be traced; leave trace or on_loss out")
         check_way(self.between_gpus, self.device)
 

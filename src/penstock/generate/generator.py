@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.deploy.run_options import CutOptions, ModelCall, RunOptions, SurvivalOptions
+from penstock.deploy.run_options import CutOptions, ModelCall, OnLoss, RunOptions, Trace
 from penstock.errors import RunError, UsageError
 from penstock.generate.cached_decoder import decoder_call
 from penstock.generate.lanes import Lanes
@@ -100,8 +100,9 @@ class Generator:
         self.pipeline = StreamingPipeline(
             call, cut,
             RunOptions(
-                threads=threads, device=str(device), runtime=parse_runtime(runtime), trace=trace,
-                survival=SurvivalOptions(on_loss=on_loss),
+                threads=threads, device=str(device), runtime=parse_runtime(runtime),
+                trace=None if trace is None else Trace(trace),
+                on_loss=OnLoss(on_loss),
             ),
             world, owns_world=world is None,
         )  # fmt: skip

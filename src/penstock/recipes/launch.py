@@ -57,8 +57,7 @@ def _check_enough(settings: FitSettings, num_started: int) -> None:
     """Raise `UsageError` if fewer devices were started than requested."""
     if settings.processes is not None and settings.processes > num_started:
         raise UsageError(
-            f"--processes needs {settings.processes} processes; got {num_started}; start one for each, or "
-            "leave it out"
+            f"--processes needs {settings.processes} processes; got {num_started}; start one for each, or leave it out"
         )
 
 

@@ -6,14 +6,13 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 from torch.utils.data import DataLoader
 
-from penstock.deploy.run_options import ModelCall, RunOptions
+from penstock.deploy.run_options import ModelCall, RunOptions, Trace
 from penstock.elastic.elastic_training import ElasticTraining, PlanChange
 from penstock.errors import DataError, UsageError
 from penstock.group.entry import join_torchrun, under_torchrun
@@ -103,8 +102,8 @@ def make_pipeline(settings: FitSettings, task: Task, world: World | None) -> Tra
     cut = dataclasses.replace(settings.cut_options, stages=settings.stages or one, plan=plan)
     run = RunOptions(
         threads=settings.threads or (world.cores if world else None), device=settings.device,
-        trace=Path(settings.trace) if settings.trace is not None else None, trace_profile=settings.torch_profiler,
-        survival=survival_options(settings, first=world is None or world.rank == FEEDER),
+        trace=None if settings.trace is None else Trace(settings.trace, profiler=settings.torch_profiler),
+        on_loss=survival_options(settings, first=world is None or world.rank == FEEDER),
     )  # fmt: skip
     options = TrainOptions(
         replicas=settings.replicas, schedule=settings.schedule, microbatches=settings.microbatches,

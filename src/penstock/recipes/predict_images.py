@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from penstock.deploy.run_options import CutOptions
+from penstock.deploy.run_options import CutOptions, OnLoss, Trace
 from penstock.errors import UsageError
 from penstock.files import is_stdout
 from penstock.group.world import World
@@ -121,9 +121,9 @@ def predict_images(asked: PredictSettings, world: World | None = None) -> tuple[
                     zoo.module, args, kwargs,
                     stages=asked.stages if plan else cut.count(len(world.devices) if world else 2),
                     policy=asked.policy, cuts=asked.cuts, plan=plan, weights=zoo.weights, threads=asked.threads,
-                    world=world, device=asked.device, runtime=asked.runtime, trace=asked.trace,
-                    trace_profile=asked.profile, on_loss=asked.on_loss, wait_s=asked.wait_s, profile=known,
-                    cluster=machines,
+                    world=world, device=asked.device, runtime=asked.runtime,
+                    trace=None if asked.trace is None else Trace(asked.trace, profiler=asked.profile),
+                    on_loss=OnLoss(asked.on_loss, wait_s=asked.wait_s, profile=known, cluster=machines),
                 )  # fmt: skip
             pipe.model_name = zoo.name
             if world is not None and (place := pipe.joins_at) is not None:

@@ -21,7 +21,7 @@ from penstock.spec.profile import read_profile
 from penstock.text import counted
 
 if TYPE_CHECKING:
-    from penstock.deploy.run_options import CutOptions, SurvivalOptions
+    from penstock.deploy.run_options import CutOptions, OnLoss
 
 SETTINGS = "settings.json"  # file in a run's folder
 Positive = Annotated[int, Meta(ge=1)]
@@ -222,17 +222,17 @@ def elastic_options(settings: FitSettings) -> ElasticOptions:
     return ElasticOptions(**choices, epochs=settings.epochs, profile=settings.costs, cluster=settings.from_cluster)
 
 
-def survival_options(settings: FitSettings, *, first: bool) -> "SurvivalOptions":
+def survival_options(settings: FitSettings, *, first: bool) -> "OnLoss":
     """Return the options for lost devices; only the `first` process reads the planner's files.
 
     Raises `ProfileError` and `ClusterError` for files that cannot be read.
     """
-    from penstock.deploy.run_options import SurvivalOptions
+    from penstock.deploy.run_options import OnLoss
     from penstock.group.regroup import read_place
 
     plans = first and settings.from_cluster is not None
-    return SurvivalOptions(
-        on_loss=settings.on_loss, wait_s=settings.wait_for,
+    return OnLoss(
+        settings.on_loss, wait_s=settings.wait_for,
         joins=read_place(settings.join) if settings.join is not None else None,
         profile=read_profile(settings.costs) if plans and settings.costs is not None else None,
         cluster=read_cluster(settings.from_cluster) if plans and settings.from_cluster is not None else None,

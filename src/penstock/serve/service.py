@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from penstock.deploy.run_options import CutOptions, ModelCall, RunOptions, SurvivalOptions
+from penstock.deploy.run_options import CutOptions, ModelCall, OnLoss, RunOptions
 from penstock.errors import RunError
 from penstock.group.world import World
 from penstock.plan.check import read_plan
@@ -184,7 +184,7 @@ def _classes(settings: ServeSettings, metrics: Metrics, world: World | None) -> 
         pipeline = StreamingPipeline(
             call, cut,
             RunOptions(threads=placed.threads, device=placed.device, runtime=parse_runtime(placed.runtime),
-                       survival=SurvivalOptions(on_loss=placed.on_loss)),
+                       on_loss=OnLoss(placed.on_loss)),
             world, owns_world=world is None,
         )  # fmt: skip
     with contextlib.closing(pipeline), PushedStream(pipeline) as stream:

@@ -88,7 +88,7 @@ def divide_model(call: ModelCall, cut: CutOptions, run: RunOptions, world: World
             lambda world: places_in_line(world, graph, len(cuts) + 1),
         )  # fmt: skip
         num_devices = len(cuts) + 1
-    survives = run.survival.survives
+    survives = run.on_loss.survives
     start_world: Callable[[], World] = partial(start_local, num_devices, again=survives)
     if graph.keeps_caches and num_devices == 1 and not survives:
         start_world = _this_process  # messages to a worker would take time in each step of a generation
@@ -121,7 +121,7 @@ def _surviving(
     deploy: Callable[[World, int, FeederTracer | None], Deployment], sizes: Mapping[str, int],
 ) -> Callable[[World, int, FeederTracer | None], SurvivingDeployment]:  # fmt: skip
     """Return a function that deploys stages that survive the loss of devices."""
-    rows, options = sizes.get("batch", 1), run.survival
+    rows, options = sizes.get("batch", 1), run.on_loss
     found = options.profile
 
     def survive(world: World, threads: int, tracer: FeederTracer | None) -> SurvivingDeployment:
@@ -169,7 +169,7 @@ def _chained(modules: Sequence[nn.Module], call: ModelCall, cut: CutOptions, run
         raise UsageError("a list of modules runs as it is; leave runtime out")
     if run.device != "cpu":
         raise UsageError("modules of a list compute on their own devices; move them, and leave device out")
-    if run.survival.survives:
+    if run.on_loss.survives:
         raise UsageError("modules of a list cannot migrate, so a lost stage cannot be replaced; leave on_loss out")
     if cut.cuts is not None or cut.stages not in {None, len(modules)}:
         raise UsageError(f"a list of {len(modules)} modules is one stage per module; leave stages and cuts out")

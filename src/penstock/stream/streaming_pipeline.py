@@ -70,7 +70,7 @@ class StreamingPipeline:
         if cut.plan is not None:
             check_purpose(cut.plan, trains=False)
         if world is None and under_torchrun():
-            world = join_torchrun(again=run.survival.survives)
+            world = join_torchrun(again=run.on_loss.survives)
         elif world is None:
             find_device(run.device)  # before anything is started; other worlds may have GPUs that this process lacks
         if world is not None and world.rank != FEEDER:
@@ -97,15 +97,15 @@ class StreamingPipeline:
             if isinstance(call.model, nn.Module):
                 self._source = StreamedModule(call.model, self.graph, reads_weights=call.weights is None)
             world = self.world = world or division.start_world()
-            if self._run.survival.survives and world.membership is None:
+            if self._run.on_loss.survives and world.membership is None:
                 raise UsageError(
                     "on_loss needs processes that survive a lost one, but torchrun ends them all; use penstock hosts "
                     "run or a lab, or leave on_loss out"
                 )
             world.between_gpus = self._run.between_gpus
             self.threads = self._run.threads or threads_per_stage(world)
-            units, profile = self._run.trace_units, self._run.trace_profile
-            tracer = FeederTracer(world, units=units, profile=profile) if self._run.trace is not None else None
+            trace = self._run.trace
+            tracer = FeederTracer(world, units=trace.units, profile=trace.profiler) if trace is not None else None
             with working("putting the stages in place"):
                 self.deployment = division.deploy(world, self.threads, tracer)
             self._check_idle(world)
@@ -119,7 +119,7 @@ class StreamingPipeline:
         """Raise `UsageError` for a process without a stage that would wait for a stage until the end."""
         holders = {rank for pipeline in self.deployment.pipelines for rank in pipeline.job.holders}
         idle = sorted(set(world.devices) - holders)
-        if idle and world.workers is None and not world.followed and not self._run.survival.survives:
+        if idle and world.workers is None and not world.followed and not self._run.on_loss.survives:
             raise UsageError(
                 f"{len(world.devices)} processes were started, but the stages are on {len(holders)} of them: "
                 f"{', '.join(f'rank {rank}' for rank in idle)} would have none; start {len(holders)} processes, or ask "
@@ -298,7 +298,7 @@ class StreamingPipeline:
             generation=generation,
         )  # fmt: skip
         if self._run.trace is not None:
-            write_run(self._run.trace, facts, self.deployment.traces)
+            write_run(self._run.trace.folder, facts, self.deployment.traces)
 
     def close(self) -> None:
         """Stop the stages and the worker processes."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.placing import name_devices
-from penstock.deploy.run_options import SurvivalOptions
+from penstock.deploy.run_options import OnLoss
 from penstock.engine.counters import by_stage, read_counters
 from penstock.engine.driver import Microbatch
 from penstock.engine.observer import StreamReport
@@ -68,7 +68,7 @@ class SurvivingDeployment(Deployment):
 
     def __init__(
         self, world: World, deploy: Callable[[], Deployment], ranks: Mapping[str, int],
-        replanner: Replanner, place: Place, options: SurvivalOptions, *, adapts: bool = False,
+        replanner: Replanner, place: Place, options: OnLoss, *, adapts: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(world, ())
         self.changes: list[StreamChange] = []  # changes of the last stream
@@ -206,7 +206,7 @@ class SurvivingDeployment(Deployment):
 
     def _wait_for_others(self, num_lost: int, error: PenstockError) -> None:
         """With `on_loss="wait"`, wait until as many devices have joined as were lost."""
-        if self._options.on_loss != "wait":
+        if self._options.action != "wait":
             return
         note(f"{_sentence(error)}; waiting up to {self._options.wait_s:g} s for another device to join")
         if not wait_for_newcomers(self.world, num_lost, self._options.wait_s):

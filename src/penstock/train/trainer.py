@@ -109,7 +109,7 @@ class Trainer:
                 check_alike(self.world, self.alike, captured)
             self.now = PlacedStages(self.world, captured, placed, how, self._work.head)
             self.tracer = (
-                TrainingTracer(self.world, self.now.observer, self.now.synchronizer, profile=run.trace_profile)
+                TrainingTracer(self.world, self.now.observer, self.now.synchronizer, profile=run.trace.profiler)
                 if run.trace is not None else None
             )  # fmt: skip
         self.exchange.mark(self.placed)
@@ -339,7 +339,7 @@ class Trainer:
             traces = self.tracer.gather()
         if traces:
             facts = training_facts(self.world, self.placed, model=model, num_steps=self.step)
-            write_run(self._run.trace, facts, traces)
+            write_run(self._run.trace.folder, facts, traces)
 
     def close(self, *, wait: bool = True) -> None:
         """Release all resources. With `wait`, first wait for every rank (a barrier)."""

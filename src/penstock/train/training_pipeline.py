@@ -70,9 +70,9 @@ class TrainingPipeline:
         self._trainer: Trainer | None = None
         self._loaders: list[Loader] = []
         self._closed = False
-        self._place = run.survival.joins or (place_to_join() if world is None else None)
+        self._place = run.on_loss.joins or (place_to_join() if world is None else None)
         joins = world is None and self._place is None and under_torchrun()
-        self._joined = join_torchrun(again=run.survival.survives) if joins else world
+        self._joined = join_torchrun(again=run.on_loss.survives) if joins else world
         try:
             if self._joined is not None:
                 self._joined.between_gpus = run.between_gpus
@@ -88,7 +88,7 @@ class TrainingPipeline:
                 num_processes = len(self._joined.devices) if self._joined else 1
                 self.cuts = tuple(find_cuts(self.graph, cut, options, num_processes, self._captured.common_cuts))
             ScheduleChoice(options.schedule, NUM_BUFFERS)
-            if run.survival.survives or self._place is not None:
+            if run.on_loss.survives or self._place is not None:
                 check_survivable(self.graph, options, run, self._device)
         except BaseException as error:
             if self._owns_world and self._joined is not None:
@@ -151,7 +151,7 @@ class TrainingPipeline:
             if self._run.runtime != EAGER:
                 raise UsageError(f"the runtime {self._run.runtime.name} cannot train; leave runtime out")
             trainer = Trainer(self._captured, world, self._cut, self._run, self._options, self._device)
-            if self._run.survival.survives:
+            if self._run.on_loss.survives:
                 survive(trainer, world, self._run)
             return trainer
         except BaseException as error:

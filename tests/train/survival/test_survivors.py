@@ -12,6 +12,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 import penstock
+from penstock.deploy.run_options import OnLoss
 from penstock.errors import PlanError, RunError, UsageError
 from penstock.recipes.settings import FitSettings
 from penstock.spec.cluster import Cluster, Device
@@ -86,7 +87,7 @@ if "planned" in asked and rank == 0:
     boards = tuple(
         Device(name=f"board{number}", speed=speed, memory_bytes=2**40) for number, speed in enumerate(asked["planned"])
     )
-    how |= {"profile": profile_of(captured), "cluster": Cluster(devices=boards)}
+    how["on_loss"] = penstock.OnLoss(how["on_loss"], profile=profile_of(captured), cluster=Cluster(devices=boards))
 pipe = penstock.Pipeline(model, torch.zeros(2, 8, dtype=torch.float64), **how)
 optimizer = pipe.optimizer(lambda parameters: torch.optim.AdamW(parameters, lr=1e-2))
 if unlike == "groups":
@@ -290,7 +291,7 @@ def test_a_step_that_fails_leaves_buffers_as_they_were() -> None:
     [
         ({"schedule": "F0 B0"}, "a custom one does not"),
         (
-            {"cluster": Cluster(devices=(Device(name="a", speed=1.0, memory_bytes=1),))},
+            {"on_loss": OnLoss("continue", cluster=Cluster(devices=(Device(name="a", speed=1.0, memory_bytes=1),)))},
             "profile and cluster, or neither",
         ),
         ({}, "at least two processes"),
@@ -300,7 +301,7 @@ def test_what_cannot_go_on_after_a_loss(asked: dict[str, Any], message: str) -> 
     model = torch.nn.Linear(3, 2)
     with (
         pytest.raises(UsageError, match=message),
-        penstock.Pipeline(model, torch.zeros(2, 3), on_loss="continue", **asked) as pipe,
+        penstock.Pipeline(model, torch.zeros(2, 3), **{"on_loss": "continue"} | asked) as pipe,
     ):
         pipe.train_step(torch.zeros(2, 3), torch.zeros(2, dtype=torch.long), F.cross_entropy)
 
@@ -311,7 +312,7 @@ def test_a_profile_is_of_the_model_that_trains() -> None:
     with (
         pytest.raises(PlanError, match="profile this model"),
         penstock.Pipeline(
-            nn.Linear(3, 2), torch.zeros(2, 3), on_loss="continue", profile=other, cluster=cluster
+            nn.Linear(3, 2), torch.zeros(2, 3), on_loss=OnLoss("continue", profile=other, cluster=cluster)
         ) as pipe,
     ):
         pipe.train_step(torch.zeros(2, 3), torch.zeros(2, dtype=torch.long), F.cross_entropy)

@@ -28,7 +28,7 @@ from penstock.wire import FEEDER, NUM_BUFFERS
 
 def check_survivable(graph: Graph, options: TrainOptions, run: RunOptions, device: torch.device) -> None:
     """Raise `UsageError` if a run cannot survive lost processes, `PlanError` if the profile is of a different model."""
-    profile, cluster = run.survival.profile, run.survival.cluster
+    profile, cluster = run.on_loss.profile, run.on_loss.cluster
     if (profile is None) != (cluster is None):
         raise UsageError(
             "the planner needs both a profile of the model and a cluster with the memory and speed of devices; "
@@ -56,12 +56,12 @@ def survive(trainer: Trainer, outer: World, run: RunOptions) -> None:
             "on_loss needs at least two processes, started without torchrun (its agents end all processes when one "
             "fails); start them with penstock train, penstock lab run or penstock hosts run, or leave on_loss out"
         )
-    if run.survival.cluster is not None and outer.rank == FEEDER:
+    if run.on_loss.cluster is not None and outer.rank == FEEDER:
         for name in name_devices(outer):
-            run.survival.cluster.device(name)  # raises an error if unknown
+            run.on_loss.cluster.device(name)  # raises an error if unknown
     fix_microbatches(trainer)
     exchanges = Exchanges(trainer.world, outer)
-    trainer.survivors = Survivors(trainer, exchanges, run.survival, trainer.placed)
+    trainer.survivors = Survivors(trainer, exchanges, run.on_loss, trainer.placed)
 
 
 def join_training(
@@ -99,5 +99,5 @@ def join_training(
         outer.close()
         raise
     trainer.now.number = told["number"]
-    trainer.survivors = Survivors(trainer, exchanges, run.survival, begun, joins=True)
+    trainer.survivors = Survivors(trainer, exchanges, run.on_loss, begun, joins=True)
     return trainer, outer

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from penstock.deploy.placing import name_devices
 from penstock.deploy.policies import choose_cuts
-from penstock.deploy.run_options import SurvivalOptions
+from penstock.deploy.run_options import OnLoss
 from penstock.engine.placement import Grid
 from penstock.graph.cuts import Cut, Cuts
 from penstock.plan.choose import cluster_among
@@ -19,7 +19,7 @@ from penstock.train.trainer import Trainer
 from penstock.wire import FEEDER
 
 
-def choose_grid(trainer: Trainer, begun: Arrangement, options: SurvivalOptions) -> tuple[Grid, Sequence[Cut]]:
+def choose_grid(trainer: Trainer, begun: Arrangement, options: OnLoss) -> tuple[Grid, Sequence[Cut]]:
     """Return grid and cuts for the current group, with parts assigned to ranks that already hold most of their tensors.
 
     Raises `PlanError` if no plan fits the devices.

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from penstock.deploy.run_options import SurvivalOptions
+from penstock.deploy.run_options import OnLoss
 from penstock.errors import DeviceLost, PenstockError, PlanError, UsageError
 from penstock.group.regroup import wait_for_newcomers
 from penstock.group.verdict import Verdict
@@ -47,7 +47,7 @@ class Survivors:
     """
 
     def __init__(
-        self, trainer: Trainer, exchanges: Exchanges, options: SurvivalOptions, begun: Arrangement, *,
+        self, trainer: Trainer, exchanges: Exchanges, options: OnLoss, begun: Arrangement, *,
         joins: bool = False,
     ) -> None:  # fmt: skip
         self._trainer, self._exchanges, self._options, self._begun = trainer, exchanges, options, begun
@@ -135,7 +135,7 @@ class Survivors:
         """End this group if processes wait to be admitted: they join the next group."""
         world, now = self._trainer.world, time.monotonic()
         missing = self._num_begun - world.transport.size
-        if self._options.on_loss == "wait" and missing > 0:
+        if self._options.action == "wait" and missing > 0:
             note(f"waiting up to {self._options.wait_s:g} s for {counted(missing, 'more process')} to join")
             if not wait_for_newcomers(world, missing, self._options.wait_s, world.check):
                 error = DeviceLost(

@@ -39,7 +39,16 @@ from penstock.plan.check import check_plan
 from penstock.runtime.eager import Runtime
 from penstock.spec.cluster import parse_cluster
 from penstock.spec.fields import decode_json
-from penstock.spec.plan import CutSet, DeviceLoad, Pipeline, Plan, Prediction, Stage, decode_plan, encode_plan
+from penstock.spec.plan import (
+    CutSet,
+    DeviceLoad,
+    Plan,
+    PlannedPipeline,
+    PlannedStage,
+    Prediction,
+    decode_plan,
+    encode_plan,
+)
 from penstock.spec.profile import Boundary, Profile, Unit
 from penstock.train.checkpoint_folder import INDEX, CheckpointIndex, DataPosition, OptimizerGroup, read_index
 from penstock.transport.messages import DATA, Format, Message
@@ -273,7 +282,7 @@ def _read_hello(data: bytes) -> None:
 
 
 def _plan() -> Plan:
-    stages = (Stage(device="a"), Stage(device="name:1"))
+    stages = (PlannedStage(device="a"), PlannedStage(device="name:1"))
     sets = (CutSet(cuts=("blocks.1:after",), weight=0.25), CutSet(cuts=("blocks.2:after",), weight=0.75))
     loads = tuple(DeviceLoad(device=name, load_s=0.1, memory_bytes=1e6) for name in ("a", "name:1"))
     prediction = Prediction(
@@ -281,7 +290,7 @@ def _plan() -> Plan:
     )
     return Plan(
         model="timm:deit_tiny_patch16_224", graph=_PLAN_NAME, profile=_PLAN_NAME, cluster=_PLAN_NAME,
-        microbatch_rows=2, pipelines=(Pipeline(stages=stages, cut_sets=sets),), loader="a", writer="a",
+        microbatch_rows=2, pipelines=(PlannedPipeline(stages=stages, cut_sets=sets),), loader="a", writer="a",
         prediction=prediction,
     )  # fmt: skip
 

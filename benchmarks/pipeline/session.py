@@ -20,7 +20,7 @@ from penstock.deploy.worker import work
 from penstock.group.entry import join_torchrun
 from penstock.group.world import World
 from penstock.measure.hosts import measure_messages
-from penstock.plan.candidates import Request
+from penstock.plan.candidates import PlanRequest
 from penstock.plan.choose import make_plan
 from penstock.plan.cost.predict import predict
 from penstock.spec.cluster import Cluster
@@ -102,7 +102,7 @@ def _plan(comparison: Comparison, task: dict[str, Any]) -> dict[str, Any]:
         return given.at_mean_speeds([whole_s * rate / rows for rate in rates])
 
     cluster = as_fast_as(comparison.baseline(_CALIBRATIONS))
-    plan = make_plan(profile, cluster, msgspec.convert(task["request"], Request))
+    plan = make_plan(profile, cluster, msgspec.convert(task["request"], PlanRequest))
     row = comparison.planned(plan)
     # the same plan and profile at the speed that the devices had around the run: it drifts
     around = predict(plan, profile, as_fast_as(row["alone_images_per_second"]))

@@ -1,6 +1,6 @@
 """The best plan of a shape: how many stages each of the pipelines side by side has."""
 
-from penstock.plan.candidates import Request, as_candidate, candidates_of
+from penstock.plan.candidates import PlanRequest, as_candidate, candidates_of
 from penstock.plan.choose import write_down
 from penstock.plan.cost.problem import Problem
 from penstock.plan.search.replicas import best_steps
@@ -13,7 +13,7 @@ def plan_of_shape(
     profile: Profile, cluster: Cluster, shape: tuple[int, ...], batch: int, schedule: str = "1f1b"
 ) -> Plan:
     """Return the best plan of a shape, AdamW included, for batches of `batch` rows."""
-    request = Request(schedule=schedule, batch_rows=batch, optimizer_state_factor=2.0, replicas=False)
+    request = PlanRequest(schedule=schedule, batch_rows=batch, optimizer_state_factor=2.0, replicas=False)
     (setting,) = request.settings(profile)
     problem, total = Problem(profile, cluster, setting), setting.num_microbatches or 1
     if len(shape) == 1:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import penstock
 from benchmarks.tracing.cases import HOSTS, shares_of_work
-from penstock.deploy.split import Stage
+from penstock.deploy.split import SplitStage
 from penstock.deploy.worker import work
 from penstock.graph.cuts import Cuts
 from penstock.graph.work import count_work
@@ -113,7 +113,7 @@ def _measure_before(world: World, zoo: ZooModel, folder: Path) -> dict[str, floa
     return {"alone_s": alone_s, "share": max(cpu_s) / sum(cpu_s), "overhead_cpu_s": overhead_cpu_s}
 
 
-def _run_stages(stages: Sequence[Stage], image: Tensor) -> list[float]:
+def _run_stages(stages: Sequence[SplitStage], image: Tensor) -> list[float]:
     """Run the stages on an image; return the CPU seconds of each."""
     tensors: Sequence[Tensor] = (image,)
     taken = []

@@ -11,7 +11,7 @@ import pytest
 from penstock.cli.main import main
 from penstock.cluster.ssh import check as check_module
 from penstock.cluster.ssh.check import HostCheck, check_hosts
-from penstock.cluster.ssh.remote import Done, Host, hosts_of, require, run_on
+from penstock.cluster.ssh.remote import CommandResult, Host, hosts_of, require, run_on
 from penstock.cluster.ssh.run import environment, remote_command
 from penstock.cluster.ssh.schedulers import kubernetes_manifest, slurm_script
 from penstock.errors import ClusterError
@@ -43,7 +43,7 @@ def cluster() -> Cluster:
 def test_a_slow_answer_is_no_wrong_clock(at_s: float, off_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
     moments = iter([100.0, 110.0])  # when the machine is asked, and when it has answered
     monkeypatch.setattr(time, "time", lambda: next(moments))
-    answer = Done(0, json.dumps({"at_s": at_s}).encode(), "")
+    answer = CommandResult(0, json.dumps({"at_s": at_s}).encode(), "")
     monkeypatch.setattr(check_module, "run_on", lambda *_words, **_options: answer)
     found = check_module._probe(hosts_of(cluster())[0])
     assert not isinstance(found, str)
@@ -105,11 +105,11 @@ def test_without_ssh(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_fails_names_the_machine() -> None:
     host = Host("board", "pi@board")
-    assert require(host, Done(0, b"fine", ""), "reading") == b"fine"
+    assert require(host, CommandResult(0, b"fine", ""), "reading") == b"fine"
     with pytest.raises(ClusterError, match=r"board .*ssh: refused; .*ssh pi@board"):
-        require(host, Done(255, b"", "Warning\nssh: refused\n"), "reading")
+        require(host, CommandResult(255, b"", "Warning\nssh: refused\n"), "reading")
     with pytest.raises(ClusterError, match="reading failed on board: no space"):
-        require(host, Done(1, b"", "Traceback\nno space\n"), "reading")
+        require(host, CommandResult(1, b"", "Traceback\nno space\n"), "reading")
 
 
 FINE = {

@@ -51,7 +51,7 @@ def test_a_search_and_one_that_goes_on(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_what_is_measured_is_not_learned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    searching = steps._Search(settings(tmp_path), tmp_path, [])
+    searching = steps._CompressionSearch(settings(tmp_path), tmp_path, [])
     assert not set(searching._rows) & set(searching._learned)
     asked: list[Any] = []
     monkeypatch.setattr(steps, "fit", asked.append)
@@ -75,12 +75,12 @@ def test_test_images_among_the_learned_ones_are_not_measured(
 ) -> None:
     data, test = pictures(tmp_path / "data", range(20)), pictures(tmp_path / "test", range(14, 26))
     asked = settings(tmp_path / "run", data=data, test=test, num_rows=None)
-    searching = steps._Search(asked, tmp_path, [])
+    searching = steps._CompressionSearch(asked, tmp_path, [])
     names = [open_images(test).name(row) for row in searching._rows]
     assert names == ["a/20.png", "a/22.png", "a/24.png", "b/21.png", "b/23.png", "b/25.png"]
     assert capsys.readouterr().err.startswith("note: 6 of 12 images of --test are also in --data")
     with pytest.raises(DataError, match="all 20 images of --test"):
-        steps._Search(replace(asked, test=data), tmp_path, [])
+        steps._CompressionSearch(replace(asked, test=data), tmp_path, [])
 
 
 def test_images_that_do_not_do(tmp_path: Path, photos_without_labels: str) -> None:

@@ -18,7 +18,7 @@ from penstock.graph.cuts import Cuts
 from penstock.graph.graph import Graph
 from penstock.graph.stages import graph_fingerprint
 from penstock.spec.fields import fingerprint
-from penstock.spec.plan import CutSet, DeviceLoad, Pipeline, Plan, Prediction, Stage
+from penstock.spec.plan import CutSet, DeviceLoad, Plan, PlannedPipeline, PlannedStage, Prediction
 from penstock.zoo.weights.weights import ModuleWeights
 from tests.models import deit
 
@@ -43,10 +43,10 @@ def plan_for(graph: Graph, devices: tuple[str, ...] = ("a", "b")) -> Plan:
     prediction = Prediction(
         rows_per_s=10.0, bound_rows_per_s=10.0, latency_s=0.2, num_rows=10, total_s=1.0, limit="a", devices=loads
     )
-    stages = tuple(Stage(device=name) for name in devices)
+    stages = tuple(PlannedStage(device=name) for name in devices)
     return Plan(
         model="deit", graph=graph_fingerprint(graph), profile="p", cluster="c", microbatch_rows=ROWS,
-        pipelines=(Pipeline(stages=stages, cut_sets=sets),), loader="a", writer="a", prediction=prediction,
+        pipelines=(PlannedPipeline(stages=stages, cut_sets=sets),), loader="a", writer="a", prediction=prediction,
     )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from penstock.elastic.decide import CacheCosts, Decision, Situation, decide, forward_s, read_s
 from penstock.errors import PlanError
-from penstock.plan.candidates import Request
+from penstock.plan.candidates import PlanRequest
 from penstock.plan.choose import make_plan
 from penstock.spec.cluster import Cluster
 from penstock.spec.plan import Plan
@@ -25,7 +25,7 @@ TWO = make_cluster(1, 1)
 
 
 def begun(cluster: Cluster, *, replicas: bool = False) -> Plan:
-    return make_plan(PROFILE, cluster, Request(rows=(1,), schedule="1f1b", num_microbatches=4, replicas=replicas))
+    return make_plan(PROFILE, cluster, PlanRequest(rows=(1,), schedule="1f1b", num_microbatches=4, replicas=replicas))
 
 
 def caching(

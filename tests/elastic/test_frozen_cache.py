@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from penstock.elastic.cache.frozen_cache import Filling
-from penstock.elastic.cache.shard import Layout, Shard
+from penstock.elastic.cache.shard import Shard, ShardLayout
 from penstock.errors import CacheError, RunError
 from tests.elastic.trainings import (
     SAMPLES,
@@ -166,7 +166,7 @@ def test_a_neighbour_whose_folder_is_not_seen(
     """Containers may have one name and folders of their own."""
     real = Filling._open_neighbours
 
-    def elsewhere(filling: Filling, folder: Path, layouts: Sequence[Layout]) -> dict[int, Shard]:
+    def elsewhere(filling: Filling, folder: Path, layouts: Sequence[ShardLayout]) -> dict[int, Shard]:
         if filling._trainer.world.rank == 1:
             raise CacheError(f"{folder}/shard-0 holds no cache")
         return real(filling, folder, layouts)

@@ -10,7 +10,7 @@ from penstock.engine import stall
 from penstock.engine.counters import ACTIVATIONS, COMPUTING, GRADIENTS, Counters, read_counters, write_counters
 from penstock.engine.observer import Observer
 from penstock.engine.stall import StallWatch
-from penstock.engine.wiring import Link
+from penstock.engine.wiring import StageLink
 from penstock.errors import TransportError
 from penstock.plan.schedule.actions import Action
 from penstock.tracing.record import FEEDER_STAGE
@@ -48,7 +48,7 @@ class Pipe:
 
     def watching(self, job: int, ranks: list[int]) -> StallWatch:
         bounds = [FEEDER_STAGE, *range(len(ranks)), FEEDER_STAGE]
-        links = [Link(a, b, ACTIVATIONS, [()], ()) for a, b in pairwise(bounds)]
+        links = [StageLink(a, b, ACTIVATIONS, [()], ()) for a, b in pairwise(bounds)]
         holders = {stage: {rank: f"host{rank}"} for stage, rank in enumerate(ranks)}
         return StallWatch(
             job, links, [holders | {FEEDER_STAGE: {0: "feeder"}}], self.said, stall_s=10.0, own=self.feeder

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.errors import PlanError, UsageError
 from penstock.generate.generator import Generator
-from penstock.plan.candidates import Request
+from penstock.plan.candidates import PlanRequest
 from penstock.plan.choose import choose, make_plan, plan_again
 from penstock.recipes.profiled import profile_generation
 from penstock.recipes.texts import TextSettings, open_generator
@@ -45,7 +45,7 @@ def test_a_plan_brings_the_caches_and_the_same_tokens(folder: Path, profile: Pro
     whole = alone.prediction.devices[0].memory_bytes
     held = sum(dict(pair for unit in profile.units for pair in unit.parameters).values())
     # the driver has the model's library too, and no room for everything
-    plan = make_plan(steady(profile), cluster(whole - held / 4, profile.base_bytes + 2 * held), Request(rows=(2,)))
+    plan = make_plan(steady(profile), cluster(whole - held / 4, profile.base_bytes + 2 * held), PlanRequest(rows=(2,)))
     assert plan.generation == Generation(slots=2, lanes=3, max_length=128)
     assert len(plan.pipelines) == 1
     assert len(plan.pipelines[0].stages) == 2
@@ -67,7 +67,7 @@ def test_memory_is_that_of_the_caches(profile: Profile) -> None:
     assert caches[0] % (2 * 129 * 4) == 0
     assert profile.loader_s_per_row > 0
     needs = {
-        rows: make_plan(profile, cluster(1e12), Request(rows=(rows,))).prediction.devices[0].memory_bytes
+        rows: make_plan(profile, cluster(1e12), PlanRequest(rows=(rows,))).prediction.devices[0].memory_bytes
         for rows in (1, 2, 3)
     }
     assert needs[2] - needs[1] >= sum(caches)
@@ -76,11 +76,11 @@ def test_memory_is_that_of_the_caches(profile: Profile) -> None:
 
 def test_slots_and_lanes_are_planned(profile: Profile) -> None:
     profile = steady(profile)
-    small = make_plan(profile, cluster(1e12), Request(rows=(1,))).prediction.devices[0].memory_bytes
-    large = make_plan(profile, cluster(1e12), Request(rows=(2,))).prediction.devices[0].memory_bytes
+    small = make_plan(profile, cluster(1e12), PlanRequest(rows=(1,))).prediction.devices[0].memory_bytes
+    large = make_plan(profile, cluster(1e12), PlanRequest(rows=(2,))).prediction.devices[0].memory_bytes
     assert slots_of(make_plan(profile, cluster((small + large) / 2))) == 1
     assert slots_of(make_plan(profile, cluster(large))) == 2
-    assert slots_of(make_plan(profile, cluster(1e12), Request(aim="latency"))) == 1
+    assert slots_of(make_plan(profile, cluster(1e12), PlanRequest(aim="latency"))) == 1
     with pytest.raises(PlanError):
         make_plan(profile, cluster(small * 0.99))
 
@@ -106,7 +106,7 @@ def test_a_runtime_is_planned_by_the_error_of_its_logits(folder: Path, profile: 
     # how fast each is on a model this small does not matter here
     faster = [msgspec.structs.replace(column, forward_s=(1e-6, 1e-6)) for column in measured.runtimes]
     measured = msgspec.structs.replace(measured, runtimes=tuple(faster))
-    plan = make_plan(measured, cluster(1e12), Request(max_error=1e-4))
+    plan = make_plan(measured, cluster(1e12), PlanRequest(max_error=1e-4))
     assert plan.pipelines[0].stages[0].runtime == "onnxruntime"
     write_plan(tmp_path / "plan.json", plan)
     with open_generator(TextSettings(model=f"hf:{folder}", stages=1, slots=2)) as eager:
@@ -144,7 +144,7 @@ def test_what_a_plan_does_not_allow(folder: Path, profile: Profile, tmp_path: Pa
     with pytest.raises(UsageError, match="--generate"):
         Generator(model.model, plan=as_of_images(plan))
     with pytest.raises(PlanError, match="1f1b"):
-        choose(profile, cluster(1e12), Request(schedule="1f1b", num_microbatches=4))
+        choose(profile, cluster(1e12), PlanRequest(schedule="1f1b", num_microbatches=4))
 
 
 def as_of_images(plan: Plan) -> Plan:

@@ -2,7 +2,7 @@ import msgspec
 import pytest
 
 from penstock.errors import ClusterError, PlanError
-from penstock.plan.candidates import Request
+from penstock.plan.candidates import PlanRequest
 from penstock.plan.check import check_made_from
 from penstock.plan.choose import cluster_among, make_plan, observed, plan_again
 from penstock.spec.cluster import Cluster, Device, Link
@@ -10,7 +10,7 @@ from tests.spec.samples import make_cluster, make_profile
 
 PROFILE = make_profile([1.0] * 40)
 CLUSTER = make_cluster(1, 1, 1, 1)
-PLAN = make_plan(PROFILE, CLUSTER, Request(replicas=False))
+PLAN = make_plan(PROFILE, CLUSTER, PlanRequest(replicas=False))
 
 
 def test_nothing_new_keeps_the_plan() -> None:
@@ -64,7 +64,7 @@ def test_what_no_longer_fits() -> None:
         units=tuple(msgspec.structs.replace(u, parameters=((f"w{i}", 10),)) for i, u in enumerate(PROFILE.units)),
     )
     cluster = make_cluster(1, 1, 1, 1, memory_bytes=130)
-    plan = make_plan(profile, cluster, Request())
+    plan = make_plan(profile, cluster, PlanRequest())
     with pytest.raises(PlanError, match="the model does not fit"):
         plan_again(plan, profile, cluster, missing={"b", "c"})
 

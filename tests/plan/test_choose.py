@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from penstock.errors import PlanError
-from penstock.plan.candidates import Request
+from penstock.plan.candidates import PlanRequest
 from penstock.plan.check import check_made_from, check_plan
 from penstock.plan.choose import choose, make_plan, memory_that_would_do, plan_again
 from penstock.plan.cost.pipeline_cost import bottleneck_bound_s
@@ -22,7 +22,7 @@ from penstock.spec.profile import RuntimeColumn, Unit
 from tests.plan.instances import random_problem
 from tests.spec.samples import make_cluster, make_profile
 
-PLAIN = Request(alternate=False, replicas=False, num_rows=100)
+PLAIN = PlanRequest(alternate=False, replicas=False, num_rows=100)
 
 
 def weigh(num_units: int, unit_bytes: int) -> tuple[Unit, ...]:
@@ -52,7 +52,7 @@ def test_a_device_that_only_costs_is_left_out() -> None:
 
 def test_cut_sets_rotate_where_units_do_not_divide() -> None:
     profile = make_profile([1.0] * 18)
-    plan = make_plan(profile, make_cluster(1, 1, 1, 1), Request(replicas=False))
+    plan = make_plan(profile, make_cluster(1, 1, 1, 1), PlanRequest(replicas=False))
     assert len(plan.pipelines[0].cut_sets) > 1
     # eighteen units on four devices: one set gives a pace of 5, rotation 4.5
     assert plan.prediction.rows_per_s > 0.99 / 4.5
@@ -62,22 +62,22 @@ def test_cut_sets_rotate_where_units_do_not_divide() -> None:
 
 def test_rotation_keeps_to_the_memory() -> None:
     profile = make_profile([1.0] * 18, units=weigh(18, 100))
-    loose = make_plan(profile, make_cluster(1, 1, 1, 1, memory_bytes=700), Request(replicas=False))
+    loose = make_plan(profile, make_cluster(1, 1, 1, 1, memory_bytes=700), PlanRequest(replicas=False))
     assert len(loose.pipelines[0].cut_sets) > 1
-    tight = make_plan(profile, make_cluster(1, 1, 1, 1, memory_bytes=500), Request(replicas=False))
+    tight = make_plan(profile, make_cluster(1, 1, 1, 1, memory_bytes=500), PlanRequest(replicas=False))
     assert max(load.memory_bytes for load in tight.prediction.devices) <= 500
 
 
 def test_a_model_that_fits_every_device_is_replicated() -> None:
     profile = make_profile([1.0, 5.0, 1.0], [0, 50, 50, 0], send_s_per_byte=0.01, receive_s_per_byte=0.01)
-    choice = choose(profile, make_cluster(1, 0.5, 0.25), Request())
+    choice = choose(profile, make_cluster(1, 0.5, 0.25), PlanRequest())
     assert choice.best.kind == "replicas"
     assert choice.plan.prediction.rows_per_s == pytest.approx(1.75 / 7)
 
 
 def test_a_model_that_costs_the_feeder_less_than_the_messages_it_is_spared() -> None:
     profile = make_profile([0.01], feed_s=0.5, result_s=0.5, stage_overhead_s=0.4, own_input_s=0.3, own_output_s=0.3)
-    plan = make_plan(profile, make_cluster(1, 0.5), Request())
+    plan = make_plan(profile, make_cluster(1, 0.5), PlanRequest())
     check_plan(plan)
     assert plan.prediction.rows_per_s >= 1 / (0.01 + 0.4 + 1.0 - 0.6) * (1 - 1e-9)
 
@@ -85,7 +85,7 @@ def test_a_model_that_costs_the_feeder_less_than_the_messages_it_is_spared() -> 
 def test_half_of_a_model_on_each_of_four_devices() -> None:
     # stages of at most two units: two pipelines of two devices, or one of four
     profile = make_profile([1.0] * 3, [0, 9, 9, 0], send_s_per_byte=0.05, units=weigh(3, 100))
-    choice = choose(profile, make_cluster(1, 1, 1, 1, memory_bytes=200), Request(alternate=False))
+    choice = choose(profile, make_cluster(1, 1, 1, 1, memory_bytes=200), PlanRequest(alternate=False))
     check_plan(choice.plan)
     assert choice.plan.prediction.rows_per_s > 1 / 1.9
     assert max(load.memory_bytes for load in choice.plan.prediction.devices) <= 200
@@ -115,18 +115,18 @@ def test_microbatches_as_large_as_memory_allows() -> None:
 def test_the_smallest_latency_may_be_one_device() -> None:
     profile = make_profile([1.0] * 4, [0, 8, 8, 8, 0])
     cluster = make_cluster(1, 1, latency_s=0.5)
-    assert make_plan(profile, cluster, Request(aim="latency")).devices == ("a",)
+    assert make_plan(profile, cluster, PlanRequest(aim="latency")).devices == ("a",)
     assert len(make_plan(profile, cluster, PLAIN).devices) == 2
 
 
 def test_the_fewest_devices_for_a_target() -> None:
     profile, cluster = make_profile([1.0] * 12), make_cluster(1, 1, 1, 1, 1, 1)
-    request = Request(aim="devices", target_rows_per_s=0.25, replicas=False, alternate=False)
+    request = PlanRequest(aim="devices", target_rows_per_s=0.25, replicas=False, alternate=False)
     assert len(make_plan(profile, cluster, request).devices) == 3
     with pytest.raises(PlanError, match=r" 9 rows/s.* 0\.5 rows/s .*6 devices"):
-        make_plan(profile, cluster, Request(aim="devices", target_rows_per_s=9.0, replicas=False))
+        make_plan(profile, cluster, PlanRequest(aim="devices", target_rows_per_s=9.0, replicas=False))
     with pytest.raises(PlanError, match="--target in rows per second"):
-        Request(aim="devices")
+        PlanRequest(aim="devices")
 
 
 def test_nothing_fits_says_what_would() -> None:
@@ -154,7 +154,7 @@ def test_what_would_do_does() -> None:
         memory = memory_that_would_do(problem)
         devices = [msgspec.structs.replace(d, memory_bytes=int(memory) + 1) for d in problem.devices]
         cluster = msgspec.structs.replace(problem.cluster, devices=tuple(devices))
-        request = Request(
+        request = PlanRequest(
             alternate=False, replicas=False, depth=problem.setting.depth, schedule=problem.setting.schedule,
             num_microbatches=problem.setting.num_microbatches,
             optimizer_state_factor=problem.setting.optimizer_state_factor,
@@ -167,7 +167,7 @@ def test_any_plan_is_sound_and_keeps_its_promises() -> None:
         problem = random_problem(seed, max_units=8)
         profile, cluster = problem.profile, problem.cluster
         try:
-            choice = choose(profile, cluster, Request(num_rows=50, depth=problem.setting.depth))
+            choice = choose(profile, cluster, PlanRequest(num_rows=50, depth=problem.setting.depth))
         except PlanError:
             continue
         plan = choice.plan
@@ -188,7 +188,7 @@ def test_any_plan_is_sound_and_keeps_its_promises() -> None:
 def test_a_training_plan() -> None:
     units = tuple(Unit(forward_s=(1.0,), backward_s=(2.0,), kept_bytes_per_row=10) for _ in range(8))
     profile = make_profile([1.0] * 8, units=units)
-    request = Request(schedule="1f1b", num_microbatches=8, num_rows=8, replicas=False)
+    request = PlanRequest(schedule="1f1b", num_microbatches=8, num_rows=8, replicas=False)
     plan = make_plan(profile, make_cluster(1, 1, 1, 1, memory_bytes=10**6), request)
     assert plan.num_microbatches == 8
     assert len(plan.pipelines[0].cut_sets) == 1
@@ -197,7 +197,7 @@ def test_a_training_plan() -> None:
     kept = [load.memory_bytes for load in plan.prediction.devices]
     assert kept == [80, 60, 40, 20]
     with pytest.raises(PlanError, match="the schedule 1f1b needs the size of a step"):
-        make_plan(profile, make_cluster(1), Request(schedule="1f1b"))
+        make_plan(profile, make_cluster(1), PlanRequest(schedule="1f1b"))
     with pytest.raises(PlanError, match=r"units\[0\] .*--training"):
         make_plan(make_profile([1.0]), make_cluster(1), request)
 
@@ -205,7 +205,7 @@ def test_a_training_plan() -> None:
 def test_cut_names_are_in_order() -> None:
     devices = tuple(Device(name=f"d{k}", speed=0.2 + k % 7 / 10, memory_bytes=2**30) for k in range(40))
     profile = make_profile([1.0 + k % 5 for k in range(300)])
-    plan = make_plan(profile, Cluster(devices=devices), Request(replicas=False, alternate=False))
+    plan = make_plan(profile, Cluster(devices=devices), PlanRequest(replicas=False, alternate=False))
     positions = [profile.cuts.index(name) for name in plan.pipelines[0].cut_sets[0].cuts]
     assert all(a < b for a, b in pairwise(positions))
 
@@ -214,7 +214,7 @@ def test_what_the_feeder_keeps_crosses_no_link() -> None:
     # 100 bytes go in and 1 crosses the cut; a link takes 10 bytes per second
     profile = make_profile([1.0, 1.0], [100.0, 1.0, 0.0])
     cluster = make_cluster(1, 1, bandwidth_bytes_per_s=10.0)
-    made = make_plan(profile, cluster, Request(replicas=False, alternate=False))
+    made = make_plan(profile, cluster, PlanRequest(replicas=False, alternate=False))
     assert made.devices == ("a", "b")
     assert made.prediction.rows_per_s == pytest.approx(1.0)
     # side by side the other one's input crosses, one in ten seconds, and the feeder's own does not
@@ -277,7 +277,7 @@ def test_where_other_runtimes_are_not_known_or_do_not_train() -> None:
     with pytest.raises(PlanError, match=r"eager; .*--runtime"):
         make_plan(make_profile([1.0] * 4), make_cluster(1, 1), replace(PLAIN, max_error=0.1))
     with pytest.raises(PlanError, match="leave --max-error out"):
-        Request(schedule="1f1b", num_microbatches=4, max_error=0.1)
+        PlanRequest(schedule="1f1b", num_microbatches=4, max_error=0.1)
 
 
 def test_layers_that_stay_in_float32_stay_so_in_a_plan() -> None:
@@ -295,7 +295,7 @@ def test_layers_that_stay_in_float32_stay_so_in_a_plan() -> None:
 def test_plans_within_the_noise_of_the_profile_are_counted() -> None:
     units = tuple(Unit(forward_s=(1.0,), forward_spread_s=(0.06,)) for _ in range(8))
     profile = make_profile([1.0] * 8, units=units)
-    choice = choose(profile, make_cluster(1, 1), Request(alternate=False))
+    choice = choose(profile, make_cluster(1, 1), PlanRequest(alternate=False))
     (line,) = noise_lines(choice, profile)
     near = [c for c in choice.others if c.prediction.rows_per_s >= 0.94 * choice.plan.prediction.rows_per_s]
     assert line.startswith("differences below 6.0% are not decided")

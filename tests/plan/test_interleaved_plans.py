@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from penstock.errors import PlanError
-from penstock.plan.candidates import Request
+from penstock.plan.candidates import PlanRequest
 from penstock.plan.check import check_plan
 from penstock.plan.choose import make_plan
 from penstock.plan.cost.predict import predict
@@ -28,7 +28,7 @@ def trained(num_units: int, *, weights: int = 0, kept: int = 0) -> Profile:
 
 def rate(schedule: str, count: int = 8) -> float:
     plan = make_plan(
-        trained(24), make_cluster(1, 1, 1, 1), Request(schedule=schedule, num_microbatches=count, replicas=False)
+        trained(24), make_cluster(1, 1, 1, 1), PlanRequest(schedule=schedule, num_microbatches=count, replicas=False)
     )
     check_plan(plan)
     assert decode_plan(encode_plan(plan)) == plan
@@ -45,7 +45,7 @@ def test_steps_are_those_of_the_formulas() -> None:
 
 
 def test_stages_are_interleaved_and_devices_are_balanced() -> None:
-    plan = make_plan(trained(11), make_cluster(1, 1), Request(schedule="interleaved", num_microbatches=4))
+    plan = make_plan(trained(11), make_cluster(1, 1), PlanRequest(schedule="interleaved", num_microbatches=4))
     (pipeline,) = plan.pipelines
     assert [stage.device for stage in pipeline.stages] == ["a", "b"] * (len(pipeline.stages) // 2)
     assert sorted(load.load_s for load in plan.prediction.devices) == [15.0, 18.0]
@@ -53,7 +53,7 @@ def test_stages_are_interleaved_and_devices_are_balanced() -> None:
 
 
 def test_a_fast_device_gets_more() -> None:
-    plan = make_plan(trained(12), make_cluster(1, 0.5), Request(schedule="interleaved", num_microbatches=4))
+    plan = make_plan(trained(12), make_cluster(1, 0.5), PlanRequest(schedule="interleaved", num_microbatches=4))
     assert [round(load.load_s) for load in plan.prediction.devices] == [24, 24]
 
 
@@ -66,12 +66,12 @@ def test_memory_of_a_device_with_several_stages() -> None:
     small = Problem(trained(4, weights=100, kept=7), make_cluster(1, 1, memory_bytes=820), setting)
     assert interleaved_divisions(small) == []
     with pytest.raises(PlanError, match="the model does not fit"):
-        make_plan(small.profile, small.cluster, Request(schedule="interleaved", num_microbatches=2,
+        make_plan(small.profile, small.cluster, PlanRequest(schedule="interleaved", num_microbatches=2,
                                                         optimizer_state_factor=2.0))  # fmt: skip
 
 
 def test_zero_bubble_keeps_as_many_microbatches_on_every_stage() -> None:
-    profile, request = trained(8, kept=10), Request(schedule="zero-bubble", num_microbatches=8, replicas=False)
+    profile, request = trained(8, kept=10), PlanRequest(schedule="zero-bubble", num_microbatches=8, replicas=False)
     plan = make_plan(profile, make_cluster(1, 1, 1, 1), request)
     assert [load.memory_bytes for load in plan.prediction.devices] == [4 * 2 * 10.0] * 4
     with pytest.raises(PlanError, match=r"does not fit.*1f1b"):
@@ -87,7 +87,7 @@ def test_halves_of_a_backward_are_played() -> None:
 
 
 def test_a_plan_that_is_not_interleaved_is_refused() -> None:
-    plan = make_plan(trained(8), make_cluster(1, 1), Request(schedule="interleaved", num_microbatches=4))
+    plan = make_plan(trained(8), make_cluster(1, 1), PlanRequest(schedule="interleaved", num_microbatches=4))
     (pipeline,) = plan.pipelines
     other = msgspec.structs.replace(pipeline, stages=(*pipeline.stages[:-1], pipeline.stages[0]))
     with pytest.raises(PlanError, match=r"stage 1, .*got 'a'"):
@@ -95,4 +95,4 @@ def test_a_plan_that_is_not_interleaved_is_refused() -> None:
     with pytest.raises(PlanError, match="be a device that holds no other stage"):
         check_plan(msgspec.structs.replace(plan, schedule="1f1b"))
     with pytest.raises(PlanError, match="got 1; use --schedule 1f1b"):
-        make_plan(trained(8), make_cluster(1), Request(schedule="interleaved", num_microbatches=4))
+        make_plan(trained(8), make_cluster(1), PlanRequest(schedule="interleaved", num_microbatches=4))

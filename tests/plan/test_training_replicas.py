@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import PlanError
-from penstock.plan.candidates import Request, candidates_of
+from penstock.plan.candidates import PlanRequest, candidates_of
 from penstock.plan.check import check_plan
 from penstock.plan.choose import choose, make_plan
 from penstock.plan.cost.pipeline_cost import fits_all
@@ -52,7 +52,7 @@ def test_against_every_way_there_is() -> None:
         total = problem.setting.num_microbatches or 1
         alone = [play_step(problem, [division], [total]).step_s for division in every_division(problem)]
         by_force = min([*alone, *(step_s for step_s, _, _ in every_step(problem))], default=None)
-        request = Request(schedule=problem.setting.schedule, num_microbatches=total)
+        request = PlanRequest(schedule=problem.setting.schedule, num_microbatches=total)
         found = candidates_of(problem, request)
         assert bool(found) == (by_force is not None)
         for candidate in found:
@@ -96,7 +96,7 @@ def trained(num_units: int, unit_bytes: int = 0, rows: tuple[int, ...] = (1,)) -
 
 def test_replicas_beat_stages_where_sums_are_cheap() -> None:
     cluster = make_cluster(1, 1, 1, 1, bandwidth_bytes_per_s=100.0)
-    request = Request(schedule="1f1b", num_microbatches=8)
+    request = PlanRequest(schedule="1f1b", num_microbatches=8)
     cheap = choose(trained(8, 10), cluster, request)
     assert cheap.best.kind == "replicas"
     # two microbatches each, then each of four devices sends its 80 bytes to the three others
@@ -112,7 +112,7 @@ def test_replicas_beat_stages_where_sums_are_cheap() -> None:
 
 def test_replicas_of_stages_where_the_model_fits_two_devices() -> None:
     cluster = make_cluster(1, 1, 1, 1, memory_bytes=2000)
-    plan = make_plan(trained(8, 100), cluster, Request(schedule="1f1b", num_microbatches=8))
+    plan = make_plan(trained(8, 100), cluster, PlanRequest(schedule="1f1b", num_microbatches=8))
     assert [len(pipeline.stages) for pipeline in plan.pipelines] == [2, 2]
     assert plan.microbatches == (4, 4)
     # (4 + 1) times half a model; what is added up is on no wire here
@@ -120,7 +120,7 @@ def test_replicas_of_stages_where_the_model_fits_two_devices() -> None:
 
 
 def test_unequal_devices_take_parts_of_the_batch_after_their_speed() -> None:
-    plan = make_plan(trained(4), make_cluster(1, 0.5), Request(schedule="gpipe", num_microbatches=6))
+    plan = make_plan(trained(4), make_cluster(1, 0.5), PlanRequest(schedule="gpipe", num_microbatches=6))
     check_plan(plan)
     assert plan.microbatches == (4, 2)
     assert plan.devices == ("a", "b")
@@ -129,13 +129,13 @@ def test_unequal_devices_take_parts_of_the_batch_after_their_speed() -> None:
 
 def test_the_size_of_a_step_is_that_of_all_replicas() -> None:
     profile = trained(4, rows=(1,))
-    request = Request(schedule="1f1b", batch_rows=12, rows=(2, 3, 5))
+    request = PlanRequest(schedule="1f1b", batch_rows=12, rows=(2, 3, 5))
     plan = make_plan(profile, make_cluster(1, 1), request)
     assert plan.batch_rows == 12
     assert sum(plan.microbatches) == plan.num_microbatches == 12 // plan.microbatch_rows
     with pytest.raises(PlanError, match=r"7 rows; got 2, 3 rows; .*--rows"):
-        make_plan(profile, make_cluster(1, 1), Request(schedule="1f1b", batch_rows=7, rows=(2, 3)))
+        make_plan(profile, make_cluster(1, 1), PlanRequest(schedule="1f1b", batch_rows=7, rows=(2, 3)))
     with pytest.raises(PlanError, match=r"gpipe .*give one of"):
-        Request(schedule="gpipe")
+        PlanRequest(schedule="gpipe")
     with pytest.raises(PlanError, match="the size of a step is for training"):
-        Request(num_microbatches=4)
+        PlanRequest(num_microbatches=4)

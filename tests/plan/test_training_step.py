@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.plan.candidates import Request
+from penstock.plan.candidates import PlanRequest
 from penstock.plan.choose import make_plan
 from penstock.plan.cost.problem import Placed, Problem
 from penstock.plan.cost.stage_cost import Setting
@@ -73,7 +73,7 @@ def test_no_step_is_faster_than_its_busiest_device(seed: int) -> None:
 def test_a_training_plan_is_predicted_step_by_step() -> None:
     units = tuple(Unit(forward_s=(1.0,), backward_s=(2.0,)) for _ in range(2))
     profile = make_profile([1.0, 1.0], [0.0] * 3, units=units)
-    request = Request(schedule="1f1b", num_microbatches=4, num_rows=8, replicas=False)
+    request = PlanRequest(schedule="1f1b", num_microbatches=4, num_rows=8, replicas=False)
     prediction = make_plan(profile, make_cluster(1, 1), request).prediction
     assert prediction.total_s == pytest.approx(2 * 3.0 * 5)
     assert prediction.rows_per_s == pytest.approx(8 / 30)

@@ -9,7 +9,7 @@ from penstock.errors import DataError, UsageError
 from penstock.recipes.data_formats import make_task
 from penstock.recipes.data_tasks import Buckets, pad
 from penstock.recipes.settings import FitSettings, make_settings
-from penstock.recipes.tasks import Rows, keep_some, spread
+from penstock.recipes.tasks import RowDataset, keep_some, spread
 from penstock.zoo.data.texts import CLS, PAD, is_trees, read_trees, train_tokenizer
 
 TREES = """(3 (2 It) (4 (2 's) (4 lovely)))
@@ -79,7 +79,7 @@ def test_a_text_is_cut_into_rows(tmp_path: Path) -> None:
     file.write_text("the quick brown fox jumps over the lazy dog. " * 40)
     task = make_task(FitSettings(model=GPT2, data=str(file), length=8))
     assert task.unit == "tokens"
-    assert isinstance(task.training, Rows)
+    assert isinstance(task.training, RowDataset)
     (inputs, labels) = task.training[0]
     assert inputs["input_ids"].tolist() == labels.tolist()
     assert len(labels) == 8

@@ -7,7 +7,7 @@ import pytest
 from penstock.errors import UsageError
 from penstock.graph.stages import graph_fingerprint
 from penstock.measure.profiler import MessageCosts
-from penstock.plan.candidates import Request
+from penstock.plan.candidates import PlanRequest
 from penstock.plan.choose import make_plan
 from penstock.recipes import profiled
 from penstock.recipes.data_formats import make_task
@@ -38,7 +38,7 @@ def test_a_profile_of_what_penstock_train_trains(tmp_path: Path) -> None:
     assert profile.update_s_per_byte > 0
     assert profile.sum_s_per_byte > 0
     assert all(unit.backward_s is not None for unit in profile.units)
-    plan = make_plan(profile, make_cluster(1, 1), Request(schedule="1f1b", batch_rows=8))
+    plan = make_plan(profile, make_cluster(1, 1), PlanRequest(schedule="1f1b", batch_rows=8))
     assert plan.batch_rows == 8
 
 

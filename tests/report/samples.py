@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from penstock.plan.schedule.actions import Action, Schedule
 from penstock.plan.schedule.simulate import simulate, uniform
-from penstock.tracing.trace import Alone, Counter, Machine, ProcessTrace, Run, RunFacts, Span, StageTotals
+from penstock.tracing.trace import Alone, Counter, MachineCapacity, ProcessTrace, Run, RunFacts, Span, StageTotals
 
 ALONE_S = 0.010
 
@@ -71,7 +71,7 @@ def streamed(
     processes = [ProcessTrace(rank=0, device="feeder", spans=tuple(spans[0]))]
     processes += [
         ProcessTrace(
-            rank=s + 1, device=f"board{s}", spans=tuple(spans[s + 1]), machine=Machine(1.0, shares[s], byte_s),
+            rank=s + 1, device=f"board{s}", spans=tuple(spans[s + 1]), machine=MachineCapacity(1.0, shares[s], byte_s),
             alone=(Alone(s, alone[s], alone[s] * shares[s]),),
         )
         for s in range(stages)
@@ -142,7 +142,7 @@ def trained(
         rows = tuple(Counter("rows", number * step_s, 8.0) for number in range(num_steps))
         processes.append(
             ProcessTrace(rank=device, device=f"board{device}", spans=tuple(recorded), counters=rows,
-                         machine=Machine(1.0, 1.0, 0.0))
+                         machine=MachineCapacity(1.0, 1.0, 0.0))
         )  # fmt: skip
     names = tuple(process.device for process in processes)
     facts = RunFacts(

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from penstock.report.stream.measured import MeasuredStage, Step
+from penstock.report.stream.measured import MeasuredStage, MicrobatchTimes
 from penstock.report.stream.replay import Backlog, backlog_in_waits, other_threads_cpu_s
-from penstock.tracing.trace import Machine
+from penstock.tracing.trace import MachineCapacity
 
 
 def stage_of(
@@ -18,14 +18,14 @@ def stage_of(
     for number, (wait_s, compute_s, cpu_s, buffer_s) in enumerate(rows):
         end_s = now_s + wait_s + compute_s + buffer_s
         steps.append(
-            Step(microbatch=number, asked_s=now_s, arrived_s=now_s + wait_s, end_s=end_s, read_s=0.0,
+            MicrobatchTimes(microbatch=number, asked_s=now_s, arrived_s=now_s + wait_s, end_s=end_s, read_s=0.0,
                  compute_s=compute_s, cpu_s=cpu_s, buffer_s=buffer_s, give_s=0.0, gap_s=0.0, between_cpu_s=0.0,
                  num_bytes_in=0, num_bytes_out=0)
         )  # fmt: skip
         now_s = end_s
     own_cpu_s = sum(row[2] for row in rows) / len(rows)
     return MeasuredStage(
-        index=index, rank=0, device="board0", steps=tuple(steps), alone_s=0.0, machine=Machine(cpus=0.5),
+        index=index, rank=0, device="board0", steps=tuple(steps), alone_s=0.0, machine=MachineCapacity(cpus=0.5),
         cpu_s=own_cpu_s + others_cpu_s, load_cpu_s=load_cpu_s,
     )  # fmt: skip
 

@@ -3,7 +3,7 @@
 import msgspec
 
 from penstock.report.stream.advice import advise_memory
-from penstock.tracing.trace import Counter, Machine, Run
+from penstock.tracing.trace import Counter, MachineCapacity, Run
 from tests.report.samples import streamed
 
 MB = 10**6
@@ -14,7 +14,7 @@ def held(*peaks: int, limit: int, hosts: tuple[str, ...] | None = None) -> list[
     processes = [run.processes[0]]
     for process, peak in zip(run.processes[1:], peaks, strict=True):
         counters = (Counter("memory_bytes", 0.0, peak / 2), Counter("memory_bytes", 1.0, float(peak)))
-        machine = Machine(1.0, 1.0, 0.0, float(limit))
+        machine = MachineCapacity(1.0, 1.0, 0.0, float(limit))
         processes.append(msgspec.structs.replace(process, counters=counters, machine=machine))
     facts = msgspec.structs.replace(run.facts, hosts=("feeder", *hosts)) if hosts else run.facts
     return advise_memory(Run(facts, tuple(processes)))

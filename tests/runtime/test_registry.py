@@ -12,7 +12,7 @@ from penstock.graph.capture import capture
 from penstock.graph.cuts import Cuts
 from penstock.graph.stages import divide, graph_fingerprint
 from penstock.runtime.registry import RUNTIMES, RuntimeChoice
-from penstock.spec.plan import CutSet, DeviceLoad, Pipeline, Plan, Prediction, Stage
+from penstock.spec.plan import CutSet, DeviceLoad, Plan, PlannedPipeline, PlannedStage, Prediction
 from penstock.zoo.weights.weights import ModuleWeights
 from tests.worlds import memory_world
 
@@ -45,10 +45,10 @@ def test_a_plan_s_runtime_is_read(change: dict[str, str], message: str) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)).eval()
     graph = capture(model, (torch.randn(1, 4),))
     cut = next(iter(Cuts(graph))).name
-    stages = (Stage(device="a"), Stage(device="b", **change))  # type: ignore[arg-type]
+    stages = (PlannedStage(device="a"), PlannedStage(device="b", **change))  # type: ignore[arg-type]
     plan = Plan(
         model="two", graph=graph_fingerprint(graph), profile="", cluster="", microbatch_rows=1,
-        pipelines=(Pipeline(stages=stages, cut_sets=(CutSet(cuts=(cut,)),)),), loader="a", writer="a",
+        pipelines=(PlannedPipeline(stages=stages, cut_sets=(CutSet(cuts=(cut,)),)),), loader="a", writer="a",
         prediction=Prediction(
             rows_per_s=1.0, bound_rows_per_s=1.0, latency_s=1.0, total_s=1.0, num_rows=1, limit="a",
             devices=tuple(DeviceLoad(device=name, load_s=1.0, memory_bytes=1.0) for name in "ab"),

@@ -11,7 +11,7 @@ import pytest
 from penstock.serve import streams
 from penstock.serve.documents import Documents
 from penstock.serve.protocol import ApiError
-from penstock.serve.texts import Choice, Piece
+from penstock.serve.texts import Piece, RequestedAnswer
 from tests.serve.apps import App, app_fixture
 
 ASK = {"prompt": "A pipe", "max_tokens": 3, "stream": True, "temperature": 0}
@@ -31,7 +31,7 @@ async def pieces(come: asyncio.Event, error: Exception | None = None) -> AsyncGe
 @pytest.mark.parametrize("chat", [True, False])
 def test_comments_while_no_token_comes(chat: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "KEEP_ALIVE_S", 0.05)
-    choices = [Choice(index=0, prompt=[1], options={})]
+    choices = [RequestedAnswer(index=0, prompt=[1], options={})]
 
     async def read(error: Exception | None = None) -> list[str]:
         documents, come, found = Documents("small", choices, chat=chat), asyncio.Event(), []

@@ -2,7 +2,7 @@
 
 from penstock.spec.cluster import Cluster, Device
 from penstock.spec.fields import fingerprint
-from penstock.spec.plan import CutSet, DeviceLoad, Pipeline, Plan, Prediction, Stage
+from penstock.spec.plan import CutSet, DeviceLoad, Plan, PlannedPipeline, PlannedStage, Prediction
 from penstock.spec.profile import Boundary, Profile, Unit
 
 _NAMES = (*"abcdefghijklmnopqrstuvwxyz", *(f"d{index}" for index in range(26, 100)))
@@ -42,15 +42,15 @@ def make_plan() -> Plan:
         cluster=fingerprint(make_cluster(1, 1, 1)),
         microbatch_rows=1,
         pipelines=(
-            Pipeline(
+            PlannedPipeline(
                 share=0.75,
-                stages=(Stage(device="a"), Stage(device="b")),
+                stages=(PlannedStage(device="a"), PlannedStage(device="b")),
                 cut_sets=(
                     CutSet(cuts=("unit0:after",), weight=0.5),
                     CutSet(cuts=("unit1:after",), weight=0.5),
                 ),
             ),
-            Pipeline(share=0.25, stages=(Stage(device="c"),), cut_sets=(CutSet(cuts=()),)),
+            PlannedPipeline(share=0.25, stages=(PlannedStage(device="c"),), cut_sets=(CutSet(cuts=()),)),
         ),
         loader="a",
         writer="a",

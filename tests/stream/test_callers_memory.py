@@ -17,8 +17,8 @@ from penstock.graph.stages import graph_fingerprint
 from penstock.group.entry import start_local
 from penstock.group.world import World
 from penstock.pipeline import Pipeline
-from penstock.spec.plan import CutSet, DeviceLoad, Plan, Prediction, Stage
-from penstock.spec.plan import Pipeline as PlannedPipeline
+from penstock.spec.plan import CutSet, DeviceLoad, Plan, PlannedStage, Prediction
+from penstock.spec.plan import PlannedPipeline as PlannedPipeline
 from penstock.zoo.weights.weights import ModuleWeights
 from tests.processes import run_groups
 
@@ -148,7 +148,7 @@ def planned(model: nn.Module, devices: int, pipelines: int, *, rotating: bool = 
         model="Passing", graph=graph_fingerprint(graph), profile="0" * 16, cluster="0" * 16, microbatch_rows=2,
         pipelines=tuple(
             PlannedPipeline(
-                stages=tuple(Stage(device=name) for name in each),
+                stages=tuple(PlannedStage(device=name) for name in each),
                 cut_sets=tuple(CutSet(cuts=tuple(cuts), weight=1 / len(sets)) for cuts in sets),
                 share=1 / pipelines,
             )

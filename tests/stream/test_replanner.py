@@ -11,7 +11,7 @@ from penstock.graph.capture import capture
 from penstock.graph.cuts import Cuts
 from penstock.measure.counts import counted_profile
 from penstock.spec.cluster import Cluster, Device
-from penstock.spec.plan import Stage
+from penstock.spec.plan import PlannedStage
 from penstock.spec.profile import Profile, RuntimeColumn
 from penstock.stream.replanner import Replanner
 from tests.worlds import tower, tower_inputs
@@ -25,12 +25,12 @@ def profile() -> Profile:
     return counted_profile(capture(tower(), tower_inputs(1)[0]), rows=2)
 
 
-def begun(profile: Profile, devices: list[str], stage: Stage | None = None) -> Replanner:
+def begun(profile: Profile, devices: list[str], stage: PlannedStage | None = None) -> Replanner:
     replanner = Replanner(None, lambda: profile, None)
     cuts = [boundary.name for boundary in profile.boundaries[1:-1]]
     each = len(cuts) // len(devices)
     chosen = [cuts[each * (index + 1)] for index in range(len(devices) - 1)]
-    replanner.begin(chosen, devices, 2, 2, stage or Stage(device=""))
+    replanner.begin(chosen, devices, 2, 2, stage or PlannedStage(device=""))
     return replanner
 
 
@@ -88,7 +88,7 @@ def test_what_gains_little_is_left_as_it_is(profile: Profile) -> None:
 
 
 def test_stages_compute_as_before(profile: Profile) -> None:
-    replanner = begun(profile, NAMES, Stage(device="", runtime="onnxruntime", precision="int8", keep=("head",)))
+    replanner = begun(profile, NAMES, PlannedStage(device="", runtime="onnxruntime", precision="int8", keep=("head",)))
     plan = replanner.plan(["a", "c"], {})
     assert {(s.runtime, s.precision, s.keep) for s in plan.pipelines[0].stages} == {("onnxruntime", "int8", ("head",))}
 
@@ -98,5 +98,5 @@ def test_a_cluster_whose_feeder_is_gone_and_one_that_it_does_not_name(profile: P
     replanner = Replanner(None, lambda: profile, cluster)
     with pytest.raises(PlanError, match="no stages are placed"):
         replanner.plan(["a"], {})
-    replanner.begin([profile.boundaries[5].name], ["a", "b"], 2, 2, Stage(device=""))
+    replanner.begin([profile.boundaries[5].name], ["a", "b"], 2, 2, PlannedStage(device=""))
     assert set(replanner.plan(["b", "new"], {"b": 0.5}).devices) <= {"b", "new"}

@@ -11,12 +11,12 @@ from penstock.graph.capture import capture
 from penstock.group.entry import start_local
 from penstock.group.world import World
 from penstock.measure.counts import counted_profile
-from penstock.plan.candidates import Request
+from penstock.plan.candidates import PlanRequest
 from penstock.plan.choose import make_plan
 from penstock.plan.cost.fastest_runtime import computed_like
 from penstock.runtime.bfloat16 import has_bfloat16
 from penstock.spec.cluster import Cluster, Device
-from penstock.spec.plan import Stage
+from penstock.spec.plan import PlannedStage
 from penstock.spec.profile import RuntimeColumn
 from tests.models import deit
 
@@ -73,12 +73,15 @@ def test_a_runtime_for_each_stage(world: World, model: nn.Module) -> None:
     ))  # fmt: skip
     plan = make_plan(
         msgspec.structs.replace(profile, runtimes=(column,)), cluster,
-        Request(rows=(2,), alternate=False, replicas=False, max_error=0.1),
+        PlanRequest(rows=(2,), alternate=False, replicas=False, max_error=0.1),
     )  # fmt: skip
     (pipeline,) = plan.pipelines
     assert {stage.device: stage.runtime for stage in pipeline.stages} == {"a": "onnxruntime", "b": "eager"}
     found = []
-    for chosen in (plan, msgspec.structs.replace(plan, pipelines=computed_like(plan.pipelines, Stage(device="")))):
+    for chosen in (
+        plan,
+        msgspec.structs.replace(plan, pipelines=computed_like(plan.pipelines, PlannedStage(device=""))),
+    ):
         with penstock.Pipeline(model, (images()[0],), plan=chosen, world=world, threads=1) as pipe:
             found.append(torch.cat(list(pipe.stream(images()))))
     mixed, eager = found

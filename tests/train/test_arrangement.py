@@ -25,7 +25,7 @@ from penstock.plan.cost.problem import Problem
 from penstock.plan.cost.stage_cost import Setting
 from penstock.plan.schedule.actions import text
 from penstock.spec.cluster import Cluster, Device
-from penstock.spec.plan import CutSet, DeviceLoad, Pipeline, Plan, Prediction, Stage, write_plan
+from penstock.spec.plan import CutSet, DeviceLoad, Plan, PlannedPipeline, PlannedStage, Prediction, write_plan
 from penstock.spec.profile import Boundary, Unit
 from penstock.train.arrangement import ScheduleChoice, plan_grid
 from penstock.train.captured import Captured
@@ -46,8 +46,8 @@ def plan_for(given: Captured, parts: Parts, schedule: str = "1f1b") -> Plan:
     dealt = 2 if schedule == "interleaved" else 20  # each of two devices has several stages
     devices = iter(f"d{index % dealt}" for index in range(20))
     pipelines = tuple(
-        Pipeline(
-            stages=tuple(Stage(device=next(devices)) for _ in range(len(places) + 1)),
+        PlannedPipeline(
+            stages=tuple(PlannedStage(device=next(devices)) for _ in range(len(places) + 1)),
             cut_sets=(CutSet(cuts=tuple(names[int(place * len(names))] for place in places)),),
             share=count / total,
         )

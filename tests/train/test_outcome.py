@@ -5,13 +5,13 @@ import pytest
 import torch
 
 from penstock.errors import RunError
-from penstock.train.loss_convention import Measured
+from penstock.train.loss_convention import MeasuredLoss
 from penstock.train.losses import total_count
 from penstock.train.outcome import mean_loss, step_document
 
 
 def told(*losses: tuple[float, float], **more: Any) -> dict[str, Any]:
-    measured = {index: Measured(torch.zeros(()), *loss, "count") for index, loss in enumerate(losses)}
+    measured = {index: MeasuredLoss(torch.zeros(()), *loss, "count") for index, loss in enumerate(losses)}
     return step_document(measured, **({"first_nonfinite": {}, "used": ["weight"], "unused": []} | more))
 
 
@@ -22,7 +22,7 @@ def test_losses_are_weighted_by_what_they_count() -> None:
 
 
 def test_losses_are_told_in_the_order_of_microbatches() -> None:
-    measured = {1: Measured(torch.zeros(()), 2.0, 1, "count"), 0: Measured(torch.zeros(()), 6.0, 3, "count")}
+    measured = {1: MeasuredLoss(torch.zeros(()), 2.0, 1, "count"), 0: MeasuredLoss(torch.zeros(()), 6.0, 3, "count")}
     assert step_document(measured, first_nonfinite={}, used=[], unused=[])["losses"] == [
         (6.0, 3),
         (2.0, 1),

@@ -11,7 +11,7 @@ from penstock.cli.options import JsonFile, make_console, parse_numbers, write_js
 from penstock.cli.paths import Written
 from penstock.cli.settings_options import Given, takes_settings
 from penstock.errors import UsageError
-from penstock.plan.candidates import PlanAim, Request
+from penstock.plan.candidates import PlanAim, PlanRequest
 from penstock.plan.choose import choose
 from penstock.plan.cost.training_step import ADAMW_STATE
 from penstock.plan.explain import explain, load_lines, noise_lines, summary, what_would_help
@@ -67,7 +67,7 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
         Meta(description=f"Reserve {format_bytes(RECORDING_BYTES)} per device for `infer --trace`.", extra=_BOTH),
     ] = True
 
-    def request(self) -> Request:
+    def request(self) -> PlanRequest:
         """Return the planner's request; raises `UsageError` for options that exclude each other."""
         if self.aim not in _AIMS:
             raise UsageError(f"--aim must be one of {', '.join(_AIMS)}; got {self.aim!r}")
@@ -78,7 +78,7 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
         state = self.optimizer_state
         if state is None:
             state = 0.0 if self.schedule == "forward-only" else ADAMW_STATE
-        return Request(
+        return PlanRequest(
             aim=cast(PlanAim, self.aim), target_rows_per_s=self.target, num_rows=self.num_rows, depth=self.depth,
             rows=tuple(parse_numbers(self.rows, "--rows")) if self.rows else (),
             schedule=self.schedule, num_microbatches=self.microbatches, batch_rows=self.batch_size,

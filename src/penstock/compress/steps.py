@@ -67,7 +67,7 @@ def compress(settings: CompressSettings, tell: Callable[[Found], None] = lambda 
     folder = Path(settings.output)
     folder.mkdir(parents=True, exist_ok=True)
     known = read_search(folder / "search.json", settings)
-    search = _Search(settings, folder, known)
+    search = _CompressionSearch(settings, folder, known)
     for ratio in sorted({0.0, *settings.ratios}):
         for found in search.step(ratio):
             tell(found)
@@ -100,7 +100,7 @@ def _not_learned(tested: ImageSet, rows: Sequence[int], images: ImageSet, learne
     return kept
 
 
-class _Search:
+class _CompressionSearch:
     """The steps of a search, and their results."""
 
     def __init__(self, settings: CompressSettings, folder: Path, known: list[Found]) -> None:

@@ -36,7 +36,7 @@ _CHUNK = 1 << 20
 LoadState = Callable[[State], Tensor]
 
 
-class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class BundlePart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Contents of one device's folder: its place in a plan, named by the plan's fingerprint, and its files' hashes."""
 
     plan: str
@@ -66,7 +66,9 @@ def write_bundle(folder: Path, graph: Graph, plan: Plan, load: LoadState) -> lis
     for number, (pipeline, programs) in enumerate(zip(plan.pipelines, pipelines, strict=True)):
         for index, (stage, of_stage) in enumerate(zip(pipeline.stages, programs, strict=True)):
             device = stage.device
-            part = Part(plan=fingerprint(plan), device=device, pipeline=number, stage=index, programs=(), files={})
+            part = BundlePart(
+                plan=fingerprint(plan), device=device, pipeline=number, stage=index, programs=(), files={}
+            )
             written.append(_write_part(folder / device, part, of_stage, load))
     return written
 
@@ -78,7 +80,7 @@ def _check_folders(plan: Plan) -> None:
             raise PlanError(f"a device cannot have the name of the bundle's file {name}; rename the device and replan")
 
 
-def _write_part(folder: Path, part: Part, programs: Sequence[StageProgram], load: LoadState) -> Path:
+def _write_part(folder: Path, part: BundlePart, programs: Sequence[StageProgram], load: LoadState) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     names = [f"program-{index}.json" for index in range(len(programs))]
     for name, program in zip(names, programs, strict=True):
@@ -94,7 +96,7 @@ def read_part(folder: Path, plan: str) -> tuple[list[StageProgram], dict[str, Te
 
     Raises `ProgramError` if the part is of another plan, or if a file was modified.
     """
-    part = decode_json(read_bytes(folder / _PART, "a part", ProgramError), Part, "a part", ProgramError)
+    part = decode_json(read_bytes(folder / _PART, "a part", ProgramError), BundlePart, "a part", ProgramError)
     if part.plan != plan:
         raise ProgramError(
             f"{folder} is a part of the plan {part.plan}, but this run uses the plan {plan}; copy this plan's bundle"

@@ -19,7 +19,7 @@ from penstock.group.world import World, assign_stages
 from penstock.plan.schedule.round_robin import round_robin
 from penstock.runtime.registry import RuntimeChoice
 from penstock.spec.fields import fingerprint
-from penstock.spec.plan import Pipeline, Plan
+from penstock.spec.plan import Plan, PlannedPipeline
 from penstock.wire import FEEDER
 
 
@@ -98,12 +98,12 @@ def _order(plan: Plan) -> tuple[int, ...]:
     return round_robin([pipeline.share for pipeline in plan.pipelines])
 
 
-def _holders(pipeline: Pipeline, ranks: Mapping[str, int]) -> list[int]:
+def _holders(pipeline: PlannedPipeline, ranks: Mapping[str, int]) -> list[int]:
     """Return the rank of each stage."""
     return [ranks[stage.device] for stage in pipeline.stages]
 
 
-def _runtimes(pipeline: Pipeline) -> list[RuntimeChoice]:
+def _runtimes(pipeline: PlannedPipeline) -> list[RuntimeChoice]:
     return [RuntimeChoice(stage.runtime, stage.precision, stage.keep) for stage in pipeline.stages]
 
 

@@ -15,7 +15,7 @@ from penstock.graph.stages import divide, graph_fingerprint
 from penstock.group.world import World
 from penstock.plan.check import check_cuts, check_plan, check_purpose
 from penstock.plan.schedule.round_robin import round_robin
-from penstock.spec.plan import Pipeline, Plan
+from penstock.spec.plan import Plan, PlannedPipeline
 
 
 def divide_by_sets(graph: Graph, cut_sets: Sequence[Sequence[Cut]]) -> list[tuple[StageProgram, ...]]:
@@ -66,6 +66,6 @@ def cuts_of_plan(graph: Graph, plan: Plan) -> Cuts:
     return cuts
 
 
-def order_of(pipeline: Pipeline) -> tuple[int, ...]:
+def order_of(pipeline: PlannedPipeline) -> tuple[int, ...]:
     """Return the round-robin order of a pipeline's cut sets."""
     return round_robin([cut_set.weight for cut_set in pipeline.cut_sets])

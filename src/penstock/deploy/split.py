@@ -24,7 +24,7 @@ from penstock.zoo.weights.weights import ModuleWeights, Weights
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class SplitStage:
     """One stage: its program, the cuts on both sides, and a call that runs it.
 
     A call takes the stage's input tensors and returns its output tensors; the batch size is read from the inputs.
@@ -69,7 +69,7 @@ class SplitModel:
         programs = divide(graph, cuts)
         bounds = [0, *(cut.position for cut in cuts), len(graph.ops)]
         self.stages = tuple(
-            Stage(
+            SplitStage(
                 index=index,
                 before=cuts[index - 1] if index else None,
                 after=cuts[index] if index < len(cuts) else None,

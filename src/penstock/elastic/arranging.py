@@ -5,13 +5,13 @@ from dataclasses import replace
 from itertools import groupby, pairwise
 
 from penstock.deploy.policies import choose_cuts
-from penstock.elastic.costs import Costs
+from penstock.elastic.costs import PlannerInputs
 from penstock.engine.placement import Grid
 from penstock.errors import CutError, PlanError
 from penstock.graph.cuts import Cuts
 from penstock.graph.stages import graph_fingerprint
 from penstock.spec.fields import fingerprint
-from penstock.spec.plan import CutSet, DeviceLoad, Pipeline, Plan, Prediction, Stage
+from penstock.spec.plan import CutSet, DeviceLoad, Plan, PlannedPipeline, PlannedStage, Prediction
 from penstock.train.arrangement import Arrangement
 from penstock.train.captured import Captured
 from penstock.train.planned import grid_of_plan
@@ -19,7 +19,7 @@ from penstock.train.survival.rearrange import assign, interchangeable, missing_b
 from penstock.train.trainer import Trainer
 
 
-def plan_of(placed: Arrangement, costs: Costs, captured: Captured, *, rows: int, state_factor: float) -> Plan:
+def plan_of(placed: Arrangement, costs: PlannerInputs, captured: Captured, *, rows: int, state_factor: float) -> Plan:
     """Convert a placement to a plan, with placeholders as its prediction; stages that do not run are left out.
 
     `rows` are the rows of a microbatch, `state_factor` the elements of optimizer state per element of weights. Cuts
@@ -32,9 +32,9 @@ def plan_of(placed: Arrangement, costs: Costs, captured: Captured, *, rows: int,
     for replica in placed.grid.replicas:
         ranks = replica.stages[placed.skipped :]
         own = tuple(cut for cut, (before, after) in zip(cuts, pairwise(ranks), strict=True) if before != after)
-        stages = tuple(Stage(device=names[rank]) for rank, _ in groupby(ranks))
+        stages = tuple(PlannedStage(device=names[rank]) for rank, _ in groupby(ranks))
         pipelines.append(
-            Pipeline(stages=stages, cut_sets=(CutSet(cuts=own),), share=(replica.num_microbatches or 0) / total)
+            PlannedPipeline(stages=stages, cut_sets=(CutSet(cuts=own),), share=(replica.num_microbatches or 0) / total)
         )
     used = dict.fromkeys(stage.device for p in pipelines for stage in p.stages)
     feeder = costs.cluster.feeding.name
@@ -50,7 +50,7 @@ def plan_of(placed: Arrangement, costs: Costs, captured: Captured, *, rows: int,
     )  # fmt: skip
 
 
-def _known(placed: Arrangement, costs: Costs, captured: Captured) -> list[str]:
+def _known(placed: Arrangement, costs: PlannerInputs, captured: Captured) -> list[str]:
     """Return the profile's names of the cuts between stages that run."""
     cuts = Cuts(captured.graph)
     positions = {name: cuts.find(name).position for name in costs.profile.cuts}
@@ -105,7 +105,7 @@ def same_places(trainer: Trainer, captured: Captured) -> Arrangement:
 
 
 def near(
-    trainer: Trainer, captured: Captured, plan: Plan, costs: Costs, *, cached_layers: int, state_factor: float
+    trainer: Trainer, captured: Captured, plan: Plan, costs: PlannerInputs, *, cached_layers: int, state_factor: float
 ) -> dict[str, int]:
     """Assign a rank to each device of a plan so that few bytes migrate.
 

@@ -33,7 +33,7 @@ _REPEATS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Costs:
+class PlannerInputs:
     """Inputs of the planner, on the driver: the model's profile, the cluster, and the rank of each device."""
 
     profile: Profile
@@ -41,7 +41,7 @@ class Costs:
     ranks: dict[str, int]
 
 
-def find_costs(trainer: Trainer, captured: Captured, options: ElasticOptions, rows: int) -> Costs | None:
+def find_costs(trainer: Trainer, captured: Captured, options: ElasticOptions, rows: int) -> PlannerInputs | None:
     """Measure the inputs that are not given; returns all inputs on the driver, None on other ranks.
 
     `captured` is the whole model, with no layer frozen; `rows` are the rows of a microbatch. All processes call this
@@ -80,7 +80,7 @@ def find_costs(trainer: Trainer, captured: Captured, options: ElasticOptions, ro
             for name, rank in ranks.items()
         ]  # fmt: skip
         cluster = Cluster(devices=tuple(devices))
-    return Costs(keep_cuts(profile, common_cuts(captured)), cluster, ranks)
+    return PlannerInputs(keep_cuts(profile, common_cuts(captured)), cluster, ranks)
 
 
 def measure_profile(captured: Captured, placed: Arrangement, rows: int, calibration_s: float) -> Profile:

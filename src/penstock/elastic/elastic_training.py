@@ -12,7 +12,7 @@ from torch import Tensor
 
 from penstock.elastic.arranging import arrangement_of, near, plan_of, same_places
 from penstock.elastic.caching import Caching
-from penstock.elastic.costs import Costs, find_costs
+from penstock.elastic.costs import PlannerInputs, find_costs
 from penstock.elastic.decide import Decision, Situation, decide
 from penstock.elastic.epochs import EpochRecord, FreezePolicy, next_frozen
 from penstock.elastic.freezing import ByHand, Delayed, Guarded, Never
@@ -86,7 +86,7 @@ class ElasticTraining:
         self.history: list[EpochRecord] = []
         self.changes: list[PlanChange] = []
         self._caching = Caching(trainer, self._whole, loader, options)
-        self._costs: Costs | None = None
+        self._costs: PlannerInputs | None = None
         self._plan: Plan | None = None  # set on rank 0 only
         self._started = self._over = False
         self._decided: int | None = None  # epoch of the last decision
@@ -267,7 +267,7 @@ class ElasticTraining:
         found: dict[str, Any] = all_gather(trainer.world.transport, mine)[FEEDER]
         return found
 
-    def _decide(self, costs: Costs, plan: Plan, frozen: int, *, first: bool) -> Decision:
+    def _decide(self, costs: PlannerInputs, plan: Plan, frozen: int, *, first: bool) -> Decision:
         options, trainer = self._options, self._trainer
         epochs = (options.epochs or self._loader.epoch + 1) - self._loader.epoch
         done = self._loader.position * self._loader.batch_size
@@ -282,7 +282,7 @@ class ElasticTraining:
             caching=self._caching.costs(costs.profile) if frozen else None, beside_s=self._beside_s,
         ))  # fmt: skip
 
-    def _cost_of_moving(self, costs: Costs, plan: Plan) -> float:
+    def _cost_of_moving(self, costs: PlannerInputs, plan: Plan) -> float:
         """Return the seconds of the last migration that moved bytes.
 
         Before there is one, estimate the seconds to send all weights and optimizer state over the slowest link.

@@ -12,7 +12,7 @@ from penstock.engine.counters import ACTIVATIONS, GRADIENTS, write_counters
 from penstock.engine.forward_stage import ForwardStage
 from penstock.engine.job import StagesJob
 from penstock.engine.observer import Observer, StreamObserver
-from penstock.engine.wiring import Channels, Link, Opening, open_channels, stream_links
+from penstock.engine.wiring import Channels, Opening, StageLink, open_channels, stream_links
 from penstock.errors import ConnectionBroken, OutOfMemory, RunError, TransportError
 from penstock.group.world import World
 from penstock.memory import is_out_of_memory
@@ -157,7 +157,7 @@ class OwnStages:
 
     def __init__(
         self, world: World, job: StagesJob, runtimes: Mapping[int, Sequence[StageRuntime]], direct: bool = False,
-        feeds: Iterable[Link] = (),
+        feeds: Iterable[StageLink] = (),
     ) -> None:  # fmt: skip
         self.world, self.job = world, job
         self.stages = {index: ForwardStage(each) for index, each in sorted(runtimes.items())}

@@ -23,7 +23,7 @@ _QUOTA_S = 1.0  # interval between reads of a quota
 
 
 @dataclass(slots=True)
-class Seconds:
+class StageSeconds:
     """Time breakdown of one stage since the last `Observer.begin`."""
 
     num_microbatches: int = 0
@@ -51,7 +51,7 @@ class Observer:
     def __init__(self, stages: Iterable[int], clock: Clock = time.perf_counter) -> None:
         self.clock = clock
         self.counters = {index: Counters() for index in stages}
-        self.seconds = {index: Seconds() for index in self.counters}
+        self.seconds = {index: StageSeconds() for index in self.counters}
         self.recorder: Recorder | None = None
         self.profile: ProfileWindow | None = None
         self._since = self._since_cpu_s = 0.0  # begin of the current phase
@@ -66,7 +66,7 @@ class Observer:
 
     def begin(self) -> None:
         """Reset the times for another stream or step."""
-        self.seconds = {index: Seconds() for index in self.counters}
+        self.seconds = {index: StageSeconds() for index in self.counters}
 
     def starts(self, action: Action, awaits: str | None) -> None:
         """Record the start of an action, and the kind of message that the action waits for, if any."""

@@ -14,7 +14,7 @@ from penstock.memory import limit_bytes
 from penstock.runtime.registry import StageRuntime
 from penstock.tensors import synchronize
 from penstock.tracing.record import SCRATCH_BYTES
-from penstock.tracing.trace import Alone, Machine
+from penstock.tracing.trace import Alone, MachineCapacity
 from penstock.transport.messages import Message
 
 # long enough to average CPU quotas, which are granted in slices of some milliseconds
@@ -84,14 +84,14 @@ def _with_copies(runtime: StageRuntime, others: int) -> tuple[list[StageRuntime]
     return [runtime, *copies], rest
 
 
-def measure_machine() -> Machine:
+def measure_machine() -> MachineCapacity:
     """Measure this device's speed, usable CPUs, and CPU seconds per sent byte."""
     threads = torch.get_num_threads()
     try:
         seconds = calibrate(0.0, by_cpu=True, rounds=6, blocks=_BLOCKS)
     finally:
         torch.set_num_threads(threads)
-    return Machine(seconds, usable_cpus(), byte_seconds(), float(limit_bytes() or 0))
+    return MachineCapacity(seconds, usable_cpus(), byte_seconds(), float(limit_bytes() or 0))
 
 
 def byte_seconds() -> float:

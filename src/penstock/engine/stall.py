@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from penstock.engine.counters import ACTIVATIONS, Counters, Heartbeat, by_stage, read_counters, write_counters
 from penstock.engine.observer import Observer
 from penstock.engine.placement import Replica
-from penstock.engine.wiring import Link
+from penstock.engine.wiring import StageLink
 from penstock.group.calls import describe_wait, find_mismatch
 from penstock.group.verdict import Verdict
 from penstock.group.world import World
@@ -42,7 +42,7 @@ class StallWatch:
     """
 
     def __init__(
-        self, job: int, links: Sequence[Link], pipelines: Sequence[Holders], listen: Callable[[], Iterable[str]],
+        self, job: int, links: Sequence[StageLink], pipelines: Sequence[Holders], listen: Callable[[], Iterable[str]],
         stall_s: float = STALL_S, *, own: Counters | None = None, everyone: int = 0, advice: str = "start again",
     ) -> None:  # fmt: skip
         self.stall_s = stall_s
@@ -122,14 +122,14 @@ def _name(stage: int, holders: Holders) -> str:
     return "the driver" if stage == FEEDER_STAGE else f"stage {stage} on {' and '.join(holders[stage].values())}"
 
 
-def _total(counts: str, link: Link, holders: Holders, counted: Counted) -> int:
+def _total(counts: str, link: StageLink, holders: Holders, counted: Counted) -> int:
     """Return the number of messages that the ranks at one end of a link have sent or taken."""
     stage = link.source if counts == "sent" else link.target
     own = [counted[stage, rank] for rank in holders[stage] if (stage, rank) in counted]
     return sum(getattr(each, counts)[link.kind] for each in own)
 
 
-def _backlog(link: Link, holders: Holders, counted: Counted) -> int:
+def _backlog(link: StageLink, holders: Holders, counted: Counted) -> int:
     """Return the number of a link's messages that were sent but not taken."""
     return _total("sent", link, holders, counted) - _total("taken", link, holders, counted)
 
@@ -163,7 +163,7 @@ class TrainingWatch:
     """
 
     def __init__(
-        self, world: World, transport: MeteredTransport, links: Sequence[Link], replicas: Sequence[Replica],
+        self, world: World, transport: MeteredTransport, links: Sequence[StageLink], replicas: Sequence[Replica],
         observer: Observer, stall_s: float = STALL_S,
     ) -> None:  # fmt: skip
         self._health, self._names = world.health, world.names

@@ -28,7 +28,7 @@ from penstock.group.world import World
 from penstock.text import counted
 from penstock.tracing.clock import Exchange, Reading, fit_clock, read_clock
 from penstock.tracing.record import FEEDER_STAGE, Clock, Recorder, feeder_stage
-from penstock.tracing.trace import Counter, Machine, PackedTrace, ProcessTrace, Span
+from penstock.tracing.trace import Counter, MachineCapacity, PackedTrace, ProcessTrace, Span
 from penstock.transport.base import Transport, receive_bytes, send_bytes
 from penstock.transport.tags import CLOCK
 from penstock.wire import FEEDER
@@ -109,7 +109,7 @@ class FeederTracer:
 
     def own(self) -> ProcessTrace:
         """Return the recording of this process: of the driver and of its stages."""
-        mine = make_trace(self._world, self.recorder, Machine())
+        mine = make_trace(self._world, self.recorder, MachineCapacity())
         if self._own is None:
             return mine
         stages = self._own.trace()
@@ -162,7 +162,7 @@ def give_trace(world: World, trace: ProcessTrace) -> None:
     send_bytes(world.transport, msgspec.json.encode(trace), FEEDER, CLOCK)
 
 
-def make_trace(world: World, recorder: Recorder, machine: Machine) -> ProcessTrace:
+def make_trace(world: World, recorder: Recorder, machine: MachineCapacity) -> ProcessTrace:
     """Return the content of a recorder, and clear it."""
     trace = ProcessTrace(
         rank=world.rank, device=world.names[world.rank], machine=machine, num_dropped=recorder.num_dropped,

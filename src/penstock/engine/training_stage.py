@@ -35,7 +35,7 @@ class StepInput:
 
 
 @dataclass(slots=True)
-class _Kept:
+class _ForwardState:
     """State of a microbatch kept until its backward."""
 
     inputs: list[Tensor]
@@ -71,7 +71,7 @@ class TrainingStage:
     final: int = -1  # the microbatch whose backward is the last of the step
     direct: Sequence[Tensor] | None = None  # leaves that a step's loss depends on, but not through the outputs
     first_nonfinite: int | None = None  # the first microbatch of the step whose output is not finite
-    _kept: dict[int, _Kept] = field(default_factory=dict)
+    _kept: dict[int, _ForwardState] = field(default_factory=dict)
     _in_final: bool = False  # True during the last backward: gradients are final as they arrive
 
     def __post_init__(self) -> None:
@@ -129,7 +129,7 @@ class TrainingStage:
         self.runtime.is_first = False
         if self.trains:
             self._check_finite(microbatch, kept)
-            self._kept[microbatch] = kept if self.recompute is None else _Kept(inputs, [])
+            self._kept[microbatch] = kept if self.recompute is None else _ForwardState(inputs, [])
         if self.head is not None:
             return None
         return self._message(microbatch, [output.detach() for output in kept.outputs])
@@ -138,7 +138,7 @@ class TrainingStage:
         sizes = self.step[microbatch].sizes
         return Message(DATA, microbatch, tuple(sizes[symbol] for symbol in self.part.program.symbols), tensors)
 
-    def _compute(self, runtime: TrainingRuntime, microbatch: int, inputs: list[Tensor], *, grad: bool) -> _Kept:
+    def _compute(self, runtime: TrainingRuntime, microbatch: int, inputs: list[Tensor], *, grad: bool) -> _ForwardState:
         given = self.step[microbatch]
         runtime.rng_key = given.rng_key
         kind = runtime.device.type
@@ -146,9 +146,9 @@ class TrainingStage:
         with torch.set_grad_enabled(grad), casting:
             outputs = runtime(given.sizes, inputs)
             loss = self.head(microbatch, outputs, given.sizes) if self.head else None
-        return _Kept(inputs, outputs, loss)
+        return _ForwardState(inputs, outputs, loss)
 
-    def _check_finite(self, microbatch: int, kept: _Kept) -> None:
+    def _check_finite(self, microbatch: int, kept: _ForwardState) -> None:
         """Record the first microbatch with non-finite numbers; it is reported only if the loss is not finite."""
         if self.first_nonfinite is not None or (kept.loss is not None and bool(torch.isfinite(kept.loss.detach()))):
             return  # the last stage checks its loss instead of its outputs, which are large in a language model
@@ -160,7 +160,7 @@ class TrainingStage:
         if self.recompute is not None:
             self._kept[microbatch] = self._compute(self.recompute, microbatch, self._kept[microbatch].inputs, grad=True)
 
-    def _roots(self, kept: _Kept, crossing: list[Tensor]) -> tuple[list[Tensor], list[Tensor | None]]:
+    def _roots(self, kept: _ForwardState, crossing: list[Tensor]) -> tuple[list[Tensor], list[Tensor | None]]:
         """Return the roots of a backward, and their gradients from the next stage."""
         if self.head is not None:
             needed = kept.loss is not None and kept.loss.requires_grad
@@ -206,7 +206,7 @@ class TrainingStage:
             if gradient is not None:
                 leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
 
-    def _gradients(self, microbatch: int, kept: _Kept, gradients: Sequence[Tensor | None]) -> Message | None:
+    def _gradients(self, microbatch: int, kept: _ForwardState, gradients: Sequence[Tensor | None]) -> Message | None:
         """Return the gradients of the crossing inputs, for the previous stage."""
         inputs = [kept.inputs[position] for position in self.part.backward_inputs]
         if not inputs:

@@ -36,7 +36,7 @@ _Remote = TypeVar("_Remote", RemoteReceiver, RemoteSender)
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class StageLink:
     """Messages of one kind from one stage to another: their values for every program, and their symbols.
 
     The driver is `FEEDER_STAGE`. A link may lead from the last stage back to the first.
@@ -54,9 +54,9 @@ class Link:
         return 2 * (self.target + 1) + 1 if self.kind == GRADIENTS else 2 * (self.source + 1)
 
 
-def stream_links(programs: Mapping[int, Sequence[StageProgram]], num_stages: int) -> list[Link]:
+def stream_links(programs: Mapping[int, Sequence[StageProgram]], num_stages: int) -> list[StageLink]:
     """Return the links of these stages in a stream."""
-    links: dict[int, Link] = {}
+    links: dict[int, StageLink] = {}
     for index, own in programs.items():
         after = index + 1 if index + 1 < num_stages else FEEDER_STAGE
         for link in (
@@ -67,7 +67,7 @@ def stream_links(programs: Mapping[int, Sequence[StageProgram]], num_stages: int
     return list(links.values())
 
 
-def feeder_links(programs: Sequence[Sequence[StageProgram]]) -> list[Link]:
+def feeder_links(programs: Sequence[Sequence[StageProgram]]) -> list[StageLink]:
     """Return the driver's two links: to the first stage and from the last stage."""
     first, last = programs[0], programs[-1]
     return [
@@ -76,19 +76,21 @@ def feeder_links(programs: Sequence[Sequence[StageProgram]]) -> list[Link]:
     ]
 
 
-def _forward(source: int, target: int, values: Sequence[Sequence[Value]], programs: Sequence[StageProgram]) -> Link:
-    return Link(source, target, ACTIVATIONS, values, programs[0].symbols)
+def _forward(
+    source: int, target: int, values: Sequence[Sequence[Value]], programs: Sequence[StageProgram]
+) -> StageLink:
+    return StageLink(source, target, ACTIVATIONS, values, programs[0].symbols)
 
 
-def training_links(parts: Sequence[TrainingPart], *, evaluates: bool = False) -> list[Link]:
+def training_links(parts: Sequence[TrainingPart], *, evaluates: bool = False) -> list[StageLink]:
     """Return the links of training stages: activations forwards and, unless `evaluates`, gradients back."""
     links = []
     for stage, part in enumerate(parts[1:], 1):
         symbols = part.program.symbols
-        links.append(Link(stage - 1, stage, ACTIVATIONS, [part.crossing], symbols))
+        links.append(StageLink(stage - 1, stage, ACTIVATIONS, [part.crossing], symbols))
         if part.backward_inputs and not evaluates:
             values = [part.crossing[position] for position in part.backward_inputs]
-            links.append(Link(stage, stage - 1, GRADIENTS, [values], symbols))
+            links.append(StageLink(stage, stage - 1, GRADIENTS, [values], symbols))
     return links
 
 
@@ -136,7 +138,7 @@ class Opening:
     direct: bool = False
 
 
-def open_channels(transport: Transport, links: Sequence[Link], opening: Opening) -> Channels:
+def open_channels(transport: Transport, links: Sequence[StageLink], opening: Opening) -> Channels:
     """Open this process's ends of links, in one order on all ranks, which avoids deadlocks."""
     channels = Channels()
     for link in sorted(links, key=lambda link: link.number):
@@ -152,7 +154,12 @@ def open_channels(transport: Transport, links: Sequence[Link], opening: Opening)
 
 
 def _open(
-    remote: Callable[..., _Remote], transport: Transport, link: Link, rank: int, opening: Opening, channels: Channels
+    remote: Callable[..., _Remote],
+    transport: Transport,
+    link: StageLink,
+    rank: int,
+    opening: Opening,
+    channels: Channels,
 ) -> _Remote | LocalChannel:
     """Open this process's end of a link to a rank, possibly its own."""
     with_feeder = FEEDER_STAGE in (link.source, link.target)
@@ -179,7 +186,7 @@ class GrowingChannels:
     """
 
     def __init__(
-        self, transport: Transport, links: Sequence[Link], replica: Replica, *, evaluates: bool = False,
+        self, transport: Transport, links: Sequence[StageLink], replica: Replica, *, evaluates: bool = False,
         direct: torch.device | None = None, first_generation: int = 0,
     ) -> None:  # fmt: skip
         self._transport, self._links, self._replica = transport, links, replica

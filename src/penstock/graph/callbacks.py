@@ -79,7 +79,7 @@ torch.fx.node.has_side_effect(torch.ops.penstock.callback.default)
 
 
 @dataclass
-class Recorder:
+class CallbackRecorder:
     """The callbacks of one capture, in the order of their calls, and notes for the caller."""
 
     trains: bool
@@ -106,11 +106,11 @@ class Recorder:
         return made
 
 
-_RECORDER: ContextVar[Recorder | None] = ContextVar("penstock_recorder", default=None)
+_RECORDER: ContextVar[CallbackRecorder | None] = ContextVar("penstock_recorder", default=None)
 
 
 @contextlib.contextmanager
-def recorded_callbacks(model: nn.Module) -> Iterator[Recorder]:
+def recorded_callbacks(model: nn.Module) -> Iterator[CallbackRecorder]:
     """Record the callbacks of the forward passes of `model` inside the context.
 
     Example:
@@ -120,7 +120,7 @@ def recorded_callbacks(model: nn.Module) -> Iterator[Recorder]:
 
     Raises `CaptureError`, naming the construct, if neither a callback nor a graph can represent it.
     """
-    recorder = Recorder(model.training)
+    recorder = CallbackRecorder(model.training)
     if model.training:
         _check_hooks(model)
     call: Callable[..., Any] = model._call_impl  # the forward pass with the model's own hooks
@@ -156,7 +156,7 @@ def _check_hooks(model: nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def _replaced(recorder: Recorder) -> Iterator[None]:
+def _replaced(recorder: CallbackRecorder) -> Iterator[None]:
     """Replace constructs that bypass torch functions: custom functions, modules' hooks, inference mode."""
     apply, enter, leave = vars(Function)["apply"], _MODE.__enter__, _MODE.__exit__
     change_saved = saved_tensors_hooks.__enter__
@@ -203,7 +203,7 @@ def _leave_no_grad(mode: Any, *_: object) -> None:
     torch.set_grad_enabled(mode.was)
 
 
-def _without_checkpointing(recorder: Recorder, run: Callable[..., Any], _preserve: bool, *args: Any) -> Any:
+def _without_checkpointing(recorder: CallbackRecorder, run: Callable[..., Any], _preserve: bool, *args: Any) -> Any:
     """Call a function that the model checkpoints, without recomputation, which affects memory but not results."""
     recorder.notes[
         "the model's own activation checkpointing has no effect in a pipeline; to recompute activations, use "
@@ -213,7 +213,7 @@ def _without_checkpointing(recorder: Recorder, run: Callable[..., Any], _preserv
 
 
 def _record_function(
-    recorder: Recorder, name: str, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+    recorder: CallbackRecorder, name: str, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Any:
     """Record a call with any arguments; return its result, with tensors of the graph."""
     leaves, spec = pytree.tree_flatten((tuple(args), kwargs))
@@ -244,7 +244,7 @@ class _RecordedHook:
     A microbatch runs the hooks that the module has at that time.
     """
 
-    def __init__(self, recorder: Recorder, module: nn.Module, *_hooks: object) -> None:
+    def __init__(self, recorder: CallbackRecorder, module: nn.Module, *_hooks: object) -> None:
         self._recorder, self._module = recorder, module
         self._opened = 0
         self._now = threading.local()  # the real hook for the current microbatch
@@ -278,7 +278,7 @@ class _RecordedHook:
 class _Intercept(TorchFunctionMode):
     """Intercepts calls of the model that a graph of operators cannot represent."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: CallbackRecorder) -> None:
         super().__init__()
         self._recorder = recorder
 

@@ -15,7 +15,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from penstock.errors import CaptureError
-from penstock.graph.callbacks import Recorder, recorded_callbacks
+from penstock.graph.callbacks import CallbackRecorder, recorded_callbacks
 from penstock.graph.dynamic_shapes import batch_rows, dynamic_shapes, label_inputs, limits_in, widen_rows
 from penstock.graph.export_reason import export_reason, is_of_sizes
 from penstock.graph.exporting import EXPORTING, fast_layers, ordered_multiples
@@ -95,7 +95,7 @@ def _export(
     model: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], shapes: object,
     labels: tuple[tuple[Any, ...], dict[str, Any]] | None = None, *, fixed_batch: int | None,
 ) -> Graph:  # fmt: skip
-    recorder: Recorder | None = None  # a hook may be refused before there is one
+    recorder: CallbackRecorder | None = None  # a hook may be refused before there is one
     try:
         # suppress torch's output of the graph if an export fails; the error is one line
         with (

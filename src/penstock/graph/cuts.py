@@ -99,7 +99,7 @@ class Cuts(Sequence[Cut]):
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class ModuleSpan:
     """The operations of one module call: positions `start` up to `stop`."""
 
     call: Call
@@ -108,20 +108,20 @@ class Span:
     depth: int
 
 
-def module_spans(graph: Graph) -> dict[str, Span]:
+def module_spans(graph: Graph) -> dict[str, ModuleSpan]:
     """Return the span of every module call by path, outer modules before inner ones."""
-    spans: dict[str, Span] = {}
+    spans: dict[str, ModuleSpan] = {}
     for visit in graph.visits:
         stop = visit.position + (visit.op is not None)
         for depth, call in enumerate(visit.calls):
             known = spans.get(call.path)
             start = min(known.start, visit.position) if known else visit.position
             last = max(known.stop, stop) if known else stop
-            spans[call.path] = Span(call=call, start=start, stop=last, depth=depth)
+            spans[call.path] = ModuleSpan(call=call, start=start, stop=last, depth=depth)
     return spans
 
 
-def _names(graph: Graph, spans: Mapping[str, Span]) -> dict[int, list[str]]:
+def _names(graph: Graph, spans: Mapping[str, ModuleSpan]) -> dict[int, list[str]]:
     """Map every position to its names, best first: outer modules, `:after` before `:before`."""
     ranked: dict[int, list[tuple[tuple[int, int, int], str]]] = defaultdict(list)
     for path, span in spans.items():
@@ -161,14 +161,14 @@ def crossing_values(graph: Graph) -> list[tuple[Value, ...]]:
     return [tuple(values) for values in crossing]
 
 
-def find_blocks(graph: Graph, work: Sequence[float]) -> list[Span]:
+def find_blocks(graph: Graph, work: Sequence[float]) -> list[ModuleSpan]:
     """Return the repeated blocks in order: the numbered modules of the most frequent class that has half of the work.
 
     For DeiT these are `blocks.0` to `blocks.11`, for T5 the blocks of encoder and decoder, for Swin the 24 blocks of
     all four levels. Raises `CutError` if a model has no such class.
     """
     spans = module_spans(graph)
-    kinds: dict[str, list[Span]] = defaultdict(list)
+    kinds: dict[str, list[ModuleSpan]] = defaultdict(list)
     called_again = {path.partition("@")[0] for path in spans if "@" in path}
     for path, span in spans.items():
         if span.stop > span.start and (_INDEXED.fullmatch(path) or path in called_again):
@@ -184,16 +184,16 @@ def find_blocks(graph: Graph, work: Sequence[float]) -> list[Span]:
     return max(candidates, key=lambda group: (len(group), -min(span.depth for span in group)))
 
 
-def _outermost(group: list[Span]) -> list[Span]:
+def _outermost(group: list[ModuleSpan]) -> list[ModuleSpan]:
     """Remove spans inside other spans of the same class."""
-    kept: list[Span] = []
+    kept: list[ModuleSpan] = []
     for span in sorted(group, key=lambda span: (span.start, -span.stop, span.depth)):
         if not kept or span.start >= kept[-1].stop:
             kept.append(span)
     return kept
 
 
-def parameter_pieces(graph: Graph, blocks: Sequence[Span]) -> tuple[list[int], list[int]]:
+def parameter_pieces(graph: Graph, blocks: Sequence[ModuleSpan]) -> tuple[list[int], list[int]]:
     """Return the start positions and bytes of the pieces with parameters, in order.
 
     A piece is a child of a repeated block (norm, attention, MLP), or any other operation with parameters. A parameter
@@ -213,7 +213,7 @@ def parameter_pieces(graph: Graph, blocks: Sequence[Span]) -> tuple[list[int], l
     return starts, [pieces[start] for start in starts]
 
 
-def _piece_starts(spans: Mapping[str, Span], blocks: Sequence[Span]) -> dict[int, int]:
+def _piece_starts(spans: Mapping[str, ModuleSpan], blocks: Sequence[ModuleSpan]) -> dict[int, int]:
     """Map positions inside a block's child module to the child's first position."""
     home: dict[int, int] = {}
     for block in blocks:

@@ -137,7 +137,7 @@ class Labelled:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class OperatorCall:
     """A call of an operator: its arguments by name, and the shape of its (first) result."""
 
     name: str
@@ -166,7 +166,7 @@ def over(labels: Tensor, dims: Sequence[int], rank: int) -> Tensor:
     return folded.squeeze(tuple(dims)) if rank == labels.dim() - len(dims) else folded
 
 
-def read_all(reading: Reading) -> Tensor:
+def read_all(reading: OperatorCall) -> Tensor:
     """Combine the labels of all operands: safe for every operator, too pessimistic for most."""
     return total(*reading.tensors())
 

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from penstock.graph.row_labels import (
     Labelled,
-    Reading,
+    OperatorCall,
     are_rows,
     flat,
     fold,
@@ -19,7 +19,7 @@ from penstock.graph.row_labels import (
 )
 
 
-def into_place(reading: Reading) -> Tensor:
+def into_place(reading: OperatorCall) -> Tensor:
     """Return the labels of select_scatter and slice_scatter, which write to a part of a dimension."""
     written = join(no_label(), *reading.tensors())
     return join(written, place_label()) if varies(reading.first(), reading.named["dim"]) else written
@@ -36,7 +36,7 @@ def _pick(labels: Tensor, dim: int, index: Labelled) -> tuple[Tensor, Tensor, Te
     return fold(labels, [dim]).expand_as(labels), torch.zeros(index.labels.shape, dtype=torch.int64), index.labels
 
 
-def read_index(reading: Reading) -> Tensor:
+def read_index(reading: OperatorCall) -> Tensor:
     """Return the labels of indexing by tensors, which may be constants or depend on data."""
     labels, own = reading.first(), []
     indices: list[Tensor | None] = []
@@ -57,7 +57,7 @@ def read_index(reading: Reading) -> Tensor:
     return join(read, joined.reshape(*joined.shape, *[1] * after))
 
 
-def read_selected(reading: Reading) -> Tensor:
+def read_selected(reading: OperatorCall) -> Tensor:
     """Return the labels of index_select."""
     labels, dim, index = reading.first(), reading.named["dim"], reading.named["index"]
     labels, known, own = _pick(labels, dim, index)
@@ -65,7 +65,7 @@ def read_selected(reading: Reading) -> Tensor:
     return join(read, own.reshape(-1, *[1] * (labels.dim() - dim % labels.dim() - 1)))
 
 
-def gather(reading: Reading) -> Tensor:
+def gather(reading: OperatorCall) -> Tensor:
     """Return the labels of gather, which reads anywhere along its dimension."""
     labels, dim, index = (
         reading.first(),
@@ -83,13 +83,13 @@ def gather(reading: Reading) -> Tensor:
     return join(folded, index.labels)
 
 
-def embedding(reading: Reading) -> Tensor:
+def embedding(reading: OperatorCall) -> Tensor:
     """Return the labels of rows of an embedding table."""
     weight, indices = reading.named["weight"].labels, reading.named["indices"].labels
     return join(indices.unsqueeze(-1), total(weight))
 
 
-def scatter(reading: Reading) -> Tensor:
+def scatter(reading: OperatorCall) -> Tensor:
     """Return the labels of scatter, which may write anywhere along its dimension."""
     labels, dim, index = reading.first(), reading.named["dim"], reading.named["index"].labels
     written = [
@@ -108,14 +108,14 @@ def scatter(reading: Reading) -> Tensor:
     return join(labels, total(*reading.tensors()[1:]), place_label())
 
 
-def into_dim(reading: Reading) -> Tensor:
+def into_dim(reading: OperatorCall) -> Tensor:
     """Return the labels of index_add and similar operators, which write at an index into a dimension."""
     labels, dim, index = reading.first(), reading.named["dim"], reading.named["index"].labels
     written = [fold(each.labels, [dim]) for name in ("source", "value") for each in flat(reading.named.get(name))]
     return join(labels, total(index), *written, *([place_label()] if varies(labels, dim) else []))
 
 
-def put_index(reading: Reading) -> Tensor:
+def put_index(reading: OperatorCall) -> Tensor:
     """Return the labels of index_put, with constant indices or indices row by row."""
     labels, indices, values = reading.first(), reading.named["indices"], reading.named["values"].labels
     known = [None if index is None else index.value for index in indices]

@@ -2,12 +2,12 @@
 
 from torch import Tensor
 
-from penstock.graph.row_labels import Reading, flat, fold, join, no_label, over, per_row, read_all, total
+from penstock.graph.row_labels import OperatorCall, flat, fold, join, no_label, over, per_row, read_all, total
 
 _FURTHER = "0123456789"  # letters for the dimensions of an ellipsis
 
 
-def convolution(reading: Reading) -> Tensor:
+def convolution(reading: OperatorCall) -> Tensor:
     """Return the labels of a convolution, which computes each entry of the batch independently."""
     labels, weight = reading.tensors()[:2]
     if labels.dim() != weight.dim():  # no batch dimension
@@ -15,7 +15,7 @@ def convolution(reading: Reading) -> Tensor:
     return join(per_row(labels, len(reading.shape)), reading.others())
 
 
-def attention(reading: Reading) -> Tensor:
+def attention(reading: OperatorCall) -> Tensor:
     """Return the labels of attention: each query reads all keys and values."""
     query, key, value = (reading.named[name].labels for name in ("query", "key", "value"))
     mask = reading.named.get("attn_mask")
@@ -33,36 +33,36 @@ def _matmul(first: Tensor, second: Tensor) -> Tensor:
     return joined.squeeze(-1 if second.dim() == 1 else -2) if first.dim() == 1 else joined
 
 
-def linear(reading: Reading) -> Tensor:
+def linear(reading: OperatorCall) -> Tensor:
     """Return the labels of a linear layer."""
     labels, weight, *bias = reading.tensors()
     return join(fold(labels, [-1]), *([fold(weight, [-1]).squeeze(-1)] if weight.dim() > 1 else [total(weight)]), *bias)
 
 
-def product(reading: Reading) -> Tensor:
+def product(reading: OperatorCall) -> Tensor:
     """Return the labels of a matrix or vector product."""
     return _matmul(*reading.tensors()[:2])
 
 
-def added_product(reading: Reading) -> Tensor:
+def added_product(reading: OperatorCall) -> Tensor:
     """Return the labels of a product that is added to a tensor."""
     added, *factors = reading.tensors()[:3]
     return join(added, _matmul(*factors))
 
 
-def outer(reading: Reading) -> Tensor:
+def outer(reading: OperatorCall) -> Tensor:
     """Return the labels of an outer product."""
     first, second = reading.tensors()[:2]
     return join(first[..., :, None], second[..., None, :])
 
 
-def inner(reading: Reading) -> Tensor:
+def inner(reading: OperatorCall) -> Tensor:
     """Return the labels of an inner product."""
     first, second = reading.tensors()[:2]
     return _matmul(first, second.mT if second.dim() > 1 else second) if second.dim() < 3 else read_all(reading)
 
 
-def tensordot(reading: Reading) -> Tensor:
+def tensordot(reading: OperatorCall) -> Tensor:
     """Return the labels of a product over several dimensions."""
     first, second = reading.tensors()[:2]
     dims, other = (
@@ -72,7 +72,7 @@ def tensordot(reading: Reading) -> Tensor:
     return join(first.reshape(*first.shape, *[1] * second.dim()), second)
 
 
-def einsum(reading: Reading) -> Tensor:
+def einsum(reading: OperatorCall) -> Tensor:
     """Return the labels of an einsum."""
     given, arrow, made = reading.named["equation"].replace(" ", "").partition("->")
     terms = list(zip(given.split(","), reading.tensors(), strict=True))
@@ -96,13 +96,13 @@ def einsum(reading: Reading) -> Tensor:
     return join(no_label(), *parts)
 
 
-def distances(reading: Reading) -> Tensor:
+def distances(reading: OperatorCall) -> Tensor:
     """Return the labels of pairwise distances."""
     first, second = (fold(each, [-1]) for each in reading.tensors()[:2])
     return join(first, second.mT)
 
 
-def recurrent(reading: Reading) -> list[Tensor]:
+def recurrent(reading: OperatorCall) -> list[Tensor]:
     """Return the labels of the output of RNN, GRU and LSTM, and of the states of each layer."""
     hidden = [each.labels for each in flat(reading.named["hx"])]
     labels = reading.named["input"].labels

@@ -15,7 +15,7 @@ from penstock.graph import row_places as places
 from penstock.graph import row_products as products
 from penstock.graph.row_labels import (
     Labelled,
-    Reading,
+    OperatorCall,
     flat,
     fold,
     join,
@@ -28,10 +28,10 @@ from penstock.graph.row_labels import (
     varies,
 )
 
-Rule = Callable[[Reading], Any]
+Rule = Callable[[OperatorCall], Any]
 
 
-def apply_rule(reading: Reading) -> Any:
+def apply_rule(reading: OperatorCall) -> Any:
     """Return the labels of a result, broadcastable to its shape, or a list of labels for several results."""
     rule = _RULES.get(reading.name)
     if reading.operator is torch.ops.aten.view.dtype:
@@ -47,23 +47,23 @@ def apply_rule(reading: Reading) -> Any:
     return (rule or read_all)(reading)
 
 
-def _none(_: Reading) -> Tensor:
+def _none(_: OperatorCall) -> Tensor:
     return no_label()
 
 
-def _pointwise(reading: Reading) -> Tensor:
+def _pointwise(reading: OperatorCall) -> Tensor:
     return join(no_label(), *reading.tensors())
 
 
-def _loss(reading: Reading) -> Tensor:
+def _loss(reading: OperatorCall) -> Tensor:
     return _pointwise(reading) if reading.named.get("reduction") == 0 else read_all(reading)
 
 
-def _self(reading: Reading) -> Tensor:
+def _self(reading: OperatorCall) -> Tensor:
     return reading.first()
 
 
-def _moves(reading: Reading) -> bool:
+def _moves(reading: OperatorCall) -> bool:
     """Return True if an operator only moves elements; then it is run on the labels themselves."""
     if torch.Tag.pointwise in reading.operator.tags:
         return False
@@ -71,7 +71,7 @@ def _moves(reading: Reading) -> bool:
     return (views or reading.name in _MOVES) and reading.name != "as_strided"
 
 
-def _move(reading: Reading) -> Any:
+def _move(reading: OperatorCall) -> Any:
     def settled(item: Any, cast: torch.dtype) -> Any:
         if isinstance(item, Labelled):
             return item.labels.to(cast)
@@ -91,7 +91,7 @@ def _move(reading: Reading) -> Any:
         return run(torch.float32).to(torch.uint8)  # some operators do not support integers
 
 
-def _reshape(reading: Reading) -> Any:
+def _reshape(reading: OperatorCall) -> Any:
     """Reshape labels that are stored once along the last dimensions, without expanding them."""
     labels, shape = reading.first(), reading.shape
     if 0 not in labels.stride():
@@ -108,7 +108,7 @@ def _reshape(reading: Reading) -> Any:
     return kept.reshape(*shape[:dim], *[1] * (len(shape) - dim))
 
 
-def _triangle(reading: Reading) -> Any:
+def _triangle(reading: OperatorCall) -> Any:
     """Return the labels of operators whose elements depend on their position in two dimensions except the batch."""
     dims = [reading.named.get(key, default) for key, default in (("dim1", -2), ("dim2", -1))]
     labels = reading.first()
@@ -117,7 +117,7 @@ def _triangle(reading: Reading) -> Any:
     return _move(reading) if "diagonal" in reading.name and "fill" not in reading.name else labels
 
 
-def _over_named(reading: Reading) -> Tensor:
+def _over_named(reading: OperatorCall) -> Tensor:
     """Return the labels of operators that combine along `dim`, or over all dimensions without `dim`."""
     labels = join(no_label(), *reading.tensors())
     dims = reading.named.get("dim")
@@ -126,7 +126,7 @@ def _over_named(reading: Reading) -> Tensor:
 
 
 def _over_last(number: int) -> Rule:
-    def rule(reading: Reading) -> Tensor:
+    def rule(reading: OperatorCall) -> Tensor:
         labels = join(no_label(), *reading.tensors())
         missing = labels.dim() - len(reading.shape)
         folded = fold(labels, range(-number, 0))
@@ -135,13 +135,13 @@ def _over_last(number: int) -> Rule:
     return rule
 
 
-def _pool(reading: Reading) -> Tensor:
+def _pool(reading: OperatorCall) -> Tensor:
     found = re.search(r"(\d)d", reading.name)
     number = int(found[1]) if found else 0
     return fold(reading.first(), range(-number, 0))
 
 
-def _normalized(reading: Reading) -> Tensor:
+def _normalized(reading: OperatorCall) -> Tensor:
     number = len(reading.named["normalized_shape"])
     return join(fold(reading.first(), range(-number, 0)), reading.others())
 
@@ -151,7 +151,7 @@ def _over_rest(start: int) -> Rule:
     return lambda reading: join(fold(reading.first(), range(start, reading.first().dim())), reading.others())
 
 
-def _batch_norm(reading: Reading) -> Tensor:
+def _batch_norm(reading: OperatorCall) -> Tensor:
     labels = reading.first()
     uses_batch = reading.named.get("training") or reading.named.get("running_mean") is None
     if uses_batch and not reading.apart:
@@ -162,7 +162,7 @@ def _batch_norm(reading: Reading) -> Tensor:
 def _per_row(*names: str) -> Rule:
     """Return the rule of operators that compute each entry of dimension 0 from the same entry of these operands."""
 
-    def rule(reading: Reading) -> Tensor:
+    def rule(reading: OperatorCall) -> Tensor:
         rows = [each.labels for name in names for each in flat(reading.named.get(name))]
         rest = [each.labels for name, item in reading.named.items() if name not in names for each in flat(item)]
         return join(total(*rest), *(per_row(labels, len(reading.shape)) for labels in rows))
@@ -170,28 +170,28 @@ def _per_row(*names: str) -> Rule:
     return rule
 
 
-def _copy(reading: Reading) -> Tensor:
+def _copy(reading: OperatorCall) -> Tensor:
     source: Labelled = reading.named["src"]
     return source.labels
 
 
-def _fill(reading: Reading) -> Tensor:
+def _fill(reading: OperatorCall) -> Tensor:
     value = reading.named["value"]
     return value.labels if isinstance(value, Labelled) else no_label()
 
 
-def _searched(reading: Reading) -> Tensor:
+def _searched(reading: OperatorCall) -> Tensor:
     sorted_sequence, *values = reading.tensors()
     return join(
         no_label(), fold(sorted_sequence, [-1]) if sorted_sequence.dim() > 1 else total(sorted_sequence), *values
     )
 
 
-def _complex_pairs(reading: Reading) -> Tensor:
+def _complex_pairs(reading: OperatorCall) -> Tensor:
     return fold(reading.first(), [-1]).squeeze(-1)
 
 
-def _one_more(reading: Reading) -> Tensor:
+def _one_more(reading: OperatorCall) -> Tensor:
     return reading.first().unsqueeze(-1)
 
 

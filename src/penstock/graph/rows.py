@@ -25,7 +25,7 @@ from penstock.graph.row_labels import (
     PLACE,
     ROWS,
     Labelled,
-    Reading,
+    OperatorCall,
     are_rows,
     is_mixed,
     join,
@@ -300,13 +300,13 @@ class _Labelling:
     def _same_dtype(self, op: Op) -> bool:
         return self._graph.values[next(op.uses())].dtype == self._graph.values[op.name].dtype
 
-    def _apply(self, reading: Reading) -> Any:
+    def _apply(self, reading: OperatorCall) -> Any:
         try:
             return apply_rule(reading)
         except (RuntimeError, IndexError, KeyError, ValueError):  # no rule for such arguments: combine all operands
             return total(*reading.tensors())
 
-    def _read(self, op: Op) -> tuple[Reading, bool]:
+    def _read(self, op: Op) -> tuple[OperatorCall, bool]:
         """Bind an operation's arguments; also return whether a number among them depends on the number of rows."""
         operator = resolve_operator(op.target)
         parameters = {parameter.name: parameter for parameter in operator._schema.arguments}
@@ -322,7 +322,7 @@ class _Labelling:
         packet = op.target.split(".")[1]
         shape = shown.evaluate(self._sizes) if shown else ()
         depends = any(self._depends(key, str(parameters[key].type), item, named) for key, item in given.items())
-        return Reading(packet.rstrip("_"), operator, named, shape, self._apart), depends
+        return OperatorCall(packet.rstrip("_"), operator, named, shape, self._apart), depends
 
     def _depends(self, key: str, kind: str, item: Any, named: Mapping[str, Any]) -> bool:
         """Return True if an argument is a number, or a position in a dimension, that depends on the number of rows."""

@@ -17,7 +17,7 @@ _POLL_MS = 100
 _ANSWER_S = 60.0
 
 
-class Request(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+class StoreRequest(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     """A request to a store: an operation with its keys and values, and a number that the answer repeats."""
 
     number: int
@@ -130,7 +130,7 @@ class StoreServer(_Values):
     def _answer(self, parts: list[bytes]) -> Answer:
         number = -1
         try:
-            request = msgspec.json.decode(b"".join(parts), type=Request)
+            request = msgspec.json.decode(b"".join(parts), type=StoreRequest)
             number = request.number
             return Answer(number, self._do(request.operation, request.words))
         except (msgspec.MsgspecError, UnicodeError, ValueError, RuntimeError, RecursionError) as error:

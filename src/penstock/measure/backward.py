@@ -12,7 +12,16 @@ from penstock.graph.cuts import Cut
 from penstock.graph.graph import Graph
 from penstock.graph.ops import State
 from penstock.graph.training_parts import divide_for_training
-from penstock.measure.costs import MOST_ROUNDS, MOST_S, STEADY, Seconds, Timing, medians_scaled, random_input, spread
+from penstock.measure.costs import (
+    MOST_ROUNDS,
+    MOST_S,
+    STEADY,
+    Timing,
+    UnitSeconds,
+    medians_scaled,
+    random_input,
+    spread,
+)
 from penstock.runtime.registry import EAGER
 
 _UPDATED = 2**20  # weights per tensor
@@ -24,8 +33,8 @@ Loss = Callable[[Sequence[Tensor], int], Tensor]
 class TrainingSeconds:
     """Forward and backward seconds of every unit, for one batch size."""
 
-    forward: Seconds
-    backward: Seconds
+    forward: UnitSeconds
+    backward: UnitSeconds
 
 
 class Trainable:

@@ -58,7 +58,7 @@ MOST_S = 2.5
 
 
 @dataclass(frozen=True, slots=True)
-class Seconds:
+class UnitSeconds:
     """Median seconds of every unit for one batch size, and their interquartile range."""
 
     median_s: tuple[float, ...]
@@ -91,7 +91,7 @@ class Timing:
 
 def measure_seconds(
     graph: Graph, load: Callable[[State], Tensor], positions: Sequence[int], timing: Timing
-) -> list[Seconds]:
+) -> list[UnitSeconds]:
     """Time the operations between neighbouring positions, within the whole model, for each batch size.
 
     Operations are timed one by one within whole passes, so that the caches are as in a normal pass; the sum is then
@@ -104,7 +104,7 @@ def measure_seconds(
         return [_measure(runtime, graph, positions, count, timing) for count in timing.rows]
 
 
-def _measure(runtime: StageRuntime, graph: Graph, positions: Sequence[int], rows: int, timing: Timing) -> Seconds:
+def _measure(runtime: StageRuntime, graph: Graph, positions: Sequence[int], rows: int, timing: Timing) -> UnitSeconds:
     sizes, clock, repeats = graph.sizes(rows, **timing.sizes), timing.clock, timing.repeats_for(rows)
     inputs = [random_input(value, sizes, integer=timing.integer) for value in graph.tensor_inputs()]
     runtime(sizes, inputs)
@@ -123,11 +123,11 @@ def _measure(runtime: StageRuntime, graph: Graph, positions: Sequence[int], rows
     return medians_scaled(passes, wholes)
 
 
-def medians_scaled(passes: Sequence[Sequence[float]], wholes: Sequence[float]) -> Seconds:
+def medians_scaled(passes: Sequence[Sequence[float]], wholes: Sequence[float]) -> UnitSeconds:
     """Return every unit's median and spread over passes, scaled so that the medians add up to the whole's median."""
     medians = [statistics.median(times) for times in zip(*passes, strict=True)]
     scale = statistics.median(wholes) / (sum(medians) or 1.0)
-    return Seconds(
+    return UnitSeconds(
         tuple(median * scale for median in medians), tuple(spread(times) * scale for times in zip(*passes, strict=True))
     )
 

@@ -25,8 +25,8 @@ from penstock.measure.backward import (
     measure_update_s_per_byte,
 )
 from penstock.measure.costs import (
-    Seconds,
     Timing,
+    UnitSeconds,
     cached_by_units,
     held_by_units,
     line_through,
@@ -104,7 +104,7 @@ def _units(
     training: bool,
 ) -> tuple[Unit, ...]:
     positions = [0, *(cut.position for cut in cuts), len(graph.ops)]
-    backward: list[Seconds] | None = None
+    backward: list[UnitSeconds] | None = None
     if training:
         both = measure_training(graph, load, cuts, timing)
         forward, backward = [seconds.forward for seconds in both], [seconds.backward for seconds in both]

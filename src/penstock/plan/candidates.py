@@ -17,14 +17,14 @@ from penstock.plan.search.large import good_division, refine
 from penstock.plan.search.replicas import best_replicas, best_steps, rates_of
 from penstock.plan.search.rotation import rotated
 from penstock.spec.cluster import Cluster
-from penstock.spec.plan import CutSet, Pipeline, Prediction, Stage
+from penstock.spec.plan import CutSet, PlannedPipeline, PlannedStage, Prediction
 from penstock.spec.profile import Profile
 
 PlanAim = Literal["throughput", "latency", "devices"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class PlanRequest:
     """Requirements of a plan.
 
     `aim` is throughput, latency or the fewest devices for `target_rows_per_s`. `rows` are the microbatch sizes to
@@ -34,7 +34,7 @@ class Request:
     fastest runtime of its device whose outputs have at most this relative error compared with eager. A model that
     generates has `lanes`, by default as many as its stages need.
 
-    >>> Request(aim="latency").depth
+    >>> PlanRequest(aim="latency").depth
     2
     """
 
@@ -107,7 +107,7 @@ class Candidate:
 
     kind: Kind
     problem: Problem
-    pipelines: tuple[Pipeline, ...]
+    pipelines: tuple[PlannedPipeline, ...]
     prediction: Prediction
     exact: bool
 
@@ -122,7 +122,7 @@ class Candidate:
         return self.problem.setting.rows
 
 
-def candidates_of(problem: Problem, request: Request) -> list[Candidate]:
+def candidates_of(problem: Problem, request: PlanRequest) -> list[Candidate]:
     """Return the plans worth comparing for one microbatch size.
 
     These are the best pipeline for each number of devices, and parallel pipelines.
@@ -139,7 +139,7 @@ def candidates_of(problem: Problem, request: Request) -> list[Candidate]:
 
 
 def as_candidate(
-    problem: Problem, kind: Kind, divisions: Sequence[tuple[float, Division]], request: Request, *, exact: bool
+    problem: Problem, kind: Kind, divisions: Sequence[tuple[float, Division]], request: PlanRequest, *, exact: bool
 ) -> Candidate:
     """Return pipelines as a candidate: with names, shares of the microbatches, and a prediction."""
     pipelines = tuple(_pipeline(problem, division, share) for share, division in divisions)
@@ -151,7 +151,7 @@ def as_candidate(
     return Candidate(kind=kind, problem=problem, pipelines=pipelines, prediction=prediction, exact=exact)
 
 
-def with_rotation(best: Candidate, request: Request) -> Candidate | None:
+def with_rotation(best: Candidate, request: PlanRequest) -> Candidate | None:
     """Return a pipeline with several cut sets in rotation; None if that is not faster with these short queues."""
     problem, (pipeline, *more) = best.problem, best.pipelines
     found = None if more else rotated(problem, pipeline)
@@ -169,7 +169,7 @@ def bound_rows_per_s(problem: Problem, *, share: bool) -> float:
     return problem.setting.rows / bound if bound else math.inf
 
 
-def _single(problem: Problem, request: Request) -> list[Candidate]:
+def _single(problem: Problem, request: PlanRequest) -> list[Candidate]:
     """Return the best pipelines with one device per stage."""
     aim: Literal["pace", "latency"] = "latency" if request.aim == "latency" else "pace"
     counts = problem.setting.counts_stages
@@ -192,7 +192,7 @@ def fits(prediction: Prediction, cluster: Cluster) -> bool:
     return all(load.memory_bytes <= cluster.device(load.device).memory_bytes for load in prediction.devices)
 
 
-def _interleaved(problem: Problem, request: Request) -> list[Candidate]:
+def _interleaved(problem: Problem, request: PlanRequest) -> list[Candidate]:
     """Return pipelines with several stages per device."""
     if len(problem.devices) == 1:
         name = problem.setting.schedule
@@ -211,7 +211,7 @@ def _for_each_size(problem: Problem, aim: Literal["pace", "latency"]) -> dict[in
     return found
 
 
-def _many(problem: Problem, request: Request) -> list[Candidate]:
+def _many(problem: Problem, request: PlanRequest) -> list[Candidate]:
     """Return pipelines for numbers of devices that are too large to search every order."""
     division = good_division(problem)
     if division is None:
@@ -227,7 +227,7 @@ def _many(problem: Problem, request: Request) -> list[Candidate]:
     return candidates
 
 
-def _fewer(problem: Problem, request: Request) -> list[Candidate]:
+def _fewer(problem: Problem, request: PlanRequest) -> list[Candidate]:
     """Find the number of fastest devices that suffices for the target, by bisection."""
     order = sorted(range(len(problem.devices)), key=lambda number: -problem.speeds[number])
     low, high = 1, len(order)
@@ -244,21 +244,21 @@ def _fewer(problem: Problem, request: Request) -> list[Candidate]:
     return found
 
 
-def _replicas(problem: Problem, request: Request) -> list[Candidate]:
+def _replicas(problem: Problem, request: PlanRequest) -> list[Candidate]:
     """Return whole pipelines in parallel."""
     if problem.setting.trains:
         return _replicas_that_train(problem, request)
     return [_side_by_side(problem, divisions, request) for _, divisions in best_replicas(problem)[:2]]
 
 
-def _side_by_side(problem: Problem, divisions: tuple[Division, ...], request: Request) -> Candidate:
+def _side_by_side(problem: Problem, divisions: tuple[Division, ...], request: PlanRequest) -> Candidate:
     rates = rates_of(problem, divisions)
     total = sum(rates)
     shares = [(rate / total, division) for rate, division in zip(rates, divisions, strict=True) if rate > 1e-9 * total]
     return as_candidate(problem, "replicas", shares, request, exact=False)
 
 
-def _replicas_that_train(problem: Problem, request: Request) -> list[Candidate]:
+def _replicas_that_train(problem: Problem, request: PlanRequest) -> list[Candidate]:
     total = problem.setting.num_microbatches or 1
     found = []
     for _, divisions, counts in best_steps(problem)[:2]:
@@ -267,8 +267,8 @@ def _replicas_that_train(problem: Problem, request: Request) -> list[Candidate]:
     return found
 
 
-def _pipeline(problem: Problem, division: Division, share: float) -> Pipeline:
+def _pipeline(problem: Problem, division: Division, share: float) -> PlannedPipeline:
     names = problem.profile.cuts
-    stages = tuple(Stage(device=problem.devices[stage.device].name) for stage in division)
+    stages = tuple(PlannedStage(device=problem.devices[stage.device].name) for stage in division)
     cuts = tuple(names[stage.start - 1] for stage in division[1:])
-    return Pipeline(stages=stages, cut_sets=(CutSet(cuts=cuts),), share=share)
+    return PlannedPipeline(stages=stages, cut_sets=(CutSet(cuts=cuts),), share=share)

@@ -9,7 +9,7 @@ from penstock.errors import PlanError
 from penstock.plan.schedule.schedules import DEFAULT_SCHEDULE, SCHEDULES, interleaves
 from penstock.spec.cluster import Cluster
 from penstock.spec.fields import NAME_RULE, fingerprint, is_name, read_bytes
-from penstock.spec.plan import Pipeline, Plan, decode_plan
+from penstock.spec.plan import Plan, PlannedPipeline, decode_plan
 from penstock.spec.profile import Profile
 from penstock.text import counted
 
@@ -142,7 +142,7 @@ def _check_devices_once(plan: Plan) -> None:
             _refuse(where, "be a device that holds no other stage", repr(name))
 
 
-def _check_pipeline(where: str, pipeline: Pipeline) -> None:
+def _check_pipeline(where: str, pipeline: PlannedPipeline) -> None:
     if not pipeline.stages:
         _refuse(f"{where}.stages", "have at least one stage", [])
     for index, stage in enumerate(pipeline.stages):

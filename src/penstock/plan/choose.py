@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 
 from penstock.errors import PlanError
-from penstock.plan.candidates import EQUAL, Candidate, Request, candidates_of, fits, with_rotation
+from penstock.plan.candidates import EQUAL, Candidate, PlanRequest, candidates_of, fits, with_rotation
 from penstock.plan.check import check_plan
 from penstock.plan.cost.fastest_runtime import Columns, columns_of, columns_within, computed_on
 from penstock.plan.cost.frozen import without_cuts
@@ -36,7 +36,7 @@ class Choice:
     others: tuple[Candidate, ...]
 
 
-def make_plan(profile: Profile, cluster: Cluster, request: Request | None = None) -> Plan:
+def make_plan(profile: Profile, cluster: Cluster, request: PlanRequest | None = None) -> Plan:
     """Choose stages, devices, cut sets, replicas and microbatch size for a model on a cluster.
 
     Example:
@@ -44,10 +44,10 @@ def make_plan(profile: Profile, cluster: Cluster, request: Request | None = None
 
     Raises `PlanError` if no plan fits, naming the missing and a sufficient memory, or if none reaches the target.
     """
-    return choose(profile, cluster, request or Request()).plan
+    return choose(profile, cluster, request or PlanRequest()).plan
 
 
-def choose(profile: Profile, cluster: Cluster, request: Request) -> Choice:
+def choose(profile: Profile, cluster: Cluster, request: PlanRequest) -> Choice:
     """Choose a plan, and keep the other candidates; see `make_plan`."""
     if profile.generation is not None:
         # stages keep caches, so all microbatches must take the same route
@@ -76,7 +76,7 @@ def choose(profile: Profile, cluster: Cluster, request: Request) -> Choice:
     return Choice(plan=plan, best=best, others=tuple(ranked[1:]))
 
 
-def rank(candidates: Sequence[Candidate], request: Request) -> list[Candidate]:
+def rank(candidates: Sequence[Candidate], request: PlanRequest) -> list[Candidate]:
     """Order candidates by the request's aim; raises `PlanError` if none reaches the target."""
     if request.aim == "latency":
         return sorted(candidates, key=lambda c: (c.prediction.latency_s, c.num_devices))
@@ -94,7 +94,7 @@ def rank(candidates: Sequence[Candidate], request: Request) -> list[Candidate]:
     return sorted(candidates, key=lambda c: _by_throughput(c, top))
 
 
-def write_down(candidate: Candidate, profile: Profile, cluster: Cluster, request: Request) -> Plan:
+def write_down(candidate: Candidate, profile: Profile, cluster: Cluster, request: PlanRequest) -> Plan:
     """Convert a candidate to a plan."""
     feeder = cluster.feeding.name
     plan = Plan(
@@ -284,9 +284,9 @@ def cluster_among(known: Cluster | None, names: Sequence[str], *, feeder: str, s
     return msgspec.structs.replace(known, devices=devices, links=links, feeder=feeder)
 
 
-def request_of(plan: Plan) -> Request:
+def request_of(plan: Plan) -> PlanRequest:
     """Return a request for a plan with the same microbatches, depth and schedule."""
-    return Request(
+    return PlanRequest(
         rows=(plan.microbatch_rows,), num_rows=plan.prediction.num_rows, depth=plan.depth, schedule=plan.schedule,
         num_microbatches=plan.num_microbatches, optimizer_state_factor=plan.optimizer_state_factor,
         alternate=plan.schedule == "forward-only", lanes=plan.generation.lanes if plan.generation else None,

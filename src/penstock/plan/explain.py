@@ -8,7 +8,7 @@ from typing import TypeVar
 import msgspec
 
 from penstock.errors import PlanError
-from penstock.plan.candidates import Candidate, Request
+from penstock.plan.candidates import Candidate, PlanRequest
 from penstock.plan.choose import Choice, choose
 from penstock.plan.cost.predict import divisions_of
 from penstock.plan.cost.training_step import play_step
@@ -129,7 +129,7 @@ def load_lines(plan: Plan, cluster: Cluster) -> list[str]:
     return lines
 
 
-def what_would_help(choice: Choice, profile: Profile, cluster: Cluster, request: Request) -> list[Help]:
+def what_would_help(choice: Choice, profile: Profile, cluster: Cluster, request: PlanRequest) -> list[Help]:
     """Replan with one change at a time: faster links, more memory on a device, one more device.
 
     Each change is planned for the microbatch sizes of the request. Sorted by gain, largest first.

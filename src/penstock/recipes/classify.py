@@ -17,7 +17,7 @@ from penstock.zoo.models.names import count_classes
 
 
 @dataclass(frozen=True, slots=True)
-class Prediction:
+class ImagePrediction:
     """The result for one image: a class, or the `error` that prevented it.
 
     `label_name` is the image's folder; `class_name` is None if the classes have no names.
@@ -47,7 +47,7 @@ class Prediction:
 def classify(
     pipe: Pipeline, model: ZooModel, images: ImageSet, *, names: Sequence[str] = (), microbatch_size: int = 1,
     start: int = 0, top: int = 0, logits: bool = False,
-) -> Iterator[Prediction]:  # fmt: skip
+) -> Iterator[ImagePrediction]:  # fmt: skip
     """Return a prediction for every image from `start` on, in order, or the error of its image or of its scores.
 
     `names` are those of the model's classes. Each prediction has the `top` best classes, and with `logits` the model's
@@ -59,7 +59,7 @@ def classify(
         values = class_scores(output)
         scores = confidences(model, values)
         for item in feed.groups.pop(0):
-            if isinstance(item, Prediction):
+            if isinstance(item, ImagePrediction):
                 yield item
                 continue
             index, row = item
@@ -77,13 +77,13 @@ def classify(
             )  # fmt: skip
     for group in feed.groups:  # images after the last readable image
         for item in group:
-            if isinstance(item, Prediction):
+            if isinstance(item, ImagePrediction):
                 yield item
 
 
-def _prediction(images: ImageSet, index: int) -> Prediction:
+def _prediction(images: ImageSet, index: int) -> ImagePrediction:
     label = images.label(index)
-    return Prediction(index, images.name(index), label, None if label is None else images.classes[label])
+    return ImagePrediction(index, images.name(index), label, None if label is None else images.classes[label])
 
 
 class _Feed:
@@ -92,10 +92,10 @@ class _Feed:
     def __init__(self, model: ZooModel, images: ImageSet, microbatch_size: int, start: int) -> None:
         self._model, self._images, self._transform = model, images, model.pictures()
         self._size, self._start = microbatch_size, start
-        self.groups: list[list[Prediction | tuple[int, int]]] = []
+        self.groups: list[list[ImagePrediction | tuple[int, int]]] = []
 
     def __iter__(self) -> Iterator[Any]:
-        group: list[Prediction | tuple[int, int]] = []
+        group: list[ImagePrediction | tuple[int, int]] = []
         rows: list[Tensor] = []
         for index in range(self._start, len(self._images)):
             try:

@@ -19,7 +19,7 @@ from penstock.recipes.settings import FitSettings
 from penstock.recipes.tasks import (
     SHARE_KEPT,
     Agree,
-    Rows,
+    RowDataset,
     Task,
     class_accuracy,
     class_loss,
@@ -64,10 +64,10 @@ def image_task(settings: FitSettings, agree: Agree) -> Task:
     find = partial(check_images, read, settings.folder, max(zoo.picture_shape), skip=settings.skip_damaged)
     chosen, *kept = _readable(read, agree(find))
     if others:
-        training = Rows(chosen, make)
-        validation = Rows(kept[0], ImageReader(others[0][1], transform, key, classes))
+        training = RowDataset(chosen, make)
+        validation = RowDataset(kept[0], ImageReader(others[0][1], transform, key, classes))
     else:
-        training, validation = (Rows([chosen[row] for row in part], make) for part in keep_some(len(chosen)))
+        training, validation = (RowDataset([chosen[row] for row in part], make) for part in keep_some(len(chosen)))
     task = Task(
         unit="images", module=zoo.module.train(), weights=weights, example=(zoo.example_args, zoo.example_kwargs),
         training=training, validation=validation, loss_fn=class_loss, accuracy=class_accuracy, new_tensors=new,
@@ -253,8 +253,8 @@ def _blocks(tokenizer: Any, text: str, settings: FitSettings) -> Tensor:
     return ids[: count * settings.length].view(count, settings.length)
 
 
-def _rows(blocks: Tensor) -> Rows:
-    return Rows(range(len(blocks)), lambda index: ({"input_ids": blocks[index]}, blocks[index]))
+def _rows(blocks: Tensor) -> RowDataset:
+    return RowDataset(range(len(blocks)), lambda index: ({"input_ids": blocks[index]}, blocks[index]))
 
 
 def sentence_task(settings: FitSettings) -> Task:
@@ -305,7 +305,7 @@ def pad(rows: Sequence[tuple[list[int], int]]) -> tuple[dict[str, Tensor], Tenso
     return inputs, torch.tensor([label for _, label in rows])
 
 
-class _Encoded(Rows):
+class _Encoded(RowDataset):
     """Encoded sentences, with their lengths, by which batches are sorted."""
 
     def __init__(self, rows: Sequence[tuple[list[int], int]]) -> None:

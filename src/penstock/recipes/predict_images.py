@@ -15,7 +15,7 @@ from penstock.files import is_stdout
 from penstock.group.world import World
 from penstock.pipeline import Pipeline
 from penstock.plan.check import read_plan
-from penstock.recipes.classify import Prediction, check_head, classify, example_call
+from penstock.recipes.classify import ImagePrediction, check_head, classify, example_call
 from penstock.recipes.labels import Labels, match_labels
 from penstock.recipes.predictions import (
     COLUMNS,
@@ -206,11 +206,11 @@ class _Tally:
         self._classes = classes  # the model's class of each label
         self.num_rows = 0
         self._began_s = time.monotonic()
-        self.failed: list[Prediction] = []
+        self.failed: list[ImagePrediction] = []
         self._labelled = self._right = 0
         self._start = len(file.done)
 
-    def add(self, prediction: Prediction) -> None:
+    def add(self, prediction: ImagePrediction) -> None:
         """Count one row."""
         self.num_rows += 1
         if prediction.error is not None:

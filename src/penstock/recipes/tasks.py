@@ -135,7 +135,7 @@ def held_out(rows: Sequence[int], every: int | None) -> tuple[list[int], list[in
     return [row for place, row in enumerate(rows) if (place + 1) % every], list(rows[every - 1 :: every])
 
 
-class Rows(Dataset[Any]):
+class RowDataset(Dataset[Any]):
     """Selected rows of a sequence, each created on access."""
 
     def __init__(self, rows: Sequence[int], make: Callable[[int], Any]) -> None:

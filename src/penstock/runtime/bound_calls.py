@@ -21,7 +21,7 @@ _MAY_KEEP = frozenset({
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class BoundCall:
     """One bound call: registers to read, the result's register, and registers to release afterwards."""
 
     name: str
@@ -46,11 +46,11 @@ class Bound:
     """A program for one microbatch size: sizes are numbers, and the prelude has been computed."""
 
     registers: list[Any]
-    steps: list[Step]
-    short: list[Step] | None = None  # after the first run: without operations that return their argument
+    steps: list[BoundCall]
+    short: list[BoundCall] | None = None  # after the first run: without operations that return their argument
 
 
-def run_step(step: Step, registers: list[Any]) -> Any:
+def run_step(step: BoundCall, registers: list[Any]) -> Any:
     """Run a call on the registers and return its result; raises `RunError` naming the operation."""
     arguments = step.arguments.copy()
     for position, register in step.slots:
@@ -68,7 +68,9 @@ def run_step(step: Step, registers: list[Any]) -> Any:
     return made
 
 
-def shortened(steps: Sequence[Step], kept: Mapping[int, int], first: int, outputs: Sequence[int]) -> list[Step]:
+def shortened(
+    steps: Sequence[BoundCall], kept: Mapping[int, int], first: int, outputs: Sequence[int]
+) -> list[BoundCall]:
     """Leave out steps that return their argument, as listed in `kept`; later steps read the argument's register.
 
     Registers before `first`, and those of `outputs`, are never released.
@@ -112,7 +114,7 @@ def positional(
     return call, [*arguments, *(keywords[name] for name in names)], rest
 
 
-def may_keep(op: Op, step: Step) -> bool:
+def may_keep(op: Op, step: BoundCall) -> bool:
     """Return True if an operation may return its first argument, which depends only on types and sizes."""
     by_strides = op.keywords.get("memory_format")
     return op.target in _MAY_KEEP and not by_strides and bool(step.slots) and step.slots[0][0] == 0

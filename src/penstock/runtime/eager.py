@@ -13,7 +13,7 @@ from penstock.graph.ops import CALLBACK, GETITEM, Op, State, is_factory, referen
 from penstock.graph.program import StageProgram
 from penstock.graph.schema import check_amounts
 from penstock.memory import allowed_bytes
-from penstock.runtime.bound_calls import Bound, Register, Step, is_same, may_keep, positional, run_step, shortened
+from penstock.runtime.bound_calls import Bound, BoundCall, Register, is_same, may_keep, positional, run_step, shortened
 from penstock.tensors import HOST, copy_exactly, moved
 
 # Number of microbatch sizes for which bound programs are kept; a stream has two, as the last microbatch may be smaller.
@@ -183,7 +183,7 @@ class Runtime:
         steps = [self._step(op, sizes, tuple(ends.get(i, ()))) for i, op in enumerate(self.program.ops)]
         return Bound(registers=registers, steps=steps)
 
-    def _step(self, op: Op, sizes: Mapping[str, int], ends: tuple[int, ...]) -> Step:
+    def _step(self, op: Op, sizes: Mapping[str, int], ends: tuple[int, ...]) -> BoundCall:
         arguments = [self._settle(argument, sizes) for argument in op.arguments]
         function = self._function(op)
         keywords = {key: self._settle(argument, sizes) for key, argument in op.keywords.items()}
@@ -196,7 +196,7 @@ class Runtime:
         lists = tuple(
             (i, a) for i, a in enumerate(arguments) if isinstance(a, list) and any(isinstance(x, Register) for x in a)
         )
-        return Step(op.name, function, arguments, slots, lists, keywords, self._indices[op.name], ends)
+        return BoundCall(op.name, function, arguments, slots, lists, keywords, self._indices[op.name], ends)
 
     def _function(self, op: Op) -> Callable[..., Any]:
         if op.target == GETITEM:

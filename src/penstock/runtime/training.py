@@ -14,7 +14,7 @@ from torch import Tensor
 
 from penstock.graph.ops import BATCH_NORM, CALLBACK, GETITEM, Op, State, effect, is_random
 from penstock.graph.training_parts import TrainingPart, written_inputs
-from penstock.runtime.bound_calls import Bound, Step
+from penstock.runtime.bound_calls import Bound, BoundCall
 from penstock.runtime.eager import Runtime
 from penstock.tensors import HOST
 
@@ -65,7 +65,7 @@ class TrainingRuntime(Runtime):
         with torch.no_grad():
             return super().bind(sizes)
 
-    def _step(self, op: Op, sizes: Mapping[str, int], ends: tuple[int, ...]) -> Step:
+    def _step(self, op: Op, sizes: Mapping[str, int], ends: tuple[int, ...]) -> BoundCall:
         step = super()._step(op, sizes, ends)
         function = step.function
         if op.no_grad:

@@ -33,7 +33,7 @@ from penstock.serve.protocol import (
     parse_body,
 )
 from penstock.serve.streams import Events, events, until_gone
-from penstock.serve.texts import Choice, Piece, TextService
+from penstock.serve.texts import Piece, RequestedAnswer, TextService
 from penstock.version import __version__
 
 _BODY_S = 60.0
@@ -185,7 +185,10 @@ class _Paths:
         return JSONResponse(await until_gone(request, service.classify(image, int(top), _client(request))))
 
     async def _answer(
-        self, request: Request, kind: type[_Asked], prepare: Callable[[_Asked, str], Awaitable[Sequence[Choice]]]
+        self,
+        request: Request,
+        kind: type[_Asked],
+        prepare: Callable[[_Asked, str], Awaitable[Sequence[RequestedAnswer]]],
     ) -> Response:
         service, client = self._texts(), _client(request)
         async with self._parsed(kind, request) as body:

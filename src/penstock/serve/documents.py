@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from penstock.serve.texts import Choice, Piece, Token
+from penstock.serve.texts import Piece, RequestedAnswer, Token
 
 
 class Documents:
@@ -20,7 +20,7 @@ class Documents:
     """
 
     def __init__(
-        self, model: str, choices: Sequence[Choice], *, chat: bool, counts_in_chunks: bool = False
+        self, model: str, choices: Sequence[RequestedAnswer], *, chat: bool, counts_in_chunks: bool = False
     ) -> None:  # fmt: skip
         self._chat, self._choices, self._counts_in_chunks = chat, choices, counts_in_chunks
         self._head = {

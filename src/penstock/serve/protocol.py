@@ -244,7 +244,7 @@ _Content = Annotated[
 ]
 
 
-class Message(_Body):
+class ChatMessage(_Body):
     """One message of a chat, also as clients keep an earlier answer."""
 
     role: Annotated[
@@ -277,7 +277,7 @@ class Message(_Body):
 class _Chat(_Body):
     """Messages, and how the model's template writes them."""
 
-    messages: Annotated[list[Message], _FIRST, Field(min_length=1, max_length=10_000)]
+    messages: Annotated[list[ChatMessage], _FIRST, Field(min_length=1, max_length=10_000)]
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -305,7 +305,7 @@ class TokenizeBody(_Chat):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], _FIRST, Field(min_length=1, max_length=10_000)] | None = None  # type: ignore[assignment]
+    messages: Annotated[list[ChatMessage], _FIRST, Field(min_length=1, max_length=10_000)] | None = None  # type: ignore[assignment]
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 

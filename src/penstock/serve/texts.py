@@ -56,7 +56,7 @@ class Piece:
 
 
 @dataclass(slots=True, kw_only=True)
-class Choice:
+class RequestedAnswer:
     """One requested answer."""
 
     index: int
@@ -98,7 +98,7 @@ class TextService:
         longest = max(map(len, self.generator.tokenizer.get_vocab()), default=1)
         return max(SMALL_BYTES, longest * self.generator.max_length)
 
-    async def completion(self, body: CompletionBody, client: str) -> list[Choice]:
+    async def completion(self, body: CompletionBody, client: str) -> list[RequestedAnswer]:
         """Return the choices of a /v1/completions body."""
         number = body.n or 1
         if body.best_of not in {None, number}:
@@ -110,7 +110,7 @@ class TextService:
         if not most and not body.echo:
             raise ApiError("max_tokens must be at least 1 without echo", param="max_tokens")
         self.admission.check_room(len(prompts) * number, retry_s=self.metrics.typical_s)
-        choices: list[Choice] = []
+        choices: list[RequestedAnswer] = []
         for prompt in prompts:
             tokens = await self._tokens(prompt, client)
             choices += self._choices(body, tokens, most, "prompt", len(choices))
@@ -122,7 +122,7 @@ class TextService:
                     choice.echo = prompt if isinstance(prompt, str) else decode(tokens, skip_special_tokens=True)
         return await self._with_grammar(choices, body, client)
 
-    async def chat(self, body: ChatBody, client: str) -> list[Choice]:
+    async def chat(self, body: ChatBody, client: str) -> list[RequestedAnswer]:
         """Return the choices of a /v1/chat/completions body."""
         if body.top_logprobs and not body.logprobs:
             raise ApiError("top_logprobs needs logprobs to be true", param="top_logprobs")
@@ -138,8 +138,8 @@ class TextService:
         return await self._with_grammar(choices, body, client)
 
     async def _with_grammar(
-        self, choices: list[Choice], body: CompletionBody | ChatBody, client: str
-    ) -> list[Choice]:  # fmt: skip
+        self, choices: list[RequestedAnswer], body: CompletionBody | ChatBody, client: str
+    ) -> list[RequestedAnswer]:  # fmt: skip
         """Return choices with the grammar of their body, which is built once."""
         if (schema := schema_of(body)) is not None:
             grammar = await self.desk.run(client, "trial", json_grammar, self.generator.tokenizer, schema, self.trial)
@@ -149,13 +149,13 @@ class TextService:
 
     def _choices(
         self, body: CompletionBody | ChatBody, tokens: list[int], most: int, param: str, index: int
-    ) -> list[Choice]:  # fmt: skip
+    ) -> list[RequestedAnswer]:  # fmt: skip
         """Return the choices of one prompt, from this index on; -1 tokens are all that fit."""
         options = submit_options(body, self.generator, self._ends)
         self._check_length(len(tokens), max(1, most), param)
         options["max_new_tokens"] = self.generator.max_length - len(tokens) if most < 0 else max(1, most)
         return [
-            Choice(
+            RequestedAnswer(
                 index=index + number, prompt=tokens, options=dict(options),
                 stops=frozenset(body.stop_token_ids or ()), with_stop=bool(body.include_stop_str_in_output),
             )
@@ -212,11 +212,13 @@ class TextService:
                 f"{num_characters} in {param}; shorten it", param,
             )  # fmt: skip
 
-    def enter(self, choices: Sequence[Choice], client: str) -> list[Ticket]:
+    def enter(self, choices: Sequence[RequestedAnswer], client: str) -> list[Ticket]:
         """Queue the choices of a client; raises `ApiError` 429 if the queue is full."""
         return self.admission.enter(client, len(choices), retry_s=self.metrics.typical_s)
 
-    async def pieces(self, choices: Sequence[Choice], tickets: Sequence[Ticket]) -> AsyncGenerator[Piece, None]:
+    async def pieces(
+        self, choices: Sequence[RequestedAnswer], tickets: Sequence[Ticket]
+    ) -> AsyncGenerator[Piece, None]:
         """Yield the pieces of all choices in order of arrival; closing the iterator cancels the requests."""
         news: asyncio.Queue[Piece | BaseException] = asyncio.Queue()
         tasks = [
@@ -238,7 +240,9 @@ class TextService:
             for ticket in tickets:
                 ticket.leave()
 
-    async def _follow(self, choice: Choice, ticket: Ticket, news: "asyncio.Queue[Piece | BaseException]") -> None:
+    async def _follow(
+        self, choice: RequestedAnswer, ticket: Ticket, news: "asyncio.Queue[Piece | BaseException]"
+    ) -> None:
         asked_s = time.perf_counter()
         try:
             async with asyncio.timeout(self._deadline_s), ticket, aclosing(self._answer(choice, asked_s)) as pieces:
@@ -258,7 +262,7 @@ class TextService:
             self.metrics.ended("error", asked_s)
             news.put_nowait(error)
 
-    async def _answer(self, choice: Choice, asked_s: float) -> AsyncGenerator[Piece, None]:
+    async def _answer(self, choice: RequestedAnswer, asked_s: float) -> AsyncGenerator[Piece, None]:
         """Generate one choice; the caller holds a slot."""
         seed = choice.options["seed"]
         try:
@@ -329,7 +333,7 @@ class TextService:
         offset = max(sizes[0], sizes[1] - len(text))  # bytes that begin no character become one only now
         return Token(text=text, data=data, logprob=logprob, offset=offset, likeliest=others)
 
-    def _told(self, choice: Choice, request: Request, at: int, sizes: tuple[int, int]) -> list[Token]:
+    def _told(self, choice: RequestedAnswer, request: Request, at: int, sizes: tuple[int, int]) -> list[Token]:
         if choice.num_likeliest is None:
             return []
         pairs = request.likeliest[at] if choice.num_likeliest else ()
@@ -337,7 +341,7 @@ class TextService:
         sizes = begin + sizes[0], begin + sizes[1]
         return [self._token(request.tokens[at], request.logprobs[at], pairs, sizes)]
 
-    def _prompt_tokens(self, choice: Choice, request: Request) -> list[Token]:
+    def _prompt_tokens(self, choice: RequestedAnswer, request: Request) -> list[Token]:
         if choice.num_likeliest is None:
             return []
         decoder, found = TextDecoder(self.generator.tokenizer), []

@@ -19,7 +19,7 @@ class CutSet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     weight: float = 1.0
 
 
-class Stage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PlannedStage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One stage, on a device.
 
     With an interleaved schedule a device holds several stages of a pipeline, far apart in the model. With int8 the
@@ -41,10 +41,10 @@ def runtime_name(runtime: str, precision: str, keep: Sequence[str] = ()) -> str:
     return "+".join((runtime if precision == "float32" else f"{runtime}:{precision}", *keep))
 
 
-class Pipeline(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PlannedPipeline(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Successive stages, their cuts, and the pipeline's fraction of all microbatches."""
 
-    stages: tuple[Stage, ...]
+    stages: tuple[PlannedStage, ...]
     cut_sets: tuple[CutSet, ...]
     share: float = 1.0
 
@@ -111,7 +111,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     profile: str
     cluster: str
     microbatch_rows: int
-    pipelines: tuple[Pipeline, ...]
+    pipelines: tuple[PlannedPipeline, ...]
     loader: str
     writer: str
     prediction: Prediction

@@ -36,7 +36,7 @@ from penstock.measure.counts import counted_profile
 from penstock.runtime.registry import EAGER
 from penstock.runtime.torch_settings import applied
 from penstock.spec.fields import as_name
-from penstock.spec.plan import Plan, Precision, Stage
+from penstock.spec.plan import Plan, PlannedStage, Precision
 from penstock.stream.replanner import Replanner
 from penstock.stream.survival import SurvivingDeployment
 from penstock.transport.messages import CLOSE
@@ -159,7 +159,9 @@ def _describe(
     between = [cut.name for cut, before, after in zip(cuts, places, places[1:], strict=False) if before != after]
     devices = [by_rank[rank] for rank in dict.fromkeys(places)]
     runtime = run.runtime
-    stage = Stage(device="", runtime=runtime.name, precision=cast(Precision, runtime.precision), keep=runtime.keep)
+    stage = PlannedStage(
+        device="", runtime=runtime.name, precision=cast(Precision, runtime.precision), keep=runtime.keep
+    )
     replanner.begin(between, devices, rows, run.depth, stage)
 
 

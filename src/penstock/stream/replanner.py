@@ -10,7 +10,7 @@ from penstock.plan.choose import cluster_among, plan_again
 from penstock.plan.cost.fastest_runtime import columns_of, computed_like, factor_at
 from penstock.spec.cluster import Cluster
 from penstock.spec.fields import fingerprint
-from penstock.spec.plan import CutSet, Pipeline, Plan, Prediction, Stage
+from penstock.spec.plan import CutSet, Plan, PlannedPipeline, PlannedStage, Prediction
 from penstock.spec.profile import Profile
 
 # minimum predicted gain of another plan if no device was lost: a change drains the pipeline and moves weights
@@ -44,12 +44,12 @@ class Replanner:
             self._profile = self._make_profile()
         return self._profile
 
-    def begin(self, cuts: Sequence[str], devices: Sequence[str], rows: int, depth: int, stage: Stage) -> None:
+    def begin(self, cuts: Sequence[str], devices: Sequence[str], rows: int, depth: int, stage: PlannedStage) -> None:
         """Record stages that were placed without a plan, one on each device; `stage` has their runtime and options."""
         stages = tuple(msgspec.structs.replace(stage, device=name) for name in devices)
         self._plan = Plan(
             model=self.profile.model, graph=self.profile.graph, profile=fingerprint(self.profile), cluster="",
-            microbatch_rows=rows, pipelines=(Pipeline(stages=stages, cut_sets=(CutSet(cuts=tuple(cuts)),)),),
+            microbatch_rows=rows, pipelines=(PlannedPipeline(stages=stages, cut_sets=(CutSet(cuts=tuple(cuts)),)),),
             loader=devices[0], writer=devices[0], depth=depth,
             prediction=Prediction(
                 rows_per_s=0.0, bound_rows_per_s=0.0, latency_s=0.0, num_rows=500, total_s=0.0, limit="", devices=()

@@ -55,7 +55,7 @@ class Alone(msgspec.Struct, frozen=True):
     cpu_s: float
 
 
-class Machine(msgspec.Struct, frozen=True):
+class MachineCapacity(msgspec.Struct, frozen=True):
     """Capacity of a device: seconds for a round of reference work, usable CPUs, and CPU seconds per byte sent.
 
     `memory_bytes` is the limit of a process, 0 if unknown. `byte_s` is the cost at one end of a message: laying it out
@@ -75,7 +75,7 @@ class _Recorded(msgspec.Struct, frozen=True):
     device: str
     counters: tuple[Counter, ...] = ()
     alone: tuple[Alone, ...] = ()
-    machine: Machine = Machine()
+    machine: MachineCapacity = MachineCapacity()
     readings: tuple[Reading, ...] = ()
     alignment: Alignment = Alignment()
     num_dropped: int = 0

@@ -23,7 +23,7 @@ Document = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class TensorPlace:
     """Type, shape and strides of a tensor in a buffer."""
 
     dtype: torch.dtype
@@ -31,12 +31,12 @@ class Layout:
     strides: tuple[int, ...]
 
     @classmethod
-    def of(cls, tensor: Tensor) -> "Layout":
+    def of(cls, tensor: Tensor) -> "TensorPlace":
         """Return a tensor's layout."""
         return cls(tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))
 
     @classmethod
-    def read(cls, document: Sequence[Any]) -> "Layout":
+    def read(cls, document: Sequence[Any]) -> "TensorPlace":
         """Decode a layout from another process; raises `TransportError` if it is none."""
         try:
             name, shape, strides = document
@@ -72,7 +72,7 @@ def can_send(leaf: Any) -> bool:
 
 def pack_all(tensors: Sequence[Tensor]) -> Tensor:
     """Copy tensors into one flat buffer."""
-    layouts = [Layout.of(tensor) for tensor in tensors]
+    layouts = [TensorPlace.of(tensor) for tensor in tensors]
     buffer = torch.empty(sum(aligned(layout.num_bytes) for layout in layouts), dtype=torch.uint8)
     begin = 0
     for tensor, layout in zip(tensors, layouts, strict=True):
@@ -81,7 +81,7 @@ def pack_all(tensors: Sequence[Tensor]) -> Tensor:
     return buffer
 
 
-def unpack_all(buffer: Tensor, layouts: Sequence[Layout]) -> list[Tensor]:
+def unpack_all(buffer: Tensor, layouts: Sequence[TensorPlace]) -> list[Tensor]:
     """Return the tensors of a buffer, as views of it where they have no gaps."""
     found, begin = [], 0
     for layout in layouts:
@@ -91,7 +91,7 @@ def unpack_all(buffer: Tensor, layouts: Sequence[Layout]) -> list[Tensor]:
     return found
 
 
-def buffer_for(layouts: Sequence[Layout]) -> Tensor:
+def buffer_for(layouts: Sequence[TensorPlace]) -> Tensor:
     """Allocate the buffer of `pack_all`."""
     return torch.empty(sum(aligned(layout.num_bytes) for layout in layouts), dtype=torch.uint8)
 
@@ -145,7 +145,7 @@ class BatchWriter:
     def _describe_tensor(self, leaf: Any) -> Document:
         kind = "tensor" if isinstance(leaf, Tensor) else "array"
         tensor = leaf if isinstance(leaf, Tensor) else torch.from_numpy(np.ascontiguousarray(leaf))
-        layout = Layout.of(tensor)
+        layout = TensorPlace.of(tensor)
         limit = FLOAT_BYTES if tensor.dtype.is_floating_point or tensor.dtype.is_complex else OTHER_BYTES
         small = layout.num_bytes <= limit * max(1, self.num_rows)
         if small:
@@ -167,11 +167,11 @@ class BatchReader:
         self._tensors: list[Tensor] = []
 
     @staticmethod
-    def layouts(document: Document) -> list[Layout]:
+    def layouts(document: Document) -> list[TensorPlace]:
         """Return the layouts of the tensors that follow a document, in order."""
         kind = next((kind for kind in ("tensor", "array") if kind in document), None)
         if kind is not None:
-            return [Layout.read(document[kind])] if document.get("sent") else []
+            return [TensorPlace.read(document[kind])] if document.get("sent") else []
         return [layout for inner in _inner(document) for layout in BatchReader.layouts(inner)]
 
     def rebuild(self, document: Document, tensors: Sequence[Tensor]) -> Any:
@@ -192,7 +192,7 @@ class BatchReader:
         if "tensor" in document:
             if document["sent"]:
                 return self._tensors.pop()
-            layout = Layout.read(document["tensor"])
+            layout = TensorPlace.read(document["tensor"])
             meta = torch.empty_strided(layout.shape, layout.strides, dtype=layout.dtype, device="meta")
             return StandIn(meta, self._holder)
         values = [self._rebuild(inner, (*path, place)) for place, inner in enumerate(_inner(document))]

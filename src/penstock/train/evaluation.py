@@ -23,7 +23,7 @@ from penstock.runtime.registry import EAGER
 from penstock.train.batches import WHOLE, Microbatch, cut_rows, largest
 from penstock.train.captured import Captured
 from penstock.train.held_tensors import HeldTensors
-from penstock.train.loss_convention import LossFunction, Measured
+from penstock.train.loss_convention import LossFunction, MeasuredLoss
 from penstock.train.losses import Losses, described
 from penstock.train.own_loss import OwnLoss
 from penstock.train.row_cut import RowCut
@@ -55,7 +55,7 @@ class Evaluation:
         only_replica: bool,
     ) -> list[dict[str, Any]]:  # fmt: skip
         """Return each function's values on every microbatch, from a single forward pass over this replica's rows."""
-        found: list[list[Measured]] = [[] for _ in functions]
+        found: list[list[MeasuredLoss]] = [[] for _ in functions]
 
         def head(microbatch: Microbatch, outputs: Sequence[Tensor]) -> None:
             alone = only_replica and microbatch.sizes["batch"] == given.sizes["batch"]

@@ -38,14 +38,14 @@ class LoadedBatch:
     samples: Sequence[int]
     following: Sequence[int] | None
     leaves: Sequence[tuple[Tensor, int | None]]  # the tensors, with their version counters
-    loader: "Rows"
+    loader: "RowSource"
     placed: "Arrangement | None"
     place: tuple[int, int]
     short: bool
 
     @classmethod
     def of(
-        cls, loaded: Any, samples: Sequence[int], following: Sequence[int] | None, loader: "Rows",
+        cls, loaded: Any, samples: Sequence[int], following: Sequence[int] | None, loader: "RowSource",
         placed: "Arrangement | None", place: tuple[int, int], *, short: bool,
     ) -> "LoadedBatch":  # fmt: skip
         """Record a batch that is passed to the user's loop."""
@@ -93,7 +93,7 @@ class InputPlaces:
         return trees.mapped(lambda _: next(leaves), self.containers)
 
 
-class Rows(Protocol):
+class RowSource(Protocol):
     """The methods of a loader that repeating a step needs."""
 
     def load_own(self, samples: Sequence[int], *, short: bool) -> Any:

@@ -13,7 +13,7 @@ from penstock.graph.training_parts import TrainingPart
 from penstock.group.world import World
 from penstock.train.batches import WHOLE, Microbatch, cut_rows
 from penstock.train.input_gradients import give_back, with_leaves
-from penstock.train.loss_convention import Measured
+from penstock.train.loss_convention import MeasuredLoss
 from penstock.train.losses import Losses, is_undivided, total_count
 from penstock.train.outcome import step_document
 from penstock.train.placed_stages import PlacedStages
@@ -38,7 +38,7 @@ class ForwardBackward:
         self._sums: dict[str, Tensor] = {}
         self.computed_s = 0.0
         self._wanted: list[str] = []  # inputs that require a gradient
-        self._losses: dict[int, Measured] = {}
+        self._losses: dict[int, MeasuredLoss] = {}
         self._microbatches: list[Microbatch] = []
         self._problem = ""  # reason why this step's rows cannot be trained on
         self._before: list[tuple[Tensor, Tensor]] = []  # buffers that a forward writes to, with their earlier values

@@ -37,7 +37,7 @@ _WAY_OUT = "return (sum, count), or use microbatches=1 and replicas=1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rows:
+class MicrobatchRows:
     """The rows of one microbatch: their number, and a function that returns outputs and labels of some rows.
 
     `alone` is set if the microbatch is the whole batch.
@@ -49,7 +49,7 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredLoss:
     """The loss of one microbatch: the tensor to minimize, its value as a sum, and its weight.
 
     `kind` is None if every convention fits, as for a loss of 0. `ratios` are the divisors per row or per count; if they
@@ -136,21 +136,21 @@ class LossConvention:
     """The convention of one loss function over rows, detected on first use, and checked if rows have unequal weights.
 
     Example:
-        rows = Rows(count=8, sample=sample, alone=False)
+        rows = MicrobatchRows(count=8, sample=sample, alone=False)
         measured = LossConvention().measure(loss_fn, output, labels, rows)
     """
 
     def __init__(self) -> None:
         self._kind: str | None = None
 
-    def measure(self, loss_fn: LossFunction, output: Any, labels: Any, rows: Rows) -> Measured:
+    def measure(self, loss_fn: LossFunction, output: Any, labels: Any, rows: MicrobatchRows) -> MeasuredLoss:
         """Compute the loss of a microbatch."""
         try:
             result = _run(loss_fn, output, labels, rows.count)
         except NotALossError as error:
             return _refused(str(error))
         if result.count is None and rows.alone:
-            return Measured(result.total, result.value, 1.0, "whole")
+            return MeasuredLoss(result.total, result.value, 1.0, "whole")
         probe = _Probe(loss_fn, rows.sample, rows.count)
         if result.count is not None:
             return self._measure_pair(result, probe)
@@ -167,7 +167,7 @@ class LossConvention:
         measured = combined(result.total, kind, rows.count, result.weights, by_rows=result.watch.by_rows)
         return replace(measured, divisors=(watch.divisor, watch.divisor_inside)) if kind == "sum" else measured
 
-    def _measure_pair(self, result: _Result, probe: "_Probe") -> Measured:
+    def _measure_pair(self, result: _Result, probe: "_Probe") -> MeasuredLoss:
         count = result.count or 0.0
         if self._kind is None or result.watch.uneven or result.weights:
             try:
@@ -176,21 +176,21 @@ class LossConvention:
                 return _refused(str(error))
         divisors = [*result.weights, *([float(result.rows)] if result.watch.by_rows else [])]
         ratios = tuple(divisor / count for divisor in divisors) if count else ()
-        return Measured(result.total, result.value, count, self._kind and "count", ratios)
+        return MeasuredLoss(result.total, result.value, count, self._kind and "count", ratios)
 
 
-def combined(total: Tensor, kind: str | None, rows: int, weights: Sequence[float], *, by_rows: bool) -> Measured:
+def combined(total: Tensor, kind: str | None, rows: int, weights: Sequence[float], *, by_rows: bool) -> MeasuredLoss:
     """Weigh a microbatch's scalar loss by its convention and the recorded divisors."""
     value = float(total.detach())
     if kind == "sum":
-        return Measured(total, value, 1.0, kind)
+        return MeasuredLoss(total, value, 1.0, kind)
     if weights and not any(weights):  # no label counts, and the loss is NaN
-        return Measured(total.new_zeros(()), 0.0, 0.0, None if by_rows else "weighted", (0.0,) if by_rows else ())
+        return MeasuredLoss(total.new_zeros(()), 0.0, 0.0, None if by_rows else "weighted", (0.0,) if by_rows else ())
     if kind == "nothing":
-        return Measured(total * 0, 0.0, 0.0, "weighted")
+        return MeasuredLoss(total * 0, 0.0, 0.0, "weighted")
     if kind == "weighted":
-        return Measured(total * weights[0], value * weights[0], weights[0], kind)
-    return Measured(total * rows, value * rows, float(rows), kind, tuple(weight / rows for weight in weights))
+        return MeasuredLoss(total * weights[0], value * weights[0], weights[0], kind)
+    return MeasuredLoss(total * rows, value * rows, float(rows), kind, tuple(weight / rows for weight in weights))
 
 
 @dataclass
@@ -317,8 +317,8 @@ def _run(loss_fn: LossFunction, output: Any, labels: Any, rows: int) -> _Result:
     return _Result(total, float(total.detach()), count, rows, watch.weights(), watch)
 
 
-def _refused(reason: str) -> Measured:
-    return Measured(torch.zeros(()), 0.0, 0.0, None, refused=reason)
+def _refused(reason: str) -> MeasuredLoss:
+    return MeasuredLoss(torch.zeros(()), 0.0, 0.0, None, refused=reason)
 
 
 def _mean(values: Sequence[float], weights: Sequence[float]) -> float:

@@ -14,7 +14,7 @@ from penstock.errors import UsageError
 from penstock.graph.call import build_output
 from penstock.graph.graph import Graph
 from penstock.train.batches import sample_rows
-from penstock.train.loss_convention import Conventions, LossFunction, Measured, Rows
+from penstock.train.loss_convention import Conventions, LossFunction, MeasuredLoss, MicrobatchRows
 from penstock.train.own_loss import OwnLoss
 from penstock.train.row_cut import RowCut
 
@@ -40,7 +40,7 @@ class Losses:
     def measure(
         self, loss_fn: LossFunction | None, graph: Graph, outputs: Sequence[Tensor], sizes: Sizes, labels: Any, *,
         own: OwnLoss, alone: bool,
-    ) -> Measured:  # fmt: skip
+    ) -> MeasuredLoss:  # fmt: skip
         """Return a microbatch's loss from the last stage's outputs; `alone` is set if it is the whole batch."""
         output, count = build_output(graph, outputs, sizes), sizes["batch"]
         if loss_fn is None:
@@ -50,12 +50,12 @@ class Losses:
         def sample(rows: Sequence[int], noise: Sequence[float]) -> tuple[Any, Any]:
             return sample_rows(graph, outputs, sizes, rows, noise), self._cut.parts(labels, count, [rows])[0]
 
-        rows = Rows(count=count, sample=sample, alone=alone)
+        rows = MicrobatchRows(count=count, sample=sample, alone=alone)
         measured = self._conventions.of(loss_fn).measure(loss_fn, output, labels, rows)
         return replace(measured, counts=_counts(labels, count)) if measured.divisors else measured
 
 
-def described(found: Sequence[Measured]) -> dict[str, Any]:
+def described(found: Sequence[MeasuredLoss]) -> dict[str, Any]:
     """Return a process's document about its microbatches' losses."""
     return {
         "losses": [(each.value, each.count) for each in found],

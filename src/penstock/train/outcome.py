@@ -8,12 +8,12 @@ from typing import Any
 from torch import Tensor
 
 from penstock.errors import PenstockError, RunError, UsageError
-from penstock.train.loss_convention import Measured
+from penstock.train.loss_convention import MeasuredLoss
 from penstock.train.losses import check_agreed, described, total_count, total_loss
 
 
 def step_document(
-    losses: Mapping[int, Measured], *, first_nonfinite: Mapping[int, int | None], used: Iterable[str],
+    losses: Mapping[int, MeasuredLoss], *, first_nonfinite: Mapping[int, int | None], used: Iterable[str],
     unused: Iterable[str], problem: str = "",
 ) -> dict[str, Any]:  # fmt: skip
     """Return a process's document about a step: the losses of its microbatches, and stages with non-finite numbers.

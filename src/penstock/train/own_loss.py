@@ -10,7 +10,7 @@ from penstock import trees
 from penstock.errors import RunError
 from penstock.graph.graph import Graph
 from penstock.graph.ops import GETITEM, Op, Ref, resolve_operator
-from penstock.train.loss_convention import Measured, combined, common
+from penstock.train.loss_convention import MeasuredLoss, combined, common
 from penstock.train.loss_watch import LossWatch
 from penstock.values import Size
 
@@ -65,18 +65,18 @@ class OwnLoss:
         """Drop the records of a microbatch for which another loss is used."""
         self._watches.clear()
 
-    def measure(self, output: Any, rows: int, *, alone: bool) -> Measured:
+    def measure(self, output: Any, rows: int, *, alone: bool) -> MeasuredLoss:
         """Return the loss of a microbatch from the model's output."""
         loss = own_loss(output)
         watches, self._watches = self._watches, []
         weights = [weight for watch in watches for weight in watch.weights()]
         if alone:
-            return Measured(loss, float(loss.detach()), 1.0, "whole")
+            return MeasuredLoss(loss, float(loss.detach()), 1.0, "whole")
         reason = self.refused
         if not reason and len(watches) != len(self.counting):
             reason = "its labels are counted in an earlier stage than the last"
         if reason:
-            return Measured(
+            return MeasuredLoss(
                 loss.detach() * 0, 0.0, 0.0, None,
                 refused=f"the loss of {self._graph.model} cannot be computed from microbatches: {reason}; pass "
                 "train_step a loss_fn that returns (sum, count), or use microbatches=1 and replicas=1",

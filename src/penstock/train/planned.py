@@ -7,7 +7,7 @@ from penstock.errors import PlanError
 from penstock.graph.cuts import Cut, Cuts
 from penstock.graph.graph import Graph
 from penstock.graph.stages import graph_fingerprint
-from penstock.plan.candidates import Request
+from penstock.plan.candidates import PlanRequest
 from penstock.plan.choose import make_plan
 from penstock.spec.cluster import Cluster
 from penstock.spec.plan import Plan
@@ -43,7 +43,7 @@ def plan_training(profile: Profile, cluster: Cluster, placed: Arrangement, *, ro
     `rows` are the rows of a microbatch, `state_factor` the bytes of optimizer state per byte of weights. Raises
     `PlanError` if no plan fits.
     """
-    return make_plan(profile, cluster, Request(
+    return make_plan(profile, cluster, PlanRequest(
         rows=(rows,), schedule=placed.schedule_name, optimizer_state_factor=state_factor,
         num_microbatches=placed.all_microbatches, alternate=False,
     ))  # fmt: skip

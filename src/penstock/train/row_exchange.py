@@ -23,7 +23,15 @@ from penstock.graph.training_parts import TrainingPart
 from penstock.group.world import World
 from penstock.random_states import RandomStates
 from penstock.train.arrangement import Arrangement
-from penstock.train.batch_document import BatchReader, BatchWriter, Layout, buffer_for, can_send, pack_all, unpack_all
+from penstock.train.batch_document import (
+    BatchReader,
+    BatchWriter,
+    TensorPlace,
+    buffer_for,
+    can_send,
+    pack_all,
+    unpack_all,
+)
 from penstock.train.captured_values import captured_values, first_difference
 from penstock.transport.base import DOCUMENT_BYTES, Pending, Transport, post_bytes, receive_bytes
 from penstock.transport.tags import LOADED, ROWS
@@ -170,7 +178,7 @@ class RowExchange:
             leaves = list(trees.leaves(own.labels)) if len(parts) - 1 in stages else []
             described = [self._describe(leaf, tensors) for leaf in leaves]
             header = RowsHeader(
-                sizes=dict(own.sizes), layouts=[Layout.of(tensor).write() for tensor in tensors], labels=described,
+                sizes=dict(own.sizes), layouts=[TensorPlace.of(tensor).write() for tensor in tensors], labels=described,
                 form=form, states=states, moved=self._moved(states), values=values,
             )  # fmt: skip
             link.send(self._transport, _encode(header), pack_all(tensors), rank)
@@ -199,7 +207,7 @@ class RowExchange:
     ) -> StepInputs:
         source, rank = _source(placed.replica), self._transport.rank
         header, small = _receive_header(self._transport, source, ROWS, RowsHeader)
-        layouts, sizes = [Layout.read(each) for each in header.layouts], header.sizes
+        layouts, sizes = [TensorPlace.read(each) for each in header.layouts], header.sizes
         tensors = iter(_receive_all(self._transport, layouts, source, ROWS, small))
         stages = placed.grid.stages_of(rank)
         values = _own_inputs(graph, parts, stages)
@@ -285,7 +293,9 @@ class _Link:
         self.pending.clear()
 
 
-def _receive_all(transport: Transport, layouts: Sequence[Layout], source: int, tag: int, small: bytes) -> list[Tensor]:
+def _receive_all(
+    transport: Transport, layouts: Sequence[TensorPlace], source: int, tag: int, small: bytes
+) -> list[Tensor]:
     """Return the tensors with these layouts; `small` are their bytes if they have come with the document."""
     buffer = buffer_for(layouts)
     if buffer.numel() > _SMALL:

@@ -71,7 +71,7 @@ def post_bytes(transport: Transport, data: bytes, to: int, tag: int = CONTROL) -
     header = _BYTES_HEADER.pack(len(data), zlib.crc32(data))
     first, rest = header + data[:_WITH_HEADER], data[_WITH_HEADER:]
     buffers = [torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in (first, rest) if part]
-    return _Together([_Kept(buffer, transport.send(buffer, to, tag)) for buffer in buffers])
+    return _Together([_BufferedSend(buffer, transport.send(buffer, to, tag)) for buffer in buffers])
 
 
 class ArrivingBytes:
@@ -120,21 +120,21 @@ def receive_tensor(transport: Transport, tensor: Tensor, source: int, tag: int =
 def post_send(transport: Transport, tensor: Tensor, to: int, tag: int = CONTROL) -> Pending:
     """Start sending a tensor as `send_tensor` does; it must not change until the send is done."""
     if not tensor.numel():
-        return _Kept(tensor, None)
+        return _BufferedSend(tensor, None)
     buffer = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return _Kept(buffer, transport.send(buffer, to, tag))
+    return _BufferedSend(buffer, transport.send(buffer, to, tag))
 
 
 def post_receive(transport: Transport, tensor: Tensor, source: int, tag: int = CONTROL) -> tuple[Tensor, Pending]:
     """Post a receive for `send_tensor`; returns the tensor that receives: the given one, or a buffer on the host."""
     if not tensor.numel():
-        return tensor, _Kept(tensor, None)
+        return tensor, _BufferedSend(tensor, None)
     arriving = tensor if tensor.is_cpu else torch.empty_like(tensor, device="cpu")
     return arriving, transport.receive(arriving.reshape(-1).view(torch.uint8), source, tag)
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class _BufferedSend:
     """A send that keeps its buffer alive until it is done; without `pending` nothing was sent."""
 
     buffer: Tensor

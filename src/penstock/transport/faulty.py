@@ -78,9 +78,9 @@ class FaultyTransport:
         if fault is None:
             return self._inner.send(buffer, to, tag)
         if fault.kind == "drop":
-            return _Together([])
+            return _SeveralSends([])
         if fault.kind == "duplicate":
-            return _Together([self._inner.send(buffer, to, tag) for _ in range(2)])
+            return _SeveralSends([self._inner.send(buffer, to, tag) for _ in range(2)])
         if fault.kind == "corrupt":
             return self._inner.send(_corrupted(buffer, fault.seed), to, tag)
         if fault.kind == "close":
@@ -116,7 +116,7 @@ class FaultyTransport:
         return due
 
 
-class _Together:
+class _SeveralSends:
     """Several sends, treated as one."""
 
     def __init__(self, parts: Sequence[Pending]) -> None:

@@ -6,16 +6,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.elastic.cache.shard import Layout, Shard, ShardFile, Values, make_columns
+from penstock.elastic.cache.shard import Shard, ShardFile, ShardLayout, Values, make_columns
 
 VALUES: Values = [((3, 2), torch.float32), ((), torch.int64)]
 
 
 def layout_of(
     num_rows: int = 8, *, owner: int = 1, values: Values = VALUES, stored: torch.dtype | None = None
-) -> Layout:
+) -> ShardLayout:
     """Return the layout of a shard of `VALUES`, with some of its arguments changed."""
-    return Layout(owner=owner, num_rows=num_rows, columns=make_columns(values, stored))
+    return ShardLayout(owner=owner, num_rows=num_rows, columns=make_columns(values, stored))
 
 
 def fill_shard(folder: Path, num_rows: int = 8, *, limit_bytes: int | None = None, **changed: Any) -> Shard:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import PlanError
-from penstock.plan.candidates import Request
+from penstock.plan.candidates import PlanRequest
 from penstock.plan.choose import Moving, make_plan, plan_again
 from penstock.plan.cost.frozen import cache, freeze, keep_cuts, place_of, without_cuts
 from penstock.plan.cost.predict import predict
@@ -131,7 +131,7 @@ def test_a_cut_that_is_not_there() -> None:
 
 
 def trained(profile: Profile, cluster: Cluster, **more: object) -> Plan:
-    request = Request(schedule="1f1b", num_microbatches=8, replicas=False, **more)  # type: ignore[arg-type]
+    request = PlanRequest(schedule="1f1b", num_microbatches=8, replicas=False, **more)  # type: ignore[arg-type]
     return make_plan(profile, cluster, request)
 
 
@@ -270,7 +270,7 @@ def test_a_plan_for_what_is_left_once_layers_are_cached() -> None:
 def test_a_plan_with_alternating_cuts_is_predicted_again() -> None:
     """Of a plan for a stream no cut is ever gone."""
     profile, cluster = make_profile([1.0] * 3), make_cluster(1, 1)
-    plan = make_plan(profile, cluster, Request(replicas=False))
+    plan = make_plan(profile, cluster, PlanRequest(replicas=False))
     assert len(plan.pipelines[0].cut_sets) == 2
     assert plan_again(plan, profile, cluster).pipelines == plan.pipelines
     assert predict(without_cuts(plan, profile.cuts), profile, cluster).pipelines == plan.pipelines

@@ -62,7 +62,7 @@ class Host:
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class CommandResult:
     """Result of a command on another machine."""
 
     status: int
@@ -91,7 +91,7 @@ def host_of(device: Device) -> Host:
     )  # fmt: skip
 
 
-def run_on(host: Host, words: Sequence[str], *, data: bytes = b"", timeout_s: float = 60.0) -> Done:
+def run_on(host: Host, words: Sequence[str], *, data: bytes = b"", timeout_s: float = 60.0) -> CommandResult:
     """Run a command on a machine, with `data` on its standard input; raises `ClusterError` if ssh is not installed.
 
     Marks before and after the output keep apart from it what the machine's shell prints at login.
@@ -104,12 +104,14 @@ def run_on(host: Host, words: Sequence[str], *, data: bytes = b"", timeout_s: fl
     except FileNotFoundError as error:
         raise ClusterError(f"machines are reached by ssh; {error.filename} not found; install openssh-client") from None
     except subprocess.TimeoutExpired:
-        return Done(_SSH_FAILED, b"", f"no answer for {timeout_s:g} s")
+        return CommandResult(_SSH_FAILED, b"", f"no answer for {timeout_s:g} s")
     _, *found = done.stdout.split(mark.encode())
     if len(found) != 2 and not done.returncode:
         said = (done.stdout.decode(errors="replace").split("\n") or [""])[0][:80]
-        return Done(_SSH_FAILED, b"", f"its shell ran another command, or ended at login, after printing {said!r}")
-    return Done(done.returncode, found[0] if found else b"", done.stderr.decode(errors="replace"))
+        return CommandResult(
+            _SSH_FAILED, b"", f"its shell ran another command, or ended at login, after printing {said!r}"
+        )
+    return CommandResult(done.returncode, found[0] if found else b"", done.stderr.decode(errors="replace"))
 
 
 def on_all(hosts: Sequence[Host], work: Callable[[Host], T]) -> dict[str, T]:
@@ -118,7 +120,7 @@ def on_all(hosts: Sequence[Host], work: Callable[[Host], T]) -> dict[str, T]:
         return dict(zip((host.name for host in hosts), pool.map(work, hosts), strict=True))
 
 
-def require(host: Host, done: Done, what: str) -> bytes:
+def require(host: Host, done: CommandResult, what: str) -> bytes:
     """Return the output of a command; raises `ClusterError` with the machine's name if it failed."""
     if done.unreached is not None:
         raise ClusterError(

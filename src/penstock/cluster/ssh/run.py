@@ -28,7 +28,7 @@ _KEEPER = "src/penstock/cluster/ssh/keeper.py"
 
 
 @dataclass(slots=True)
-class _Member:
+class _RemoteProcess:
     host: Host
     process: "subprocess.Popen[str]"
     pumps: Sequence[threading.Thread]
@@ -69,7 +69,7 @@ class RemoteRun:
         output: Output = print_line, end_together: EndTogether = True,
     ) -> None:  # fmt: skip
         self._output, self._end_together = output, end_together
-        self._members: list[_Member] = []
+        self._members: list[_RemoteProcess] = []
         self._failure: BaseException | None = None
         try:
             for host, words in zip(hosts, commands, strict=True):
@@ -138,7 +138,7 @@ class RemoteRun:
         self.end()
         self._join()
 
-    def _start(self, host: Host, words: Sequence[str]) -> _Member:
+    def _start(self, host: Host, words: Sequence[str]) -> _RemoteProcess:
         pipe = subprocess.PIPE
         try:
             process = subprocess.Popen(
@@ -153,7 +153,7 @@ class RemoteRun:
         pumps = [threading.Thread(target=self._pump, args=(host, name, each), daemon=True) for name, each in streams]
         for pump in pumps:
             pump.start()
-        return _Member(host, process, pumps)
+        return _RemoteProcess(host, process, pumps)
 
     def _pump(self, host: Host, stream: Literal["stdout", "stderr"], pipe: IO[str]) -> None:
         try:

@@ -14,7 +14,15 @@ from torch import Tensor
 from penstock import trees
 from penstock.deploy.state import Held, Wanted, redistribute, room_for
 from penstock.elastic.cache.exchange import CachedFeatures
-from penstock.elastic.cache.shard import Layout, Shard, ShardFile, Values, bytes_per_row, make_columns, remove_abandoned
+from penstock.elastic.cache.shard import (
+    Shard,
+    ShardFile,
+    ShardLayout,
+    Values,
+    bytes_per_row,
+    make_columns,
+    remove_abandoned,
+)
 from penstock.errors import CacheError
 from penstock.graph.call import as_call, bind_inputs
 from penstock.graph.cuts import Cut, Cuts
@@ -157,7 +165,7 @@ class Filling:
             self._agree(lambda: others.update(self._open_neighbours(folder, layouts)))
         return FrozenCache(layers=self._layers, shard=made[0], place=self._place, others=others)
 
-    def _layouts(self) -> list[Layout]:
+    def _layouts(self) -> list[ShardLayout]:
         """Return the layouts of all processes' shards."""
         values = values_after(self._captured, self._end)
         if values is None:
@@ -167,7 +175,8 @@ class Filling:
             )
         columns, size = make_columns(values, self._place.stored), self._trainer.world.transport.size
         return [
-            Layout(owner=rank, num_rows=len(range(rank, self._num_all, size)), columns=columns) for rank in range(size)
+            ShardLayout(owner=rank, num_rows=len(range(rank, self._num_all, size)), columns=columns)
+            for rank in range(size)
         ]
 
     def _agree(self, work: Callable[[], None]) -> None:
@@ -183,14 +192,14 @@ class Filling:
             rank, reason = failed[0]
             raise CacheError(f"{world.names[rank]}: {reason}")
 
-    def _open_neighbours(self, folder: Path, layouts: Sequence[Layout]) -> dict[int, Shard]:
+    def _open_neighbours(self, folder: Path, layouts: Sequence[ShardLayout]) -> dict[int, Shard]:
         """Open the shards of the other processes on this machine for reading."""
         world = self._trainer.world
         alike = [rank for rank, host in enumerate(world.hosts) if host == world.hosts[world.rank]]
         return {rank: Shard.open(folder, layouts[rank]) for rank in alike if rank != world.rank}
 
     def _fill(
-        self, folder: Path, layout: Layout, weights: Mapping[str, Tensor], named_files: contextlib.ExitStack
+        self, folder: Path, layout: ShardLayout, weights: Mapping[str, Tensor], named_files: contextlib.ExitStack
     ) -> Shard:
         """Compute this process's shard."""
         limit = self._place.limit_bytes

@@ -73,7 +73,7 @@ def bytes_per_row(values: Values, stored: torch.dtype | None) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class ShardLayout:
     """The rows of an owner and their offsets in its file."""
 
     owner: int
@@ -109,7 +109,7 @@ class Shard:
     All errors are `CacheError` with a one-line message, so that a caller can continue without a cache.
     """
 
-    def __init__(self, layout: Layout, memory: Tensor) -> None:
+    def __init__(self, layout: ShardLayout, memory: Tensor) -> None:
         self.layout, num_rows = layout, layout.num_rows
         self._columns: list[Tensor] | None = [
             memory.narrow(0, start, num_rows * column.row_bytes).view(column.stored).view(num_rows, *column.shape)
@@ -117,7 +117,7 @@ class Shard:
         ]
 
     @classmethod
-    def open(cls, folder: Path, layout: Layout) -> "Shard":
+    def open(cls, folder: Path, layout: ShardLayout) -> "Shard":
         """Open a complete shard, of this process or of another process on this machine.
 
         The shard stays readable when the file loses its name. Raises `CacheError` if the file is missing or has
@@ -182,7 +182,7 @@ class ShardFile:
     Raises `CacheError` if the folder cannot be written or has too little space, or if `limit_bytes` is exceeded.
     """
 
-    def __init__(self, folder: Path, layout: Layout, limit_bytes: int | None) -> None:
+    def __init__(self, folder: Path, layout: ShardLayout, limit_bytes: int | None) -> None:
         self._folder, self._layout, self._limit_bytes = folder, layout, limit_bytes
         self._path, self._num_done = layout.path(folder), 0
         self._ends = contextlib.ExitStack()
@@ -250,7 +250,7 @@ def _explained(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _map(path: Path, layout: Layout) -> Tensor:
+def _map(path: Path, layout: ShardLayout) -> Tensor:
     """Map a file into memory; raises `CacheError` if it is missing or has another length."""
     try:
         found = path.stat().st_size  # torch would extend a short file with zeros
@@ -264,7 +264,7 @@ def _map(path: Path, layout: Layout) -> Tensor:
         raise CacheError(f"{path} cannot be read ({str(error).splitlines()[0]}); fill it again") from None
 
 
-def _reserve(file: IO[bytes], path: Path, layout: Layout) -> None:
+def _reserve(file: IO[bytes], path: Path, layout: ShardLayout) -> None:
     """Reserve a file's space; raises `CacheError` if the disk has too little, before writing any rows."""
     disk = shutil.disk_usage(path.parent)
     try:
@@ -278,13 +278,13 @@ def _reserve(file: IO[bytes], path: Path, layout: Layout) -> None:
         ) from error
 
 
-def _bfloat16_helps(layout: Layout) -> str:
+def _bfloat16_helps(layout: ShardLayout) -> str:
     """Return the suggestion to store bfloat16, for the end of an error; empty if that would not be smaller."""
     wide = any(c.stored.is_floating_point and c.stored.itemsize > torch.bfloat16.itemsize for c in layout.columns)
     return ", or store floats as bfloat16" if wide else ""
 
 
-def _check_rows(tensors: Sequence[Tensor], layout: Layout, missing: int) -> int:
+def _check_rows(tensors: Sequence[Tensor], layout: ShardLayout, missing: int) -> int:
     """Return the number of rows of a batch; raises `CacheError` if they cannot be the next rows."""
     expected = [(column.shape, column.dtype) for column in layout.columns]
     found = [(tuple(tensor.shape[1:]), tensor.dtype) for tensor in tensors]
@@ -303,7 +303,7 @@ def _check_rows(tensors: Sequence[Tensor], layout: Layout, missing: int) -> int:
     return count
 
 
-def _write_rows(file: IO[bytes], layout: Layout, first: int, tensors: Sequence[Tensor]) -> None:
+def _write_rows(file: IO[bytes], layout: ShardLayout, first: int, tensors: Sequence[Tensor]) -> None:
     """Write consecutive rows of each value; raises `OSError` if this fails."""
     for column, start, tensor in zip(layout.columns, layout.starts, tensors, strict=False):
         stored = tensor.detach().to(device=HOST, dtype=column.stored).contiguous()

@@ -24,7 +24,7 @@ from penstock.wire import adds_up_at_once, bucket_limit
 
 
 @dataclass(slots=True)
-class Bucket:
+class PlannedBucket:
     """Gradients that are reduced together, their devices, and for each device the first unit that uses one of them."""
 
     devices: tuple[int, ...]
@@ -82,7 +82,7 @@ class LastBackward:
         return self.begin_s + (self.end_s - self.begin_s) * (done / whole if whole else 1.0)
 
 
-def make_buckets(problem: Problem, divisions: Sequence[Division]) -> list[Bucket]:
+def make_buckets(problem: Problem, divisions: Sequence[Division]) -> list[PlannedBucket]:
     """Return the buckets of parallel pipelines, in each device's processing order.
 
     This includes a single pipeline: a weight that two of its stages use is summed over both.
@@ -101,12 +101,12 @@ def make_buckets(problem: Problem, divisions: Sequence[Division]) -> list[Bucket
             alike = tuple(first_units), tuple(sorted({bisect_right(bounds, unit) for unit in units}))
             found.append((alike, num_bytes, first_units))
             totals[alike] += num_bytes
-    filling: dict[object, Bucket] = {}
-    buckets: list[Bucket] = []
+    filling: dict[object, PlannedBucket] = {}
+    buckets: list[PlannedBucket] = []
     for group, weight_bytes, first in found:
         bucket = filling.get(group)
         if bucket is None or bucket.num_bytes + weight_bytes > bucket_limit(totals[group]):
-            bucket = filling[group] = Bucket(tuple(first))
+            bucket = filling[group] = PlannedBucket(tuple(first))
             buckets.append(bucket)
         bucket.num_bytes += weight_bytes
         for device, unit in first.items():
@@ -124,7 +124,9 @@ def _first_units(divisions: Sequence[Division], units: Sequence[int]) -> dict[in
     return found
 
 
-def all_reduced_s(problem: Problem, buckets: Sequence[Bucket], last: Mapping[int, Sequence[LastBackward]]) -> float:
+def all_reduced_s(
+    problem: Problem, buckets: Sequence[PlannedBucket], last: Mapping[int, Sequence[LastBackward]]
+) -> float:
     """Return the time at which every device has computed the last backwards of its stages and has all sums.
 
     Example:

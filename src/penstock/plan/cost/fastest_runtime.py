@@ -8,7 +8,7 @@ import numpy as np
 
 from penstock.errors import PlanError
 from penstock.spec.cluster import Cluster
-from penstock.spec.plan import Pipeline, Plan, Stage, runtime_name
+from penstock.spec.plan import Plan, PlannedPipeline, PlannedStage, runtime_name
 from penstock.spec.profile import Profile, RuntimeColumn
 
 # by device name; other devices use eager
@@ -54,12 +54,12 @@ def columns_of(plan: Plan, profile: Profile) -> Columns | None:
     return found
 
 
-def computed_on(pipelines: Sequence[Pipeline], columns: Columns) -> tuple[Pipeline, ...]:
+def computed_on(pipelines: Sequence[PlannedPipeline], columns: Columns) -> tuple[PlannedPipeline, ...]:
     """Return pipelines with each stage's runtime set to the runtime of its device."""
     return _with_runtimes(pipelines, lambda stage: columns.get(stage.device, stage))
 
 
-def computed_like(pipelines: Sequence[Pipeline], like: Stage) -> tuple[Pipeline, ...]:
+def computed_like(pipelines: Sequence[PlannedPipeline], like: PlannedStage) -> tuple[PlannedPipeline, ...]:
     """Return pipelines with each stage's runtime set to the runtime of `like`."""
     return _with_runtimes(pipelines, lambda _stage: like)
 
@@ -86,9 +86,9 @@ def _factors(column: RuntimeColumn) -> list[float]:
 
 
 def _with_runtimes(
-    pipelines: Sequence[Pipeline], like_of: Callable[[Stage], RuntimeColumn | Stage]
-) -> tuple[Pipeline, ...]:  # fmt: skip
-    def changed(stage: Stage) -> Stage:
+    pipelines: Sequence[PlannedPipeline], like_of: Callable[[PlannedStage], RuntimeColumn | PlannedStage]
+) -> tuple[PlannedPipeline, ...]:  # fmt: skip
+    def changed(stage: PlannedStage) -> PlannedStage:
         like = like_of(stage)
         return msgspec.structs.replace(stage, runtime=like.runtime, precision=like.precision, keep=like.keep)
 

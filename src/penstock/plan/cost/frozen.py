@@ -6,7 +6,7 @@ from itertools import pairwise
 import msgspec
 
 from penstock.errors import PlanError
-from penstock.spec.plan import CutSet, Pipeline, Plan
+from penstock.spec.plan import CutSet, Plan, PlannedPipeline
 from penstock.spec.profile import Boundary, Profile, Unit
 
 
@@ -71,7 +71,7 @@ def without_cuts(plan: Plan, known: Collection[str]) -> Plan:
     for pipeline in plan.pipelines:
         gone = sum(name not in known for name in pipeline.cut_sets[0].cuts)
         cut_sets = (CutSet(cuts=each.cuts[gone:], weight=each.weight) for each in pipeline.cut_sets)
-        pipelines.append(Pipeline(stages=pipeline.stages[gone:], cut_sets=tuple(cut_sets), share=pipeline.share))
+        pipelines.append(PlannedPipeline(stages=pipeline.stages[gone:], cut_sets=tuple(cut_sets), share=pipeline.share))
     return msgspec.structs.replace(plan, pipelines=tuple(pipelines))
 
 

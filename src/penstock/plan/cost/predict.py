@@ -23,7 +23,7 @@ from penstock.plan.cost.training_step import predict_training
 from penstock.plan.schedule.round_robin import round_robin
 from penstock.plan.schedule.simulate import Channel, Job, Line, play
 from penstock.spec.cluster import Cluster
-from penstock.spec.plan import DeviceLoad, Pipeline, Plan, Prediction
+from penstock.spec.plan import DeviceLoad, Plan, PlannedPipeline, Prediction
 from penstock.spec.profile import Profile
 
 
@@ -91,7 +91,7 @@ _MAX_MICROBATCHES = 2000
 class _Line:
     """A pipeline with numbers instead of names: a division for each cut set."""
 
-    pipeline: Pipeline
+    pipeline: PlannedPipeline
     divisions: tuple[Division, ...]
 
     @property
@@ -127,7 +127,7 @@ def predict(plan: Plan, profile: Profile, cluster: Cluster, *, num_rows: int | N
 
 
 def predict_pipelines(
-    problem: Problem, pipelines: Sequence[Pipeline], num_rows: int, bound_rows_per_s: float
+    problem: Problem, pipelines: Sequence[PlannedPipeline], num_rows: int, bound_rows_per_s: float
 ) -> Prediction:
     """Predict parallel pipelines, each with its share of the microbatches."""
     if problem.setting.trains:
@@ -170,7 +170,7 @@ def predict_pipelines(
     )  # fmt: skip
 
 
-def divisions_of(problem: Problem, pipeline: Pipeline) -> tuple[Division, ...]:
+def divisions_of(problem: Problem, pipeline: PlannedPipeline) -> tuple[Division, ...]:
     """Return a pipeline with numbers instead of names: a division for each cut set."""
     places = {name: index for index, name in enumerate(problem.profile.cuts, 1)}
     devices = [problem.numbers[stage.device] for stage in pipeline.stages]

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
 
-from penstock.plan.cost.all_reduces import Bucket, LastBackward, all_reduced_s, make_buckets, messages_s
+from penstock.plan.cost.all_reduces import LastBackward, PlannedBucket, all_reduced_s, make_buckets, messages_s
 from penstock.plan.cost.pipeline_cost import latency_s
 from penstock.plan.cost.problem import Division, Problem
 from penstock.plan.schedule.actions import BACKWARD_PARTS, Action
@@ -18,7 +18,7 @@ ADAMW_STATE = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class SimulatedStep:
     """A step of parallel pipelines; times are in seconds since its first forward.
 
     - `buckets`: gradients that are sent together;
@@ -28,7 +28,7 @@ class Step:
     """
 
     replicas: tuple[Simulation, ...]
-    buckets: tuple[Bucket, ...]
+    buckets: tuple[PlannedBucket, ...]
     computed_s: float
     all_reduced_s: float
     step_s: float
@@ -78,7 +78,7 @@ def devices_of(division: Division) -> list[int]:
     return list(dict.fromkeys(stage.device for stage in division))
 
 
-def play_step(problem: Problem, divisions: Sequence[Division], counts: Sequence[int]) -> Step:
+def play_step(problem: Problem, divisions: Sequence[Division], counts: Sequence[int]) -> SimulatedStep:
     """Simulate a step of parallel pipelines, each with its number of microbatches, including the end of the step.
 
     Gradients are summed over the devices that hold the same weights (`all_reduces.py`). Then every device reports
@@ -107,7 +107,7 @@ def play_step(problem: Problem, divisions: Sequence[Division], counts: Sequence[
     # every process reports the outcome of its part to all other processes
     told_s = max((problem.latency_s(one, other) for one, other in combinations(last, 2)), default=0.0)
     told_s += max(messages_s(problem, device, len(last) - 1) for device in last)
-    return Step(
+    return SimulatedStep(
         replicas=replicas, buckets=tuple(buckets), computed_s=max(played.makespan_s for played in replicas),
         all_reduced_s=done_s, step_s=done_s + told_s + max(after_s.values()),
     )  # fmt: skip
@@ -151,7 +151,7 @@ def memory_in_training(problem: Problem, division: Division) -> dict[int, float]
 
 
 def _loads(
-    problem: Problem, divisions: Sequence[Division], counts: Sequence[int], buckets: Sequence[Bucket]
+    problem: Problem, divisions: Sequence[Division], counts: Sequence[int], buckets: Sequence[PlannedBucket]
 ) -> list[DeviceLoad]:
     """Return each device's average CPU seconds per microbatch of the plan, including all-reduces."""
     total = sum(counts)
@@ -168,7 +168,7 @@ def _loads(
     return loads
 
 
-def _limit(problem: Problem, divisions: Sequence[Division], loads: Sequence[DeviceLoad], step: Step) -> str:
+def _limit(problem: Problem, divisions: Sequence[Division], loads: Sequence[DeviceLoad], step: SimulatedStep) -> str:
     """Name the bottleneck of a step: the busiest device, or all-reduces that do not overlap with backwards."""
     busiest = max(loads, key=lambda load: load.load_s)
     if step.all_reduced_s - step.computed_s > step.computed_s:

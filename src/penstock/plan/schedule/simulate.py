@@ -151,7 +151,7 @@ def play(lines: Sequence[Line]) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class SimulatedAction:
     """An action on a device: begin and end of its computation in seconds."""
 
     device: int
@@ -164,7 +164,7 @@ class Span:
 class Simulation:
     """Result of simulating a schedule: the spans of each device, and peaks of microbatches in flight."""
 
-    spans: tuple[tuple[Span, ...], ...]
+    spans: tuple[tuple[SimulatedAction, ...], ...]
     makespan_s: float
     peak_in_flight: tuple[int, ...]
 
@@ -201,7 +201,7 @@ def simulate(
     if not play(lines):
         raise PlanError(f"the schedule deadlocks: {_standstill(schedule, lines)}; change the order of these actions")
     spans = tuple(
-        tuple(Span(device, *times) for times in zip(actions, line.begins, line.computed, strict=True))
+        tuple(SimulatedAction(device, *times) for times in zip(actions, line.begins, line.computed, strict=True))
         for device, (actions, line) in enumerate(zip(schedule, lines, strict=True))
     )
     return Simulation(

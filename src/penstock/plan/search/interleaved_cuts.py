@@ -53,7 +53,7 @@ def interleave(costs: Sequence[Vector], places: Sequence[int], *, slack: float =
     Example:
         interleave([costs] * 4, [0, 1, 0, 1]).cuts
     """
-    search = _Search(costs, places, slack)
+    search = _Interleaving(costs, places, slack)
     best = search.first()
     if best is None:
         return None
@@ -108,7 +108,7 @@ def _side_by_side(
     return cuts[:-1]
 
 
-class _Search:
+class _Interleaving:
     def __init__(self, costs: Sequence[Vector], places: Sequence[int], slack: float) -> None:
         self.costs, self.places, self.slack = list(costs), list(places), slack
         self.num_devices, self.last = max(places) + 1, len(costs[0]) - 1

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from penstock.plan.cost.problem import Problem
 from penstock.plan.cost.stage_cost import Vector
 from penstock.plan.schedule.round_robin import round_robin_counts
-from penstock.spec.plan import CutSet, Pipeline
+from penstock.spec.plan import CutSet, PlannedPipeline
 
 _Vector: TypeAlias = NDArray[np.float64]
 _EPSILON = 1e-9
@@ -247,7 +247,7 @@ def _whole_rounds(sets: list[tuple[tuple[int, ...], float]], period: int) -> lis
     return [(cuts, number / total) for (cuts, _), number in zip(sets, counts, strict=True) if number]
 
 
-def rotated(problem: Problem, pipeline: Pipeline) -> Pipeline | None:
+def rotated(problem: Problem, pipeline: PlannedPipeline) -> PlannedPipeline | None:
     """Return the pipeline with several cut sets in rotation; None if this is impossible or no better than one set."""
     stages = pipeline.stages
     if problem.setting.trains or not 2 <= len(stages) <= _MAX_STAGES:
@@ -264,7 +264,7 @@ def rotated(problem: Problem, pipeline: Pipeline) -> Pipeline | None:
     if len(sets) < 2:
         return None
     cut_sets = tuple(CutSet(cuts=tuple(names[b - 1] for b in chosen), weight=weight) for chosen, weight in sets)
-    return Pipeline(stages=stages, cut_sets=cut_sets)
+    return PlannedPipeline(stages=stages, cut_sets=cut_sets)
 
 
 def _boundary_costs(problem: Problem, numbers: Sequence[int]) -> BoundaryCosts:

@@ -39,7 +39,7 @@ def chrome_trace(run: Run) -> dict[str, Any]:
     )  # fmt: skip
     first_s = spans[0][1].begin_s if spans else 0.0
     origin_s = min((span.begin_s for _, span in spans if span.kind == "load"), default=first_s)
-    rows = _Rows(run)
+    rows = _SpanRows(run)
     slices = [_slice(span, origin_s, rows.tid(rank, span)) for rank, span in spans]
     events = [_name("process_name", 0, run.facts.model)]
     for tid in sorted({event["tid"] for event in slices}):
@@ -78,7 +78,7 @@ def _is_end(run: Run, span: Span) -> bool:
     return run.facts.kind == "stream" and span.microbatch >= run.facts.num_microbatches
 
 
-class _Rows:
+class _SpanRows:
     """Rows of spans: one per stage, then rows for other activities of the processes."""
 
     def __init__(self, run: Run) -> None:
@@ -148,7 +148,7 @@ def _slice(span: Span, origin_s: float, tid: int) -> Event:
     return event
 
 
-def _arrows(spans: Sequence[tuple[int, Span]], origin_s: float, rows: _Rows) -> Iterable[Event]:
+def _arrows(spans: Sequence[tuple[int, Span]], origin_s: float, rows: _SpanRows) -> Iterable[Event]:
     """Draw an arrow for each message that both sides recorded, in the order in which they were sent."""
     sent: dict[tuple[int, int, str, int, int], list[tuple[int, Span]]] = {}
     for rank, span in spans:

@@ -8,7 +8,7 @@ from typing import Any
 
 from penstock.report.page.tables import INPUT, OUTPUT, Cell, Table, bounds_of
 from penstock.report.stream.account import Account
-from penstock.report.stream.measured import MeasuredStage, MeasuredStream, Step
+from penstock.report.stream.measured import MeasuredStage, MeasuredStream, MicrobatchTimes
 from penstock.tracing.trace import GenerationFacts, Run
 from penstock.units import format_seconds
 
@@ -98,7 +98,7 @@ def _bars(
     stream: MeasuredStream,
     shown: int,
     journeys: Sequence[str],
-    ends: Callable[[Step], tuple[float, float]],
+    ends: Callable[[MicrobatchTimes], tuple[float, float]],
     color: str,
 ) -> dict[str, Any]:
     spans = [
@@ -114,7 +114,7 @@ def _bars(
 
 
 def _computing(stream: MeasuredStream, shown: int, journeys: Sequence[str]) -> dict[str, Any]:
-    def ends(step: Step) -> tuple[float, float]:
+    def ends(step: MicrobatchTimes) -> tuple[float, float]:
         return step.begin_s, step.begin_s + step.compute_s
 
     bars = _bars(COMPUTING, stream, shown, journeys, ends, KEPT)

@@ -22,7 +22,7 @@ from penstock.report.page.figures import (
 from penstock.report.page.figures import memory as memory_figure
 from penstock.report.page.tables import Cell, Table, account_table, clock_table, environment_table, memory_of
 from penstock.report.stream.account import Account
-from penstock.report.training.steps import Done, MeasuredTraining, Part
+from penstock.report.training.steps import DevicePart, MeasuredTraining, TimedAction
 from penstock.report.training.training_account import Usual, usual_seconds
 from penstock.tracing.trace import Run
 from penstock.units import format_bytes, format_seconds
@@ -113,7 +113,7 @@ def timeline(run: Run, training: MeasuredTraining) -> Figure:
 def _journey(run: Run, training: MeasuredTraining, number: int, microbatch: int, origin_s: float) -> str:
     """Describe the path of a microbatch in a step, in order."""
     (step,) = (step for step in training.steps if step.number == number)
-    found: list[tuple[Done, int]] = [
+    found: list[tuple[TimedAction, int]] = [
         (done, rank) for rank, part in step.parts.items() for done in part.done if done.microbatch == microbatch
     ]
     lines = [f"step {number}, microbatch {microbatch}"]
@@ -133,7 +133,7 @@ _SHARES = (
 )  # fmt: skip
 
 
-def _shares(part: Part) -> tuple[float, ...]:
+def _shares(part: DevicePart) -> tuple[float, ...]:
     return (
         sum(d.compute_s for d in part.done if d.kind == "F"), sum(d.compute_s for d in part.done if d.kind != "F"),
         sum(d.message_s for d in part.done), sum(d.wait_s for d in part.done), part.load_s, part.synchronize_s,

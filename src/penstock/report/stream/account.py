@@ -15,7 +15,7 @@ from penstock.plan.schedule.simulate import Edge
 from penstock.report.stream.measured import MeasuredStage, MeasuredStream, measure_stream, share
 from penstock.report.stream.replay import Backlog, Recorded, backlog_in_waits, other_threads_cpu_s, replay
 from penstock.tracing.record import FEEDER_STAGE
-from penstock.tracing.trace import Machine, Run
+from penstock.tracing.trace import MachineCapacity, Run
 from penstock.units import format_bytes, format_seconds
 
 TITLES = {
@@ -41,7 +41,7 @@ _COUNTED = {
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class Cause:
     """A cause: its cost in multiples of one device, and a sentence with the figures."""
 
     key: str
@@ -64,14 +64,14 @@ class Account:
     num_times: float
     speedup: float
     baseline_s: float
-    lines: tuple[Line, ...]
+    lines: tuple[Cause, ...]
 
     def times(self, key: str) -> float:
         """Return the cost of a cause."""
         return next((line.times for line in self.lines if line.key == key), 0.0)
 
     @property
-    def largest(self) -> Line:
+    def largest(self) -> Cause:
         """The cause that cost most, except the remainder."""
         return max((line for line in self.lines if line.key != "remainder"), key=lambda line: line.times)
 
@@ -142,7 +142,7 @@ def make_account(run: Run, stream: MeasuredStream | None = None) -> Account:
     keys = ("imbalance", *_ORDER, "remainder")
     why = _reasons(stream, costs, speeds, speedups)
     lines = tuple(
-        Line(key, before - after, why[key]) for key, (before, after) in zip(keys, pairwise(speedups), strict=True)
+        Cause(key, before - after, why[key]) for key, (before, after) in zip(keys, pairwise(speedups), strict=True)
     )
     return Account(num_times, speedups[-1], baseline_s, lines)
 
@@ -154,7 +154,7 @@ def _reference(stream: MeasuredStream, run: Run) -> tuple[list[float], float]:
     return list(speed.values()), work / (sum(speed.values()) / len(speed))
 
 
-def device_speeds(machines: Mapping[int, Machine], names: Sequence[str]) -> dict[int, float]:
+def device_speeds(machines: Mapping[int, MachineCapacity], names: Sequence[str]) -> dict[int, float]:
     """Return relative speeds of devices by rank, in an arbitrary unit; `names` has every rank's host, or is empty."""
     hosts = {rank: names[rank] if names else str(rank) for rank in machines}
     # processes of one host are equally fast, regardless of a measurement

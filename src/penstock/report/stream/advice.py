@@ -8,7 +8,7 @@ from itertools import pairwise
 import msgspec
 
 from penstock.errors import PenstockError
-from penstock.plan.candidates import Request
+from penstock.plan.candidates import PlanRequest
 from penstock.plan.choose import choose
 from penstock.plan.cost.predict import predict
 from penstock.plan.explain import what_would_help
@@ -16,7 +16,7 @@ from penstock.report.stream.account import Account, stream_costs
 from penstock.report.stream.measured import MeasuredStream, share
 from penstock.spec.cluster import Cluster, Device
 from penstock.spec.fields import as_name
-from penstock.spec.plan import CutSet, Pipeline, Plan, Stage
+from penstock.spec.plan import CutSet, Plan, PlannedPipeline, PlannedStage
 from penstock.spec.profile import Boundary, Profile, Unit
 from penstock.tracing.trace import ProcessTrace, Run
 from penstock.units import format_bytes
@@ -50,7 +50,7 @@ def advise(run: Run, stream: MeasuredStream, account: Account) -> Advice:
         return Advice((*known, "The planner has no advice: the run has no times of the units between its cuts."))
     profile, cluster = observed_profile(run, stream), observed_cluster(run, stream)
     rows = max(1, run.facts.num_rows // max(1, run.facts.num_microbatches))
-    request = Request(
+    request = PlanRequest(
         rows=(rows,), num_rows=run.facts.num_rows, depth=run.facts.depth, replicas=len(stream.routes) > 1
     )  # fmt: skip
     try:
@@ -91,8 +91,8 @@ def _as_it_ran(like: Plan, run: Run, cluster: Cluster) -> Plan:
         planned = run.facts.plan["pipelines"][place] if run.facts.plan is not None else None
         sets = planned["cut_sets"] if planned is not None else [{"cuts": run.facts.cuts}]
         part = sum(run.facts.pipeline_of(m) == place for m in range(run.facts.num_microbatches))
-        pipelines.append(Pipeline(
-            stages=tuple(Stage(device=names[index]) for index in route),
+        pipelines.append(PlannedPipeline(
+            stages=tuple(PlannedStage(device=names[index]) for index in route),
             cut_sets=msgspec.convert(sets, tuple[CutSet, ...]), share=part / run.facts.num_microbatches,
         ))  # fmt: skip
     return msgspec.structs.replace(like, pipelines=tuple(pipelines))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from penstock.errors import DataError
 from penstock.plan.schedule.simulate import Edge
 from penstock.tracing.record import FEEDER_STAGE
-from penstock.tracing.trace import Machine, ProcessTrace, Run, Span
+from penstock.tracing.trace import MachineCapacity, ProcessTrace, Run, Span
 from penstock.wire import FEEDER
 
 # a shorter wait means that the message had already arrived
@@ -16,7 +16,7 @@ NO_WAIT_S = 5e-5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class MicrobatchTimes:
     """A microbatch on a stage: when its message arrived, and the seconds of each part."""
 
     microbatch: int
@@ -66,9 +66,9 @@ class MeasuredStage:
     index: int
     rank: int
     device: str
-    steps: tuple[Step, ...]
+    steps: tuple[MicrobatchTimes, ...]
     alone_s: float
-    machine: Machine
+    machine: MachineCapacity
     cpu_s: float  # CPU time of its whole process per microbatch, except loading
     load_cpu_s: float
     share: float = 1.0
@@ -94,7 +94,7 @@ class MeasuredStream:
     routes: tuple[range, ...]
     turns: tuple[int, ...]
 
-    def steps_of(self, microbatch: int) -> list[tuple[MeasuredStage, Step]]:
+    def steps_of(self, microbatch: int) -> list[tuple[MeasuredStage, MicrobatchTimes]]:
         """Return the steps of a microbatch, stage by stage."""
         route = self.routes[self.turns[microbatch % len(self.turns)]]
         place = next(k for k, step in enumerate(self.stages[route.start].steps) if step.microbatch == microbatch)
@@ -155,7 +155,7 @@ def _stage(
         gap = (compute.begin_s - read.end_s) + (buffer.begin_s - compute.end_s)
         gap += wait.begin_s - before_s if before_s is not None else 0.0
         before_s = give.end_s
-        steps.append(Step(
+        steps.append(MicrobatchTimes(
             microbatch=m, asked_s=min(max(wait.begin_s, began_s), wait.end_s), arrived_s=wait.end_s, end_s=give.end_s,
             read_s=read.seconds,
             compute_s=compute.seconds, cpu_s=compute.cpu_s, buffer_s=buffer.seconds, give_s=give.seconds,
@@ -172,7 +172,7 @@ def _stage(
     )  # fmt: skip
 
 
-def _alone_s(run: Run, index: int, process: ProcessTrace, steps: Sequence[Step]) -> float:
+def _alone_s(run: Run, index: int, process: ProcessTrace, steps: Sequence[MicrobatchTimes]) -> float:
     """Return the seconds of a stage alone, or its CPU time if other processes had the core even then."""
     alone = next((alone for alone in process.alone if alone.stage == index), None)
     if alone is None:
@@ -181,7 +181,7 @@ def _alone_s(run: Run, index: int, process: ProcessTrace, steps: Sequence[Step])
     return by_cpu if run.facts.threads == 1 and alone.seconds > 1.15 * by_cpu else alone.seconds
 
 
-def share(machine: Machine) -> float:
+def share(machine: MachineCapacity) -> float:
     """Return the fraction of a core that a thread gets on a device."""
     return min(1.0, machine.cpus)
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 from penstock.errors import DataError
 from penstock.plan.schedule.simulate import Channel, Edge, Job, Line, play
-from penstock.report.stream.measured import MeasuredStage, Step, share
+from penstock.report.stream.measured import MeasuredStage, MicrobatchTimes, share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +114,7 @@ def other_threads_cpu_s(mates: Sequence[MeasuredStage]) -> float:
 
 
 def _lacks(
-    stage: MeasuredStage, step: Step, others_cpu_s: float, num_mates: int, threads: int
+    stage: MeasuredStage, step: MicrobatchTimes, others_cpu_s: float, num_mates: int, threads: int
 ) -> tuple[float, float, float]:
     """Return a step's missing seconds, as cumulative sums: computing, other threads, loading."""
     without = (step.cpu_s + step.between_cpu_s + others_cpu_s) / stage.machine.cpus - step.busy_s
@@ -122,7 +122,7 @@ def _lacks(
     return min(early, without), without, without + stage.load_cpu_s / stage.machine.cpus / num_mates
 
 
-def _paid(steps: Sequence[Step], lacks: Sequence[float]) -> list[float]:
+def _paid(steps: Sequence[MicrobatchTimes], lacks: Sequence[float]) -> list[float]:
     """Return the backlog that waits reduced after each step."""
     paid: list[float] = []
     backlog_s = 0.0

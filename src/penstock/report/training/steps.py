@@ -21,7 +21,7 @@ Line = tuple[int, int, str]
 
 
 @dataclass(slots=True)
-class Done:
+class TimedAction:
     """An action of a device: F, B, I, W, or R (a recomputed forward), with seconds and bytes."""
 
     kind: str
@@ -55,7 +55,7 @@ class Done:
 
 
 @dataclass(slots=True)
-class Part:
+class DevicePart:
     """A device's part of a step, from the end of the previous step to the end of this step."""
 
     rank: int
@@ -66,7 +66,7 @@ class Part:
     synchronize_s: float = 0.0
     rest_s: float = 0.0  # other time of the executor within the step
     between_s: float = 0.0  # time of the caller's code between steps
-    done: list[Done] = field(default_factory=list)
+    done: list[TimedAction] = field(default_factory=list)
 
     @property
     def computed_s(self) -> float:
@@ -75,20 +75,20 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class StepTimes:
     """A step of training: its number, its seconds, and each device's part by rank."""
 
     number: int
     seconds: float
     num_rows: int
-    parts: Mapping[int, Part]
+    parts: Mapping[int, DevicePart]
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredTraining:
     """Steps after warm-up; `replicas` has the ranks of each pipeline's stages, `lines_s` the times of messages."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[StepTimes, ...]
     replicas: tuple[tuple[int, ...], ...]
     processes: Mapping[int, ProcessTrace]
     lines_s: Mapping[Line, float]
@@ -103,7 +103,7 @@ class MeasuredTraining:
         """Total rows of the steps."""
         return sum(step.num_rows for step in self.steps)
 
-    def of_stage(self, rank: int, stage: int) -> list[Done]:
+    def of_stage(self, rank: int, stage: int) -> list[TimedAction]:
         """Return all actions of a stage on a device."""
         return [done for step in self.steps for done in step.parts[rank].done if done.stage == stage]
 
@@ -138,7 +138,7 @@ def measure_training(run: Run) -> MeasuredTraining:
         seconds = statistics.fmean(part.end_s - part.begin_s for part in here.values()) - apart
         for rank, part in here.items():
             part.between_s = min(part.between_s, usual[rank])
-        steps.append(Step(number, seconds, sum(rows[rank].get(number, 0) for rank in firsts), here))
+        steps.append(StepTimes(number, seconds, sum(rows[rank].get(number, 0) for rank in firsts), here))
     return MeasuredTraining(tuple(steps), replicas, processes, _lines(steps, replicas))
 
 
@@ -149,7 +149,7 @@ def _rows(process: ProcessTrace) -> dict[int, int]:
     return dict(zip(numbers, counted, strict=False))
 
 
-def _parts(process: ProcessTrace) -> dict[int, Part]:
+def _parts(process: ProcessTrace) -> dict[int, DevicePart]:
     """Return a process's steps by number, without the first step."""
     spans: dict[int, list[Span]] = defaultdict(list)
     for span in process.spans:
@@ -157,7 +157,7 @@ def _parts(process: ProcessTrace) -> dict[int, Part]:
     ends = [span for span in process.spans if span.kind == "step"]
     parts = {}
     for before, step in pairwise(ends):
-        part = Part(process.rank, before.end_s, step.end_s, done=_actions(spans[step.step]))
+        part = DevicePart(process.rank, before.end_s, step.end_s, done=_actions(spans[step.step]))
         # loading for an evaluation has the number of the following step
         part.load_s = next((s.seconds for s in reversed(spans[step.step]) if s.kind == "load"), 0.0)
         part.update_s = sum(s.seconds for s in spans[before.step] if s.kind == "update")
@@ -171,12 +171,12 @@ def _parts(process: ProcessTrace) -> dict[int, Part]:
     return parts
 
 
-def _actions(spans: Sequence[Span]) -> list[Done]:
+def _actions(spans: Sequence[Span]) -> list[TimedAction]:
     """Return a step's computations in order, each with its input and output messages."""
     messages = {(s.kind, s.name, s.stage, s.microbatch): s for s in spans if s.stage >= 0 and s.kind != "compute"}
     actions = []
     for span in sorted((s for s in spans if s.kind == "compute"), key=lambda s: s.begin_s):
-        done = Done(
+        done = TimedAction(
             span.name, span.stage, span.microbatch, span.begin_s, span.seconds, span.cpu_s, asked_s=span.begin_s,
             arrived_s=span.begin_s, gave_s=span.end_s,
         )  # fmt: skip
@@ -197,7 +197,7 @@ def _actions(spans: Sequence[Span]) -> list[Done]:
     return actions
 
 
-def _lines(steps: Sequence[Step], replicas: Sequence[Sequence[int]]) -> dict[Line, float]:
+def _lines(steps: Sequence[StepTimes], replicas: Sequence[Sequence[int]]) -> dict[Line, float]:
     """Return the usual times in flight of messages between stages, as observed when a receiver waited."""
     seen: dict[Line, list[float]] = defaultdict(list)
     for step in steps:

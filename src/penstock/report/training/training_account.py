@@ -12,10 +12,10 @@ from itertools import pairwise
 from penstock.plan.schedule.actions import BACKWARD_PARTS, Action, Kind
 from penstock.plan.schedule.schedules import SCHEDULES, make_schedule
 from penstock.plan.schedule.simulate import Crossing, Duration, simulate
-from penstock.report.stream.account import Account, Line, device_speeds
+from penstock.report.stream.account import Account, Cause, device_speeds
 from penstock.report.stream.advice import Advice
 from penstock.report.stream.measured import share
-from penstock.report.training.steps import Done, MeasuredTraining, Part, Step
+from penstock.report.training.steps import DevicePart, MeasuredTraining, StepTimes, TimedAction
 from penstock.text import counted
 from penstock.tracing.trace import Run
 from penstock.units import format_bytes, format_seconds
@@ -37,11 +37,11 @@ class Usual:
 
     seconds: Mapping[tuple[int, int, str], float]
 
-    def of(self, rank: int, done: Done) -> float:
+    def of(self, rank: int, done: TimedAction) -> float:
         """Return the usual seconds of this action."""
         return self.seconds[rank, done.stage, done.kind]
 
-    def load(self, part: Part) -> float:
+    def load(self, part: DevicePart) -> float:
         """Return the seconds of a device's part of a step when alone, without the optimizer's update."""
         return sum(self.of(part.rank, done) for done in part.done)
 
@@ -52,7 +52,7 @@ def usual_seconds(training: MeasuredTraining, threads: int) -> Usual:
     No action is rerun, because that would change gradients and statistics. With one thread, CPU seconds are used,
     otherwise the fastest tenth of the actions.
     """
-    found: dict[tuple[int, int, str], list[Done]] = {}
+    found: dict[tuple[int, int, str], list[TimedAction]] = {}
     for step in training.steps:
         for rank, part in step.parts.items():
             for done in part.done:
@@ -89,13 +89,13 @@ def make_training_account(run: Run, training: MeasuredTraining) -> Account:
     speedups = [baseline_s / taken for taken in seconds]
     why = _reasons(run, training, usual, speedups)
     lines = tuple(
-        Line(key, before - after, why[key])
+        Cause(key, before - after, why[key])
         for key, (before, after) in zip(("imbalance", "update", *_ORDER, "remainder"), pairwise(speedups), strict=True)
     )
     return Account(num_times, speedups[-1], baseline_s / len(training.steps), lines)
 
 
-def play_step(training: MeasuredTraining, step: Step, usual: Usual, counted: set[str]) -> float:
+def play_step(training: MeasuredTraining, step: StepTimes, usual: Usual, counted: set[str]) -> float:
     """Replay a step with the counted costs; return the seconds."""
     seconds = max(_play_replica(training, step, replica, usual, counted) for replica in training.replicas)
     # the last rank does not wait: its remaining seconds are the cost of the reduction
@@ -104,7 +104,7 @@ def play_step(training: MeasuredTraining, step: Step, usual: Usual, counted: set
 
 
 def _play_replica(
-    training: MeasuredTraining, step: Step, replica: tuple[int, ...], usual: Usual, counted: set[str]
+    training: MeasuredTraining, step: StepTimes, replica: tuple[int, ...], usual: Usual, counted: set[str]
 ) -> float:
     ranks = list(dict.fromkeys(replica))
     schedule, seconds = [], {}
@@ -127,13 +127,13 @@ def _play_replica(
     return played.makespan_s
 
 
-def _before_s(part: Part, counted: set[str]) -> float:
+def _before_s(part: DevicePart, counted: set[str]) -> float:
     """Return the seconds of a device's work before its first action, including the previous step's update."""
     more = {"fixed": part.rest_s, "between": part.between_s, "load": part.load_s}
     return part.update_s + sum(seconds for name, seconds in more.items() if name in counted)
 
 
-def _action_s(training: MeasuredTraining, rank: int, done: Done, usual: Usual, counted: set[str]) -> float:
+def _action_s(training: MeasuredTraining, rank: int, done: TimedAction, usual: Usual, counted: set[str]) -> float:
     machine = training.processes[rank].machine
     bytes_s = min(done.message_s, done.num_bytes * machine.byte_s / share(machine))
     alone_s = usual.of(rank, done)

@@ -27,7 +27,7 @@ from penstock.graph.engine_operators import ATTENTION
 from penstock.graph.ops import Op, Ref, effect, references
 from penstock.graph.program import StageProgram
 from penstock.runtime.onnx.onnx_nodes import ELEMENTS, OF_ENGINE, Flat, Made, written_name
-from penstock.runtime.onnx.onnx_operators import OPERATORS, Call
+from penstock.runtime.onnx.onnx_operators import OPERATORS, OnnxCall
 from penstock.runtime.onnx.value_shapes import Shapes
 from penstock.runtime.onnx.writer import bound_arguments
 from penstock.values import BATCH, Size, Value
@@ -193,7 +193,7 @@ def is_whole_slice(op: Op) -> bool:
     return begin in {0, None} and (end is None or (isinstance(end, int) and end >= 2**31)) and step == 1
 
 
-def _attend(call: Call) -> None:
+def _attend(call: OnnxCall) -> None:
     keys, heads = call["keys"], call["query"].shape[1]
     groups = keys.shape[1]  # a cache is [slots, G, T, D] in the engine
     caches = [call["keys"].name, call["values"].name]
@@ -210,7 +210,7 @@ def _attend(call: Call) -> None:
     call.out.flat = Flat(attended, turned=True)
 
 
-def joined_heads(call: Call, made: Made, *, turned: bool = True) -> str:
+def joined_heads(call: OnnxCall, made: Made, *, turned: bool = True) -> str:
     """Return a tensor [B, heads, S, D] as [B, S, heads * D]; if not `turned`, a tensor [B, S, heads, D]."""
     if made.flat is not None and made.flat.turned == turned:
         return made.flat.name
@@ -219,7 +219,7 @@ def joined_heads(call: Call, made: Made, *, turned: bool = True) -> str:
     return call.add("Reshape", [name, call.nodes.numbers([0, 0, heads * width])])  # 0 keeps a dimension
 
 
-def _lengths(call: Call) -> str:
+def _lengths(call: OnnxCall) -> str:
     """Return each row's attended length minus 1, as 32-bit integers: the position of its last token.
 
     It is computed from the first token, since positions of padding may repeat.
@@ -231,12 +231,12 @@ def _lengths(call: Call) -> str:
     return call.add("Cast", [last], to=ELEMENTS[torch.int32])
 
 
-def _room(call: Call) -> str:
+def _room(call: OnnxCall) -> str:
     size = call.add("Gather", [call.add("Shape", [call["mask"].name]), call.nodes.scalar(3)], axis=0)
     return call.add("Cast", [size], to=ELEMENTS[torch.int32])
 
 
-def _bias(call: Call) -> str:
+def _bias(call: OnnxCall) -> str:
     return call.add("Where", [call["mask"].name, call.number(0.0), call.number(-math.inf)])
 
 

@@ -71,7 +71,7 @@ class JoinedRuntime(Runtime):
         shapes = Shapes(program)
         phases = phases_of(program, shapes)
         packed = pack([op for ops in phases[1::2] for op in ops], tensors, BITS.get(precision), kept)
-        self._parts: list[_Part] = []
+        self._parts: list[_FusedPart] = []
         order: list[Op] = []
         checked: set[str] = set()
         for number, ops in enumerate(phases):
@@ -80,7 +80,7 @@ class JoinedRuntime(Runtime):
                 continue
             for piece in pieces(ops, lambda op: _num_bytes(op, packed, tensors), _PART_BYTES):
                 made_by = compile_caching if compile_caching is not None and caches_of(piece) else compile_model
-                part = _Part(len(self._parts), program, piece, tensors, shapes, packed, made_by, checked)
+                part = _FusedPart(len(self._parts), program, piece, tensors, shapes, packed, made_by, checked)
                 checked.update(part.masks)
                 self._parts.append(part)
                 order += part.as_operations(program)
@@ -142,7 +142,7 @@ def _num_bytes(op: Op, packed: Mapping[str, Blocks], tensors: Mapping[str, Tenso
     return packed[op.name].nbytes if op.name in packed else sum(tensors[x].nbytes for x in op.uses() if x in tensors)
 
 
-class _Part:
+class _FusedPart:
     """Operations that an engine runs as one model; one engine serves all sizes if their models are equal."""
 
     def __init__(

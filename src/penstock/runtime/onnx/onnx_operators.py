@@ -15,7 +15,7 @@ from penstock.runtime.onnx.onnx_nodes import ELEMENTS, Flat, Made, Nodes
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class OnnxCall:
     """A call of an operator: the graph so far, the result, and the arguments by their names in the schema."""
 
     nodes: Nodes
@@ -48,7 +48,7 @@ class Call:
 
 
 # returns the name of the result, or None if it has described the result otherwise
-Write = Callable[[Call], str | None]
+Write = Callable[[OnnxCall], str | None]
 OPERATORS: dict[str, Write] = {}
 
 
@@ -72,7 +72,7 @@ def _reshaped(nodes: Nodes, name: str, shape: Sequence[int]) -> str:
     "view.default", "reshape.default", "_unsafe_view.default", "flatten.using_ints", "unflatten.int",
     "squeeze.default", "squeeze.dim", "squeeze.dims", "unsqueeze.default",
 )  # fmt: skip
-def _view(call: Call) -> str | None:
+def _view(call: OnnxCall) -> str | None:
     shape = call.out.shape
     source: Made = call["self"]
     if len(shape) == 4 and 0 not in shape and (len(source.shape) == 3 or source.flat is not None):
@@ -93,12 +93,12 @@ def _view(call: Call) -> str | None:
     "contiguous.default", "clone.default", "detach.default", "detach_.default", "alias.default", "dropout.default",
     "lift_fresh_copy.default", "to.device", "to.dtype", "to.dtype_layout", "_to_copy.default", "type_as.default",
 )  # fmt: skip
-def _same(call: Call) -> str:
+def _same(call: OnnxCall) -> str:
     return call.cast(call["self"] if "self" in call.given else call["input"])
 
 
 @_operator("expand.default", "expand_as.default")
-def _expand(call: Call) -> str:
+def _expand(call: OnnxCall) -> str:
     source, shape = call["self"], list(call.out.shape)
     for axis in range(-len(source.shape), 0):
         if call.out.varies and call.out.varies[axis] and source.shape[axis] == shape[axis]:
@@ -107,13 +107,13 @@ def _expand(call: Call) -> str:
 
 
 @_operator("permute.default")
-def _permute(call: Call) -> str:
+def _permute(call: OnnxCall) -> str:
     rank = len(call.out.shape)
     return call.add("Transpose", [call["self"].name], perm=[axis % rank for axis in call["dims"]])
 
 
 @_operator("transpose.int", "t.default", "mT.default")
-def _transpose(call: Call) -> str | None:
+def _transpose(call: OnnxCall) -> str | None:
     order = list(range(len(call.out.shape)))
     if order:
         first, second = call.given.get("dim0", len(order) - 2), call.given.get("dim1", len(order) - 1)
@@ -125,14 +125,14 @@ def _transpose(call: Call) -> str | None:
 
 
 @_operator("cat.default")
-def _concatenate(call: Call) -> str:
+def _concatenate(call: OnnxCall) -> str:
     # torch ignores one-dimensional tensors without elements, for any shape of the others
     parts = [part for part in call["tensors"] if part.shape != (0,)] or call["tensors"][:1]
     return call.add("Concat", [call.cast(part) for part in parts], axis=call["dim"] % len(call.out.shape))
 
 
 @_operator("stack.default")
-def _stack(call: Call) -> str:
+def _stack(call: OnnxCall) -> str:
     axis = call["dim"] % len(call.out.shape)
     shape = [1 if index == axis else size for index, size in enumerate(call.out.shape)]
     parts = [_reshaped(call.nodes, call.cast(part), shape) for part in call["tensors"]]
@@ -140,14 +140,14 @@ def _stack(call: Call) -> str:
 
 
 @_operator("select.int")
-def _select(call: Call) -> str:
+def _select(call: OnnxCall) -> str:
     axis = call["dim"] % len(call["self"].shape)
     index = call["index"] % call["self"].shape[axis]
     return call.add("Gather", [call["self"].name, call.nodes.scalar(index)], axis=axis)
 
 
 @_operator("slice.Tensor")
-def _slice(call: Call) -> str:
+def _slice(call: OnnxCall) -> str:
     axis = call["dim"] % len(call.out.shape)
     size = call["self"].shape[axis]
     begin, end, step = (call[name] for name in ("start", "end", "step"))
@@ -164,7 +164,7 @@ def slice_axis(nodes: Nodes, given: Made, axis: int, begin: int, end: int, step:
 
 
 @_operator("linear.default")
-def _linear(call: Call) -> str:
+def _linear(call: OnnxCall) -> str:
     weight, bias = call["weight"], call["bias"]
     product = call.nodes.packed_product(call["input"].name)
     if product is None:
@@ -177,7 +177,7 @@ def _linear(call: Call) -> str:
 
 
 @_operator("addmm.default")
-def _addmm(call: Call) -> str:
+def _addmm(call: OnnxCall) -> str:
     product = call.nodes.packed_product(call["mat1"].name)
     if product is None:
         product = call.add("MatMul", [call["mat1"].name, call["mat2"].name])
@@ -191,22 +191,22 @@ def _addmm(call: Call) -> str:
 
 
 @_operator("mm.default", "bmm.default")
-def _product(call: Call) -> str:
+def _product(call: OnnxCall) -> str:
     return call.add("MatMul", [call["self"].name, call["mat2"].name])
 
 
 @_operator("matmul.default")
-def _matmul(call: Call) -> str:
+def _matmul(call: OnnxCall) -> str:
     return call.add("MatMul", [call["self"].name, call["other"].name])
 
 
 @_operator("embedding.default")
-def _embedding(call: Call) -> str:
+def _embedding(call: OnnxCall) -> str:
     return call.add("Gather", [call["weight"].name, call["indices"].name], axis=0)
 
 
 @_operator("layer_norm.default")
-def _layer_norm(call: Call) -> str:
+def _layer_norm(call: OnnxCall) -> str:
     shape = call["normalized_shape"]
     weight = call["weight"]
     scale = weight.name if weight is not None else call.nodes.constant(torch.ones(shape, dtype=call.out.dtype))
@@ -220,7 +220,7 @@ def _layer_norm(call: Call) -> str:
 
 
 @_operator("batch_norm.default")
-def _batch_norm(call: Call) -> str:
+def _batch_norm(call: OnnxCall) -> str:
     mean, variance = call["running_mean"], call["running_var"]
     weight, bias = call["weight"], call["bias"]
     ones = torch.ones(mean.shape, dtype=mean.dtype)
@@ -234,7 +234,7 @@ def _batch_norm(call: Call) -> str:
 
 
 @_operator("scaled_dot_product_attention.default")
-def _attention(call: Call) -> str:
+def _attention(call: OnnxCall) -> str:
     query, key, value, mask = (call[name] for name in ("query", "key", "value", "attn_mask"))
     scale = call["scale"] if call["scale"] is not None else 1 / math.sqrt(query.shape[-1])
     rank, shape = len(key.shape), (query.shape[-2], key.shape[-2])
@@ -256,33 +256,33 @@ def _attention(call: Call) -> str:
 
 
 @_operator("softmax.int", "_softmax.default")
-def _softmax(call: Call) -> str:
+def _softmax(call: OnnxCall) -> str:
     return call.add("Softmax", [call.cast(call["self"])], axis=call["dim"])
 
 
 @_operator("gelu.default", "gelu_.default")
-def _gelu(call: Call) -> str:
+def _gelu(call: OnnxCall) -> str:
     return call.add("Gelu", [call["self"].name], approximate=call["approximate"])
 
 
 @_operator("silu.default", "silu_.default")
-def _silu(call: Call) -> str:
+def _silu(call: OnnxCall) -> str:
     return call.add("Mul", [call["self"].name, call.add("Sigmoid", [call["self"].name])])
 
 
 @_operator("relu6.default")
-def _relu6(call: Call) -> str:
+def _relu6(call: OnnxCall) -> str:
     return call.add("Clip", [call["self"].name, call.number(0.0), call.number(6.0)])
 
 
 @_operator("hardtanh.default", "hardtanh_.default")
-def _hardtanh(call: Call) -> str:
+def _hardtanh(call: OnnxCall) -> str:
     ends = [call.number(call[name]) for name in ("min_val", "max_val")]
     return call.add("Clip", [call["self"].name, *ends])
 
 
 @_operator("conv2d.default")
-def _convolution(call: Call) -> str:
+def _convolution(call: OnnxCall) -> str:
     bias = [call["bias"].name] if call["bias"] is not None else []
     return call.add(
         "Conv", [call["input"].name, call["weight"].name, *bias], strides=_pair(call["stride"]),
@@ -291,7 +291,7 @@ def _convolution(call: Call) -> str:
 
 
 @_operator("max_pool2d.default")
-def _max_pool(call: Call) -> str:
+def _max_pool(call: OnnxCall) -> str:
     kernel = _pair(call["kernel_size"])
     return call.add(
         "MaxPool", [call["self"].name], kernel_shape=kernel, strides=_pair(call["stride"]) if call["stride"] else
@@ -305,7 +305,7 @@ def _pair(given: int | Sequence[int]) -> list[int]:
 
 
 def _reduction(kind: str) -> Write:
-    def write(call: Call) -> str:
+    def write(call: OnnxCall) -> str:
         axes = call.given.get("dim")
         axes = [] if axes is None else [axes] if isinstance(axes, int) else list(axes)
         return call.add(
@@ -317,7 +317,7 @@ def _reduction(kind: str) -> Write:
 
 
 def _arithmetic(kind: str) -> Write:
-    def write(call: Call) -> str:
+    def write(call: OnnxCall) -> str:
         second = call.either(call["other"])
         return call.add(kind, [call.either(call["self"]), call.scaled(second, call.given.get("alpha", 1))])
 
@@ -325,14 +325,14 @@ def _arithmetic(kind: str) -> Write:
 
 
 def _single(kind: str) -> Write:
-    def write(call: Call) -> str:
+    def write(call: OnnxCall) -> str:
         return call.add(kind, [call.cast(call["self"])])
 
     return write
 
 
 def _comparison(kind: str) -> Write:
-    def write(call: Call) -> str:
+    def write(call: OnnxCall) -> str:
         first, second = call["self"], call["other"]
         dtype = torch.promote_types(first.dtype, second.dtype) if isinstance(second, Made) else first.dtype
         other = _cast(call.nodes, second, dtype) if isinstance(second, Made) else None
@@ -343,17 +343,17 @@ def _comparison(kind: str) -> Write:
 
 
 @_operator("pow.Tensor_Scalar")
-def _power(call: Call) -> str:
+def _power(call: OnnxCall) -> str:
     return call.add("Pow", [call.cast(call["self"]), call.number(call["exponent"])])
 
 
 @_operator("rsqrt.default")
-def _rsqrt(call: Call) -> None:
+def _rsqrt(call: OnnxCall) -> None:
     call.out.inverse_of = call.add("Sqrt", [call["self"].name])
 
 
 @_operator("mul.Tensor", "mul_.Tensor", "mul.Scalar")
-def _times(call: Call) -> str:
+def _times(call: OnnxCall) -> str:
     for first, second in (("self", "other"), ("other", "self")):
         factor = call[second]
         if isinstance(factor, Made) and factor.inverse_of is not None and factor.dtype == call.out.dtype:
@@ -362,18 +362,18 @@ def _times(call: Call) -> str:
 
 
 @_operator("where.self")
-def _where(call: Call) -> str:
+def _where(call: OnnxCall) -> str:
     sides = [call.cast(call[name]) for name in ("self", "other")]
     return call.add("Where", [call["condition"].name, *sides])
 
 
 @_operator("masked_fill.Scalar")
-def _masked_fill(call: Call) -> str:
+def _masked_fill(call: OnnxCall) -> str:
     return call.add("Where", [call["mask"].name, call.number(call["value"]), call["self"].name])
 
 
 @_operator("adaptive_avg_pool2d.default")
-def _global_mean(call: Call) -> str:
+def _global_mean(call: OnnxCall) -> str:
     return call.add("GlobalAveragePool", [call["self"].name])
 
 

@@ -20,7 +20,7 @@ from penstock.graph.ops import Op, Ref
 from penstock.graph.program import StageProgram
 from penstock.runtime.onnx.cached_attention import is_whole_slice, joined_heads, without_unread
 from penstock.runtime.onnx.onnx_nodes import OF_ENGINE, Flat, Made
-from penstock.runtime.onnx.onnx_operators import OPERATORS, Call, slice_axis
+from penstock.runtime.onnx.onnx_operators import OPERATORS, OnnxCall, slice_axis
 from penstock.runtime.onnx.value_shapes import Shapes
 
 # each keeps halves equal
@@ -124,7 +124,7 @@ class _Finder:
         return str(op.arguments[0].name) if op is not None and op.target == "aten.unsqueeze.default" else name
 
 
-def _embed(call: Call) -> None:
+def _embed(call: OnnxCall) -> None:
     x, nodes = call["x"], call.nodes
     tables = [nodes.once("table", call[name].name, partial(_table, call, call[name])) for name in ("cos", "sin")]
     places = nodes.once("places", "", lambda: _places(call))
@@ -132,14 +132,14 @@ def _embed(call: Call) -> None:
     call.out.flat = Flat(embedded, turned=True)
 
 
-def _table(call: Call, made: Made) -> str:
+def _table(call: OnnxCall, made: Made) -> str:
     """Return one half of a cosine or sine, with a row for each token of the microbatch."""
     half = made.shape[-1] // 2
     part = slice_axis(call.nodes, made, len(made.shape) - 1, 0, half)
     return call.add("Reshape", [part, call.nodes.numbers([-1, half])])
 
 
-def _places(call: Call) -> str:
+def _places(call: OnnxCall) -> str:
     """Return the row of each token [B, S] in the tables."""
     sizes = call.add("Gather", [call.add("Shape", [joined_heads(call, call["x"])]), call.nodes.numbers([0, 1])], axis=0)
     count = call.add("ReduceProd", [sizes], keepdims=0)

@@ -14,7 +14,7 @@ from penstock.graph.ops import GETITEM, Op, effect, resolve_operator
 from penstock.graph.program import StageProgram
 from penstock.runtime.onnx.blocks import Blocks
 from penstock.runtime.onnx.onnx_nodes import ELEMENTS, Made, Nodes
-from penstock.runtime.onnx.onnx_operators import OPERATORS, Call, slice_axis
+from penstock.runtime.onnx.onnx_operators import OPERATORS, OnnxCall, slice_axis
 from penstock.tensors import HOST
 
 # one or several tensors for each value, by name
@@ -150,7 +150,7 @@ class _Writer:
         if op.name not in self._seen:
             return  # its result is not read, and it writes nothing
         made = self._like(self._seen[op.name], self._others.get(op.name))
-        made.known_as = OPERATORS[op.target](Call(self._nodes, made, given))
+        made.known_as = OPERATORS[op.target](OnnxCall(self._nodes, made, given))
         self._values[op.name] = made
         for name in effect(op).writes:
             self._values[name] = made

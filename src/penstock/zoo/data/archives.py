@@ -118,7 +118,7 @@ def _contents(path: Path) -> _Contents:
     found, links = _Contents(), {}
     places = found.files
     try:
-        with tarfile.open(path, f"r:{compression_of(path)}", tarinfo=_Member) as archive:  # type: ignore[call-overload]
+        with tarfile.open(path, f"r:{compression_of(path)}", tarinfo=_LimitedHeader) as archive:  # type: ignore[call-overload]
             while (member := archive.next()) is not None:
                 archive.members = []  # it keeps every header
                 name = member.name.removeprefix("./")
@@ -150,7 +150,7 @@ def _check_number(path: Path, num_members: int) -> None:
         raise DataError(f"{path} holds more than {_MAX_MEMBERS} files; divide it")
 
 
-class _Member(tarfile.TarInfo):
+class _LimitedHeader(tarfile.TarInfo):
     """A header of an archive with a limit on its length: tarfile would read a name of any length into memory."""
 
     def _proc_member(self, archive: tarfile.TarFile) -> tarfile.TarInfo:

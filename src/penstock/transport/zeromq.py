@@ -16,7 +16,6 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Protocol
 
-import numpy as np
 import zmq
 from torch import Tensor
 
@@ -192,16 +191,20 @@ class ZmqTransport:
     def _take_in(self) -> None:
         """Receive messages, on a separate thread."""
         try:
-            poller = zmq.Poller()
-            poller.register(self._inbox, zmq.POLLIN)
+            self._inbox.setsockopt(zmq.RCVTIMEO, _POLL_MS)
             looked_s = time.monotonic()
             while not self._closing.is_set():
                 if time.monotonic() - looked_s > _LOOK_S:
                     looked_s = time.monotonic()
                     self._look_after_connections()
-                if poller.poll(_POLL_MS):
-                    name, header, *parts = self._inbox.recv_multipart(copy=False)
-                    self._take(name.bytes, header.bytes, parts)
+                try:
+                    name = self._inbox.recv()
+                except zmq.Again:
+                    continue
+                try:
+                    self._take(name, self._inbox.recv() if self._inbox.rcvmore else b"")
+                finally:
+                    self._receive_into(memoryview(bytearray()))  # the rest of a message that was not taken
         except TransportError as error:
             self._fail(f"is damaged: {error}")
         except (zmq.ZMQError, struct.error, ValueError) as error:
@@ -209,7 +212,7 @@ class ZmqTransport:
         finally:
             self._inbox.close(0)
 
-    def _take(self, name: bytes, header: bytes, parts: "list[zmq.Frame]") -> None:
+    def _take(self, name: bytes, header: bytes) -> None:
         kind, source, group = _NAME.unpack(name)
         if group != self._group:  # from an earlier group, or another run with the same key
             return
@@ -229,7 +232,7 @@ class ZmqTransport:
                 raise TransportError(f"rank {source} sent a message without a posted receive")
             pending = waiting.popleft()
             self._open.discard(pending)
-        num_bytes = sum(len(part.buffer) for part in parts)
+        num_bytes = self._receive_into(memoryview(pending.buffer.numpy()))  # type: ignore[arg-type]
         if num_bytes > pending.buffer.numel():
             pending.finish(
                 TransportError(
@@ -237,12 +240,14 @@ class ZmqTransport:
                 )
             )
             return
-        room, start = pending.buffer.numpy(), 0
-        for part in parts:
-            stop = start + len(part.buffer)
-            room[start:stop] = np.frombuffer(part.buffer, dtype=np.uint8)
-            start = stop
         pending.finish()
+
+    def _receive_into(self, room: memoryview) -> int:
+        """Write the further parts of a message into a buffer, as far as they fit; returns their length."""
+        num_bytes = 0
+        while self._inbox.rcvmore:
+            num_bytes += self._inbox.recv_into(room[num_bytes:])
+        return num_bytes
 
 
 class _Pending:

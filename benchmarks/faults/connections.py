@@ -22,8 +22,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from benchmarks.training.__main__ import environment
 from penstock.group.zmq_store import StoreServer, ZmqStore
 from penstock.transport.base import Transport
+from penstock.transport.connections import TcpConnections
 from penstock.transport.curve import Curve, read_key, write_key
-from penstock.transport.tcp import TcpConnections
 from penstock.transport.zeromq import ZmqTransport
 
 HOST, SIZE, COUNT, PAUSE_S = "127.0.0.1", 300_000, 400, 0.02

@@ -9,7 +9,7 @@ import pytest
 from penstock.errors import UsageError
 from penstock.group.addresses import PrivateFolder, local_address, reach, remove_left
 from penstock.group.board import nobody_listens
-from penstock.transport.folder import FolderConnections
+from penstock.transport.connections import FolderConnections
 from tests.processes import run_python
 
 

@@ -14,10 +14,8 @@ from penstock.errors import ConnectionBroken, RunError, TransportError
 from penstock.group.addresses import PrivateFolder
 from penstock.group.zmq_store import Prefixed, StoreServer, ZmqStore
 from penstock.transport.base import receive_bytes, send_bytes
-from penstock.transport.connections import Connections
+from penstock.transport.connections import Connections, FolderConnections, TcpConnections
 from penstock.transport.curve import Curve, make_key
-from penstock.transport.folder import FolderConnections
-from penstock.transport.tcp import TcpConnections
 from penstock.transport.zeromq import _DATA, _HEADER, _NAME, ZmqTransport
 
 KEY = make_key()

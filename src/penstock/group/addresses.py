@@ -50,7 +50,7 @@ def free_port(address: str) -> int:
 
 
 def is_folder(address: str) -> bool:
-    """Return whether an address is a folder of Unix domain sockets, one for each port (`transport/folder.py`).
+    """Return whether an address is a folder of Unix domain sockets, one for each port (`transport/connections.py`).
 
     >>> is_folder("/tmp/penstock-5f0c"), is_folder("192.168.1.10")
     (True, False)

@@ -60,7 +60,7 @@ class PlainLinks:
         self, connect: Callable[[], Store], name: str, rank: int, size: int, address: str, join_s: float, watch: Watch
     ) -> tuple[Transport, Store]:
         """Connect the ranks of a group, each to every other."""
-        from penstock.transport.tcp import TcpConnections
+        from penstock.transport.connections import TcpConnections
 
         store = PrefixStore(f"penstock/{name}", run_watched(connect, watch, join_s))
         self._connections = self._connections or TcpConnections()
@@ -140,7 +140,7 @@ def choose_links(address: str) -> Links:
     Raises `UsageError` if the key is not usable.
     """
     if is_folder(address):
-        from penstock.transport.folder import FolderConnections
+        from penstock.transport.connections import FolderConnections
 
         return ZmqLinks(FolderConnections())
     path = os.environ.get(KEY)

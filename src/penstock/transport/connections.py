@@ -1,14 +1,16 @@
 """ZeroMQ connections between the processes of a run, maintained by a libzmq thread.
 
-Nothing is read from the other side before it has proved a key (`transport/curve.py`) or access to this account's files
-(`transport/folder.py`).
+They lead over TCP without a key, for a trusted network; over TCP with one, which the other side proves before anything
+of it is read (`transport/curve.py`); or over sockets in a folder, between processes of one account on one machine.
 """
 
+import errno
 import os
 import time
 import uuid
 import weakref
 from collections.abc import Sequence
+from itertools import count
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -181,3 +183,54 @@ def _close(socket: "zmq.Socket[bytes]", monitor: "zmq.Socket[bytes]", process: i
         socket.disable_monitor()
         monitor.close(0)
         socket.close(0)
+
+
+class TcpConnections(Connections):
+    """Sockets that accept every peer.
+
+    Example:
+        listener, port = TcpConnections().listen("192.168.1.10")
+    """
+
+    def place(self, address: str, port: int) -> str:
+        """Return the libzmq endpoint of an address and port."""
+        return f"tcp://{_host(address)}:{port}"
+
+    def bind(self, socket: "zmq.Socket[bytes]", address: str, port: int) -> int:
+        """Listen on a port, or on a free one if it is 0; returns it."""
+        if not port:
+            return socket.bind_to_random_port(f"tcp://{_host(address)}")
+        socket.bind(self.place(address, port))
+        return port
+
+
+def _host(address: str) -> str:
+    return f"[{address}]" if ":" in address else address
+
+
+class FolderConnections(Connections):
+    """Sockets in a private folder of this account: an address is the folder's path, a port the name of a socket in it.
+
+    No port is opened, and no key or encryption is needed, since the system denies other accounts access to a folder of
+    mode 0700.
+
+    Example:
+        listener, port = FolderConnections().listen("/tmp/penstock-5f0c")
+    """
+
+    refused = "is not served by any process; check whether the process has exited"
+
+    def place(self, address: str, port: int) -> str:
+        """Return the libzmq endpoint of an address and port."""
+        return f"ipc://{address}/{port}"
+
+    def bind(self, socket: "zmq.Socket[bytes]", address: str, port: int) -> int:
+        """Listen on a port, or on the first unused one if it is 0; returns it. Raises `OSError` if it is taken."""
+        for number in (port,) if port else count(1):
+            try:  # libzmq would replace an existing socket
+                os.close(os.open(f"{address}/{number}.taken", os.O_CREAT | os.O_EXCL, 0o600))
+            except FileExistsError:
+                continue
+            socket.bind(self.place(address, number))
+            return number
+        raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))

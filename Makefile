@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup demo test check docs format clean
+.PHONY: setup demo test test-all check docs format clean
 
 setup: .venv/.ready
 
@@ -20,8 +20,14 @@ setup: .venv/.ready
 demo: .venv/.demo
 	$(BIN)/penstock demo
 
+TESTS := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+
 test: check
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	$(TESTS)
+
+# what takes long and guards what rarely changes; .ci/run runs both
+test-all: setup
+	$(TESTS) -m long
 
 check: setup
 	$(BIN)/ruff check .

@@ -63,8 +63,12 @@ class PlainLinks:
         from penstock.transport.connections import TcpConnections
 
         store = PrefixStore(f"penstock/{name}", run_watched(connect, watch, join_s))
-        self._connections = self._connections or TcpConnections()
-        return _connect(self._connections, store, name, rank, size, address, join_s, watch), store
+        connections = self._connections = self._connections or TcpConnections()
+        # torch's store blocks for as long as its process is silent
+        made = run_watched(
+            lambda: _connect(connections, store, name, rank, size, address, join_s, watch), watch, 2 * join_s
+        )
+        return made, store
 
 
 class ZmqLinks:

@@ -161,11 +161,12 @@ class ZmqTransport:
             pending.finish(ConnectionBroken(f"the connection to rank {peer} {reason}"))
 
     def _look_after_connections(self) -> None:
+        """Break with peers whose connection was broken at the last look, too: their last messages have arrived since."""
         for peer, connection in list(self._others.items()):
             if peer not in self._broken:
-                connection.look()
                 if connection.broken:
                     self._break(peer)
+                connection.look()
 
     def _send_what_may_go(self, to: int, tag: int, queued: "deque[_Pending]") -> None:
         """Send, under the lock, as many messages as credits allow."""
@@ -194,7 +195,7 @@ class ZmqTransport:
             self._inbox.setsockopt(zmq.RCVTIMEO, _POLL_MS)
             looked_s = time.monotonic()
             while not self._closing.is_set():
-                if time.monotonic() - looked_s > _LOOK_S:
+                if time.monotonic() - looked_s > _LOOK_S and not self._inbox.poll(0):
                     looked_s = time.monotonic()
                     self._look_after_connections()
                 try:

@@ -180,6 +180,11 @@ def _as_rgb(image: Any) -> "Image":
         # 16-bit grey: converting directly would cut every value above 255
         pillow = optional_import("PIL.Image", "vision", DataError)
         image = pillow.fromarray((np.asarray(image).clip(0, 65535) // 257).astype(np.uint8))
+    if image.mode == "RGBA":  # in bands: both images together would take 8 bytes per pixel
+        bands = [image.getchannel(band) for band in range(3)]
+        image.close()
+        merged: Image = optional_import("PIL.Image", "vision", DataError).merge("RGB", bands)
+        return merged
     rgb: Image = image if image.mode == "RGB" else image.convert("RGB")
     return rgb
 

@@ -23,6 +23,7 @@ from tests.warm import started_by
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
+PROGRAMS = TESTS / "programs"  # what tests run in processes of its own
 # how many times longer processes may take; scripts/aarch64.sh sets it
 GLOO = "[Gloo] Rank"  # what torch 2.10 writes on standard output
 PATIENCE = float(os.environ.get("TESTS_PATIENCE", "1"))

@@ -20,7 +20,7 @@ from penstock.pipeline import Pipeline
 from penstock.spec.plan import CutSet, DeviceLoad, Plan, PlannedStage, Prediction
 from penstock.spec.plan import PlannedPipeline as PlannedPipeline
 from penstock.zoo.weights.weights import ModuleWeights
-from tests.processes import run_groups
+from tests.processes import PROGRAMS, run_groups
 
 NUM, WIDTH = 12, 64
 
@@ -123,21 +123,6 @@ def test_with_a_list_of_modules(num_modules: int) -> None:
         check(pipe, first)
 
 
-SCRIPT = """
-import sys
-import penstock
-from tests.stream.test_callers_memory import check, different, passing
-
-model = passing()
-with penstock.Pipeline(model, (different(1)[0],), stages=int(sys.argv[1]), threads=1) as pipe:
-    if pipe._streaming.feeds:
-        check(pipe, model)
-    else:
-        for _ in range(2):
-            list(pipe.stream([]))
-"""
-
-
 def planned(model: nn.Module, devices: int, pipelines: int, *, rotating: bool = True) -> tuple[Graph, Plan]:
     """A plan of several pipelines side by side whose cut sets take turns."""
     graph = capture(model, (different(1)[0],))
@@ -179,11 +164,9 @@ def test_from_a_bundle(tmp_path: Path) -> None:
         check(pipe, model)
 
 
-def test_under_torchrun(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
+def test_under_torchrun() -> None:
     groups = [(processes, [str(stages)]) for processes in (1, 2, 3) for stages in (1, 2, 3) if stages >= processes]
-    ended = run_groups(script, groups, 120.0)
+    ended = run_groups(PROGRAMS / "callers_memory.py", groups, 120.0)
     assert all(end.status == 0 for group in ended for end in group)
 
 

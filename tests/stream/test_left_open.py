@@ -1,7 +1,6 @@
 """Pipelines that nobody closes: at the end of a script, and dropped in the middle of one."""
 
 import gc
-from pathlib import Path
 
 import psutil
 import pytest
@@ -9,55 +8,25 @@ import torch
 from torch import nn
 
 from penstock.pipeline import Pipeline
-from tests.processes import run_python
+from tests.processes import PROGRAMS, run_python
 
-OPEN = """
-import os, sys, time, torch, penstock
-from torch import nn
-x = torch.randn(2, 8)
-model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))).eval()
-pipe = penstock.Pipeline(model, (x,), stages=2, threads=1)
-rank, how = os.environ.get("RANK", "0"), sys.argv[1]
-if how == "middle":
-    stream = pipe.stream([x] * 50)
-    taken = [next(stream)]
-else:
-    taken = list(pipe.stream([x] * 5))
-if how == "more" and rank == "0":  # of which the others' scripts know nothing
-    time.sleep(2.0)
-    taken += list(pipe.stream([x] * 5))
-if how == "close" and rank != "0":
-    pipe.close()
-if how == "raise" and rank == "0":
-    raise ValueError("the script's own mistake")
-sys.stdout.write(f"{rank} took {len(taken)}\\n")
-"""
-
-
-TRAINING = """
-import torch, penstock
-x = torch.ones(2, 4)
-pipe = penstock.Pipeline(torch.nn.Linear(4, 4), x)
-pipe.train_step(x, x, torch.nn.functional.mse_loss)
-"""
+OPEN = str(PROGRAMS / "left_open.py")
 
 
 def test_a_training_ends_with_its_script() -> None:
-    done = run_python("-c", TRAINING, deadline_s=60.0)
+    done = run_python(str(PROGRAMS / "training_left_open.py"), deadline_s=60.0)
     assert (done.status, done.stdout, done.stderr) == (0, "", "")
 
 
 @pytest.mark.parametrize(("how", "taken"), [("end", 5), ("middle", 1)])
 def test_at_the_end_of_a_script(how: str, taken: int) -> None:
-    done = run_python("-c", OPEN, how, deadline_s=60.0)
+    done = run_python(OPEN, how, deadline_s=60.0)
     assert (done.status, done.stdout, done.stderr) == (0, f"0 took {taken}\n", "")
 
 
 @pytest.mark.parametrize(("how", "taken"), [("end", 5), ("more", 10), ("close", 5)])
-def test_under_torchrun_the_others_serve_until_the_first_has_ended(how: str, taken: int, tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(OPEN)
-    arguments = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script), how]
+def test_under_torchrun_the_others_serve_until_the_first_has_ended(how: str, taken: int) -> None:
+    arguments = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", OPEN, how]
     done = run_python(*arguments, deadline_s=120.0)
     assert done.status == 0, done.stderr
     assert sorted(filter(None, done.stdout.splitlines())) == [f"0 took {taken}", "1 took 0"]
@@ -65,10 +34,8 @@ def test_under_torchrun_the_others_serve_until_the_first_has_ended(how: str, tak
     assert "note:" not in done.stderr
 
 
-def test_a_mistake_of_the_script_is_told_to_the_others(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(OPEN)
-    arguments = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script), "raise"]
+def test_a_mistake_of_the_script_is_told_to_the_others() -> None:
+    arguments = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", OPEN, "raise"]
     done = run_python(*arguments, deadline_s=120.0)
     assert done.status == 1
     assert "ValueError: the script's own mistake" in done.stderr

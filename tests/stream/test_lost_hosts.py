@@ -3,44 +3,14 @@
 import os
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
 from penstock.cluster.lab import HostSpec, LabSpec, lab_session
 from tests.cluster.labs import LAB_MARKS, Collected, until
+from tests.processes import PROGRAMS, ROOT
 
 pytestmark = LAB_MARKS
-ROOT = Path(__file__).parents[2]
-
-SCRIPT = """
-import os, sys, time
-sys.path[:0] = [sys.argv[1] + "/src", sys.argv[1]]
-from penstock.group.entry import join_torchrun
-from penstock.deploy.worker import follow
-from penstock.errors import DeviceLost
-from penstock.pipeline import Pipeline
-from tests.worlds import tower, tower_inputs
-
-def feed():
-    for index in range(10**6):
-        if index == 5:
-            print("streaming", flush=True)
-        time.sleep(0.01)
-        yield tower_inputs(1)[0]
-
-try:
-    world = join_torchrun(followed=True)
-    if world.rank:
-        print("joined", flush=True)
-        follow(world)
-    else:
-        with world, Pipeline(tower(), tower_inputs(1)[0], stages=3, world=world, threads=1) as pipe:
-            for _ in pipe.stream(feed()):
-                pass
-except DeviceLost as error:
-    print(f"lost at {time.monotonic()}: {error}", flush=True)
-"""
 
 
 @pytest.mark.parametrize(("victim", "power_off"), [(0, False), (1, True)])
@@ -51,8 +21,9 @@ def test_a_host_that_is_gone_is_named(victim: int, power_off: bool) -> None:
     )
     shown = Collected()
     with lab_session(LabSpec(name=f"l{os.getpid()}{victim}", hosts=hosts)) as lab:
-        command = [sys.executable, "-c", SCRIPT, str(ROOT)]
-        with lab.start(command, output=shown, end_together=False):
+        command = [sys.executable, str(PROGRAMS / "lost_hosts.py")]
+        env = {"PYTHONPATH": f"{ROOT}/src:{ROOT}"}
+        with lab.start(command, env=env, output=shown, end_together=False):
             until(lambda: "streaming" in shown.of("host0"), 90)
             lab.cut(f"host{victim}")
             cut_s = time.monotonic()

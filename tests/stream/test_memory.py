@@ -8,35 +8,10 @@ import pytest
 
 from penstock.zoo.models.models import load_model
 from penstock.zoo.weights.weight_files import save_weights
+from tests.processes import PROGRAMS
 
 MODEL = "timm:vit_base_patch16_224"
 MIB = 2**20
-
-# In a process of its own: peak memory never goes down again, so what ran before would hide what runs now.
-SCRIPT = """
-import json, os, sys
-from pathlib import Path
-import timm, torch, torch.export, torch._dynamo, sympy
-import penstock
-import penstock.stream.streaming_pipeline
-from penstock.zoo.models.models import load_model
-
-def read(pid, field):
-    lines = dict(line.split(":", 1) for line in open(f"/proc/{pid}/status"))
-    return int(lines[field].split()[0]) * 1024
-
-before = read(os.getpid(), "VmHWM")
-zoo = load_model(sys.argv[1], weights=Path(sys.argv[2]))
-image = torch.randn(1, 3, 224, 224)
-with penstock.Pipeline(zoo.module, (image,), stages=4, threads=1, weights=zoo.weights) as pipe:
-    list(pipe.stream(image for _ in range(4)))
-    stages = penstock.graph.stages.divide(pipe.graph, pipe.cuts)
-    print(json.dumps({
-        "feeder": read(os.getpid(), "VmHWM") - before,
-        "workers": [read(pid, "RssAnon") for pid in pipe._streaming.world.workers.pids],
-        "stages": [program.state_bytes() for program in stages],
-    }))
-"""
 
 
 @pytest.mark.fresh
@@ -46,9 +21,11 @@ def test_each_process_holds_its_own_share(tmp_path: Path) -> None:
 
     weights = tmp_path / "vit.safetensors"
     model_bytes = save_weights(load_model(MODEL).weights, weights)
-    said = json.loads(_python(SCRIPT, MODEL, str(weights)))
+    # in a process of its own: peak memory never goes down again, so what ran before would hide what runs now
+    said = json.loads(_python(str(PROGRAMS / "stream_memory.py"), MODEL, str(weights)))
     assert sum(said["stages"]) == pytest.approx(model_bytes, rel=0.01)
     worker_bytes = int(_python(
+        "-c",
         "import sys\n"
         "import penstock.deploy.worker\n"
         "assert not {'sympy', 'timm', 'transformers', 'penstock.graph.capture'} & set(sys.modules)\n"
@@ -61,9 +38,7 @@ def test_each_process_holds_its_own_share(tmp_path: Path) -> None:
     assert said["feeder"] < model_bytes / 2
 
 
-def _python(code: str, *arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=300, check=False
-    )
+def _python(*arguments: str) -> str:
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout

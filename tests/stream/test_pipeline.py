@@ -6,7 +6,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -21,7 +20,7 @@ from penstock.group.entry import start_local
 from penstock.group.world import World
 from penstock.pipeline import Pipeline
 from penstock.stream.streaming_pipeline import threads_per_stage
-from tests.processes import Running, run_groups, run_python
+from tests.processes import PROGRAMS, Running, run_groups, run_python
 from tests.worlds import poison, tower, tower_inputs
 
 WIDTH = 16
@@ -251,19 +250,8 @@ def test_without_a_main_guard(way: str) -> None:
     assert (finished.status, finished.stdout) == (0, "fine\n"), finished.stderr
 
 
-ENDLESS = """
-import itertools, torch, penstock
-from torch import nn
-x = torch.randn(2, 8)
-pipe = penstock.Pipeline(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), (x,), stages=1, threads=1)
-for index, _ in enumerate(pipe.stream(itertools.repeat(x))):
-    if index == 20:
-        print("running", flush=True)
-"""
-
-
 def test_workers_end_when_their_parent_is_killed() -> None:
-    with Running([sys.executable, "-c", ENDLESS], deadline_s=60.0) as parent:
+    with Running([sys.executable, str(PROGRAMS / "endless_stream.py")], deadline_s=60.0) as parent:
         assert parent.line() == "running"
         workers = parent.children()
         assert len(workers) == 1
@@ -272,69 +260,18 @@ def test_workers_end_when_their_parent_is_killed() -> None:
         assert not alive
 
 
-TORCHRUN = """
-import os, sys, torch, penstock
-from torch import nn
-class Mine:
-    def __iter__(self):
-        assert os.environ["RANK"] == "0", "inputs were touched in another process"
-        torch.manual_seed(1)
-        return iter([torch.randn(2, 8) for _ in range(6)])
-torch.manual_seed(0)
-model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6))).eval()
-first = os.environ["RANK"] == "0"
-for stages in (2, 3):
-    with penstock.Pipeline(model, (torch.zeros(2, 8),), stages=stages, threads=1) as pipe:
-        for stream in range(2):
-            outputs = list(pipe.stream(Mine()))
-            assert len(outputs) == (6 if first else 0)
-            if first:
-                assert all(torch.equal(a, model(b)) for a, b in zip(outputs, Mine()))
-                assert [s.num_microbatches for s in pipe.last_report.stages] == [6] * stages
-        whole = pipe(torch.ones(3, 8)) if first else pipe(None)
-        assert (whole is not None) == first
-        if first:
-            list(pipe.stream(Mine()))  # one that the others' scripts do not know of
-try:
-    with penstock.Pipeline(model, (torch.zeros(2, 8),), threads=1) as pipe:
-        for output in pipe.stream(Mine()):
-            raise ValueError("the loop's own mistake")
-except ValueError:
-    assert first
-except penstock.errors.RunError as error:
-    assert not first and "the loop's own mistake" in str(error), error
-sys.stdout.write("fine\\n")
-"""
-
-
 @pytest.mark.board
-def test_under_torchrun(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(TORCHRUN)
+def test_under_torchrun() -> None:
+    script = str(PROGRAMS / "stream_under_torchrun.py")
     finished = run_python(
-        "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script), deadline_s=120.0
+        "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script, deadline_s=120.0
     )
     assert finished.status == 0, finished.stderr
     assert finished.stdout.count("fine") == 2
 
 
-IDLE = """
-import torch, penstock
-model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
-try:
-    with penstock.Pipeline(model, (torch.zeros(1, 4),), stages=2) as pipe:
-        list(pipe.stream([torch.zeros(1, 4)]))
-except penstock.PenstockError as error:
-    assert "rank 2" in str(error) and "\\n" not in str(error), error
-else:
-    raise SystemExit("not refused")
-"""
-
-
-def test_a_process_without_a_stage_is_refused(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(IDLE)
-    ended = run_groups(script, [(3, [])], 120.0)
+def test_a_process_without_a_stage_is_refused() -> None:
+    ended = run_groups(PROGRAMS / "idle_rank.py", [(3, [])], 120.0)
     assert [process.status for group in ended for process in group] == [0, 0, 0]
 
 

@@ -22,7 +22,7 @@ from penstock.graph.ops import State
 from penstock.group.entry import start_local
 from penstock.group.world import World
 from penstock.pipeline import Pipeline
-from tests.processes import ROOT, free_port, run_groups
+from tests.processes import PROGRAMS, ROOT, free_port, run_groups
 from tests.worlds import Tower, tower, tower_inputs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -215,58 +215,11 @@ def test_modules_cannot_be_moved() -> None:
         Pipeline([torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)], torch.ones(1, 8), on_loss="continue")
 
 
-SCRIPT = """
-import json, os, signal, sys, time
-from pathlib import Path
-import torch
-from penstock.errors import RunError
-from penstock.group import entry
-from penstock.runtime.eager import Runtime
-from penstock.pipeline import Pipeline
-from tests.worlds import tower, tower_inputs
-
-del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
-os.environ["MASTER_PORT"] = sys.argv[2]
-torch.set_num_threads(1)
-calls, run, made, wrap = [], Runtime.__call__, [], entry.wrap_if_faulty
-
-
-def late(transport):
-    made.append(0)
-    if (os.environ["RANK"], len(made), sys.argv[3]) == ("2", 2, "late"):  # in the group after the loss
-        time.sleep(1.0)  # the first process has connected to it, and goes on if it does not wait
-        raise RunError("rank 2 cannot connect to another")
-    return wrap(transport)
-
-
-entry.wrap_if_faulty = late
-
-
-def held(*given):
-    calls.append(0)
-    if os.environ["RANK"] == "1" and len(calls) == 20:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return run(*given)
-
-
-Runtime.__call__ = held
-model, inputs = tower(), tower_inputs(60)
-with Pipeline(model, inputs[0], stages=3, threads=1, on_loss="continue") as pipe:
-    outputs = list(pipe.stream(inputs))
-    more = list(pipe.stream(inputs[:5]))
-if os.environ["RANK"] == "0":
-    with torch.no_grad():
-        equal = all(torch.equal(one, model(*two)) for one, two in zip(outputs + more, inputs + inputs[:5], strict=True))
-    Path(sys.argv[1]).write_text(json.dumps([equal, len(outputs), len(pipe.changes)]))
-"""
-
-
 @pytest.mark.board
 @pytest.mark.parametrize("how", ["at once", "late"])
 def test_the_same_script_in_every_process(tmp_path: Path, how: str) -> None:
     """Also where one finds that it cannot reach all of the next group, once others have."""
-    script, told = tmp_path / "script.py", tmp_path / "told.json"
-    script.write_text(SCRIPT)
-    (ended,) = run_groups(script, [(3, [str(told), str(free_port()), how])], 90.0)
+    told = tmp_path / "told.json"
+    (ended,) = run_groups(PROGRAMS / "survivors.py", [(3, [str(told), str(free_port()), how])], 90.0)
     assert [end.status for end in ended] == [0, -signal.SIGKILL, 0]
     assert json.loads(told.read_text()) == [True, 60, 0]  # nothing changed during the last stream

@@ -161,7 +161,7 @@ class ZmqTransport:
             pending.finish(ConnectionBroken(f"the connection to rank {peer} {reason}"))
 
     def _look_after_connections(self) -> None:
-        """Break with peers whose connection was broken at the last look, too: their last messages have arrived since."""
+        """Break with peers whose connection was broken at the last look, too: what they sent has arrived since then."""
         for peer, connection in list(self._others.items()):
             if peer not in self._broken:
                 if connection.broken:

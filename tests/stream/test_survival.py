@@ -201,13 +201,17 @@ def test_one_that_is_lost_while_stages_are_put_in_place(monkeypatch: pytest.Monk
     ("asked", "message"),
     [
         ({"on_loss": "hope"}, "stop, continue, wait; got 'hope'"),
-        ({"on_loss": "wait", "wait_s": 0.0}, "got 0.0"),
         ({"on_loss": "continue", "trace": "somewhere"}, "leave trace or on_loss out"),
     ],
 )
 def test_options_that_do_not_fit(asked: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         Pipeline(tower(), tower_inputs(1)[0], stages=2, **asked)  # type: ignore[arg-type]
+
+
+def test_a_wait_takes_time() -> None:
+    with pytest.raises(UsageError, match=r"got 0\.0"):
+        OnLoss("wait", wait_s=0.0)
 
 
 def test_modules_cannot_be_moved() -> None:

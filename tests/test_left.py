@@ -10,23 +10,12 @@ import pytest
 from penstock import files
 from penstock.cluster.ssh.keeper import drop_left_keys
 from penstock.files import locked, write_whole, written_whole
-from tests.processes import run_python
-
-WRITES = """
-import sys, time
-from pathlib import Path
-from penstock.files import written_whole
-with written_whole(Path(sys.argv[1])) as file:
-    file.write(b"half")
-    file.flush()
-    print("writing", flush=True)
-    time.sleep(60)
-"""
+from tests.processes import PROGRAMS, run_python
 
 
 def test_a_file_of_a_killed_save_is_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tmp_path / "model.safetensors"
-    process = subprocess.Popen([sys.executable, "-c", WRITES, str(target)], stdout=subprocess.PIPE)
+    process = subprocess.Popen([sys.executable, str(PROGRAMS / "half_written.py"), str(target)], stdout=subprocess.PIPE)
     assert process.stdout is not None
     process.stdout.readline()
     monkeypatch.setattr(files, "_BEING_MADE_S", 0.0)
@@ -91,19 +80,11 @@ def test_a_lock_is_one_processs_alone(tmp_path: Path) -> None:
     assert subprocess.run([sys.executable, "-c", code, str(tmp_path / "lock")], check=False).returncode == 0
 
 
-KEEPS = """
-import sys, time
-from penstock.cluster.ssh.keeper import _key_file
-with _key_file(sys.argv[1], b"secret"):
-    print("there", flush=True)
-    time.sleep(60)
-"""
-
-
 def test_a_key_goes_when_its_keeper_was_killed(tmp_path: Path) -> None:
     keys = [tmp_path / f"run-{number}.key" for number in (1, 2)]
+    program = str(PROGRAMS / "key_keeper.py")
     keepers = [
-        subprocess.Popen([sys.executable, "-c", KEEPS, str(key)], stdout=subprocess.PIPE) for key in keys
+        subprocess.Popen([sys.executable, program, str(key)], stdout=subprocess.PIPE) for key in keys
     ]  # fmt: skip
     for keeper in keepers:
         assert keeper.stdout is not None

@@ -20,7 +20,7 @@ from penstock.generate.generator import Generator
 from penstock.report.run_report import write_report
 from penstock.tracing.trace import read_run
 from tests.generate.decoders import decoder, expected, prompts
-from tests.processes import run_python
+from tests.processes import PROGRAMS, run_python
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 LENGTHS = (5, 1, 33, 64, 70, 10, 31, 32)
@@ -367,26 +367,9 @@ def test_options_that_cannot_be(model: Any, wrong: dict[str, Any]) -> None:
         Generator(model, **wrong)
 
 
-SCRIPT = """
-import os, sys, torch, penstock
-from tests.generate.decoders import decoder, expected, prompts
-torch.set_num_threads(1)
-rank = os.environ["RANK"]
-model = decoder("gpt2")
-with penstock.Generator(model if rank == "0" else None, max_length=64) as generator:
-    assert generator.generates == (rank == "0")
-    if generator.generates:
-        for prompt in prompts(3, 20):
-            assert generator.submit(prompt, max_new_tokens=9).result() == expected(
-                model, prompt, max_new_tokens=9, do_sample=False)
-sys.stdout.write("fine\\n")
-"""
-
-
-def test_under_torchrun(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    arguments = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+def test_under_torchrun() -> None:
+    script = str(PROGRAMS / "generate_under_torchrun.py")
+    arguments = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
     done = run_python(*arguments, deadline_s=120.0)
     assert done.status == 0, done.stderr
     assert done.stdout.count("fine") == 2
@@ -432,22 +415,8 @@ def test_a_generator_that_failed_is_collected(model: Any) -> None:
     assert dropped() is None
 
 
-LEFT_OPEN = """
-import sys, penstock
-from tests.generate.decoders import decoder, prompts
-if __name__ == "__main__":
-    generator = penstock.Generator(decoder("llama"), stages=int(sys.argv[1]), max_length=512)
-    request = generator.submit(prompts(5)[0], max_new_tokens=500, min_new_tokens=500)
-    assert (generator.pipeline.world.workers is None) == (sys.argv[1] == "1")
-    next(iter(request))
-    raise SystemExit(3)
-"""
-
-
 @pytest.mark.parametrize("stages", [1, 2])
-def test_a_process_that_ends_with_a_request_in_flight(tmp_path: Path, stages: int) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(LEFT_OPEN)
-    done = run_python(str(script), str(stages), deadline_s=120.0)
+def test_a_process_that_ends_with_a_request_in_flight(stages: int) -> None:
+    done = run_python(str(PROGRAMS / "request_left_open.py"), str(stages), deadline_s=120.0)
     assert done.status == 3, done.stderr
     assert "failed" not in done.stderr

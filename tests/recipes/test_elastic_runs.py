@@ -16,7 +16,7 @@ from penstock.spec.cluster import Cluster, Device, write_cluster
 from penstock.spec.profile import write_profile
 from penstock.train.captured import Captured
 from tests.elastic.trainings import profile_of
-from tests.processes import run_groups
+from tests.processes import PROGRAMS, run_groups
 from tests.recipes.test_fit import VIT, lines, settings
 
 MODEL = VIT.replace("depth=2", "depth=4")
@@ -55,46 +55,6 @@ def losses(folder: Path) -> list[float]:
     return [line["loss"] for line in lines(folder / "run", "step")]
 
 
-# kills itself in the moment that it is told
-SCRIPT = """
-import os, signal, sys
-from pathlib import Path
-import penstock.train.migration as Migrating
-from penstock.elastic.cache import shard
-from penstock.errors import PenstockError
-from penstock.recipes.loop import _Fit, fit_here
-from penstock.recipes.settings import read_settings
-
-file, moment, at, who = sys.argv[1:]
-calls = []
-
-def due(step):
-    return step == int(at) and who in ("all", os.environ["RANK"])
-
-def before(kind, name, step_of):
-    real = getattr(kind, name)
-    def call(*arguments):
-        if due(step_of(arguments[0])):
-            os.kill(os.getpid(), signal.SIGKILL)
-        return real(*arguments)
-    setattr(kind, name, call)
-
-if moment == "fill":
-    before(shard, "_write_rows", lambda _file: calls.append(1) or len(calls))
-elif moment == "move":
-    before(Migrating, "_move", lambda *_: calls.append(1) or len(calls))
-elif moment == "step":
-    before(_Fit, "_note", lambda run: run._trainer.step)
-elif moment == "validation":
-    before(_Fit, "_validate", lambda run: run._trainer.step)
-try:
-    fit_here(read_settings(Path(file)))
-except PenstockError as error:
-    print(error, file=sys.stderr)
-    assert moment, error
-"""
-
-
 def test_a_run_that_was_killed_goes_on_as_if_it_had_not_been(whole: Path, costs: Path, tmp_path: Path) -> None:
     moments = [
         ("fill", 2, "1", STEPS),  # the first cache: one process has written half of its rows
@@ -102,8 +62,7 @@ def test_a_run_that_was_killed_goes_on_as_if_it_had_not_been(whole: Path, costs:
         ("step", 17, "all", 16),  # within an epoch that reads the cache
         ("validation", 12, "0", 8),  # the last batch of an epoch has been trained on, but nobody has said how good
     ]
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
+    script = PROGRAMS / "killed_elastic_run.py"
     expected = losses(whole)
     groups: list[list[tuple[int, list[str]]]] = [[], []]
     folders = [tmp_path / str(number) for number in range(len(moments))]

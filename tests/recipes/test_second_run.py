@@ -13,25 +13,16 @@ from penstock.errors import UsageError
 from penstock.recipes.launch import fit
 from penstock.recipes.metrics import LOCK
 from penstock.recipes.settings import SETTINGS, FitSettings, check_resumed
+from tests.processes import PROGRAMS
 from tests.recipes.test_fit import lines, settings
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-HOLD = """
-import sys, time
-from pathlib import Path
-from penstock.recipes.metrics import sole_run
-with sole_run(Path(sys.argv[1])):
-    print("held", flush=True)
-    time.sleep(600)
-"""
-
-
 @pytest.fixture
 def held(tmp_path: Path) -> Iterator[tuple[Path, subprocess.Popen[bytes]]]:
     """A folder in which another process trains."""
-    command = [sys.executable, "-c", HOLD, str(tmp_path / "run")]
+    command = [sys.executable, str(PROGRAMS / "held_folder.py"), str(tmp_path / "run")]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"held\n"

@@ -19,7 +19,7 @@ from penstock.train.captured import Captured
 from penstock.train.loader import Loader
 from penstock.train.trainer import Trainer
 from tests.models import seeded
-from tests.processes import Running, free_port
+from tests.processes import PROGRAMS, Running, free_port
 from tests.trainers import in_threads, make_trainer
 
 
@@ -130,35 +130,13 @@ def test_grids() -> None:
         ScheduleChoice("B0 F0 ", 4).make(1, 1, 1)
 
 
-_SLOW = """
-import time
-import torch.nn.functional as F
-from torch.utils.data import Dataset
-import penstock
-from tests.train.test_pipeline import images, small
-
-class Slow(Dataset):
-    def __len__(self):
-        return 100
-    def __getitem__(self, index):
-        if index >= 8:
-            time.sleep(60)
-        return images(1)[0][0], int(images(1)[1][0])
-
-pipe = penstock.Pipeline(small(), images(2)[0], microbatches=2, stages=1)
-for x, y in pipe.loader(Slow(), batch_size=8, num_workers=1):
-    pipe.train_step(x, y, F.cross_entropy)
-    print("trained", flush=True)
-"""
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere processes that load data are not forked")
 def test_what_loads_data_holds_no_sockets_of_a_process_that_is_dead() -> None:
     """It is asleep in a row, and would hold the port at which the others met for as long as that takes."""
     port = free_port()
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1",
            "LOCAL_WORLD_SIZE": "1"}  # fmt: skip
-    with Running([sys.executable, "-c", _SLOW], deadline_s=60.0, env=env) as running:
+    with Running([sys.executable, str(PROGRAMS / "slow_rows.py")], deadline_s=60.0, env=env) as running:
         assert running.line() == "trained"
         (loads,) = running.children()
         held = {c.laddr.port for c in loads.net_connections("tcp") if c.status == psutil.CONN_LISTEN}

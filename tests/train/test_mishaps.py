@@ -13,33 +13,13 @@ from penstock.group.world import World
 from penstock.train.captured import Captured
 from penstock.transport.faulty import Fault, FaultyTransport
 from penstock.transport.tags import link_tag, training_set
-from tests.processes import run_groups
+from tests.processes import PROGRAMS, run_groups
 from tests.train.test_pipeline import images, small
 from tests.trainers import in_threads, make_trainer
 
-SCRIPT = """
-import os, signal, sys
-from pathlib import Path
-import torch.nn.functional as F
-import penstock
-import penstock.errors
-from tests.train.test_pipeline import images, small
-
-pipe = penstock.Pipeline(small(), images(2)[0], microbatches=2, stages=int(sys.argv[1]))
-x, y = images(8)
-try:
-    for step in range(1000):
-        if step == 3 and pipe.trainer.world.rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        pipe.train_step(x, y, F.cross_entropy)
-except penstock.errors.PenstockError as error:
-    Path(sys.argv[2]).write_text(f"{type(error).__name__} {error}")
-"""
-
 
 def test_a_killed_process_is_named(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
+    script = PROGRAMS / "killed_training.py"
     all_stages = (1, 2)
     said = [tmp_path / f"{stages}.txt" for stages in all_stages]
     ended = run_groups(

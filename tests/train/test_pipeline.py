@@ -19,38 +19,8 @@ from penstock.errors import DataError, ModelError, RunError, UsageError
 from penstock.group.world import World
 from penstock.terminal import progress
 from penstock.train.evaluate import predict
-from tests.processes import run_groups, run_python
+from tests.processes import PROGRAMS, run_groups, run_python
 from tests.trainers import in_threads, make_trainer
-
-SCRIPT = """
-import json, sys
-import torch
-import torch.nn.functional as F
-from torch.utils.data import TensorDataset
-import penstock
-from tests.train.test_pipeline import images, small
-
-rank = int(__import__("os").environ.get("RANK", "0"))
-for number, settings in enumerate(json.loads(sys.argv[1])):
-    torch.manual_seed(rank)  # every process makes other weights
-    model, data = small(), images(settings.pop("rows", 22))
-    pipe = penstock.Pipeline(model, torch.zeros(2, 3, 8, 8), **settings)
-    optimizer = pipe.optimizer(lambda parameters: torch.optim.AdamW(parameters, lr=1e-2))
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
-    losses = []
-    for epoch in range(2):
-        for x, y in pipe.loader(TensorDataset(*data), batch_size=8, shuffle=True):
-            loss = pipe.train_step(x, y, loss_fn=F.cross_entropy)
-            pipe.clip_grad_norm_(0.5)
-            optimizer.step(); optimizer.zero_grad(); schedule.step()
-            losses.append(float(loss))
-    x, y = images(5)
-    correct = pipe.evaluate(x, y, lambda out, y: (out.argmax(-1).eq(y).sum().float(), len(y)))
-    output = pipe(x)
-    pipe.save(f"{sys.argv[2]}/model{number}.safetensors")
-    open(f"{sys.argv[2]}/rank{rank}-{number}.json", "w").write(json.dumps([losses, correct, float(output.sum())]))
-    pipe.close()
-"""
 
 
 def images(num: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -72,15 +42,13 @@ def run(folder: Path, *groups: tuple[int, Cases]) -> list[list[list[list[Any]]]]
 
     The last group is started by torchrun itself.
     """
-    file = folder / "script.py"
-    file.write_text(SCRIPT)
-    calls = []
+    script, calls = PROGRAMS / "training_script.py", []
     for number, (_, cases) in enumerate(groups):
         (folder / str(number)).mkdir()
         calls.append([json.dumps(cases), str(folder / str(number))])
-    run_groups(file, [(size, call) for (size, _), call in zip(groups[:-1], calls, strict=False)], deadline_s=120.0)
+    run_groups(script, [(size, call) for (size, _), call in zip(groups[:-1], calls, strict=False)], deadline_s=120.0)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(groups[-1][0])]
-    finished = run_python(*torchrun, str(file), *calls[-1], deadline_s=120.0)
+    finished = run_python(*torchrun, str(script), *calls[-1], deadline_s=120.0)
     assert finished.status == 0, finished.stderr
     return [
         [

@@ -28,7 +28,7 @@ from penstock.train.stand_in import Absent, StandIn
 from penstock.transport.base import send_bytes
 from penstock.transport.tags import LOADED
 from tests.models import seeded
-from tests.processes import run_groups
+from tests.processes import PROGRAMS, run_groups
 from tests.programs import rows
 from tests.trainers import in_threads, make_trainer
 
@@ -249,15 +249,6 @@ def test_a_forged_batch_is_refused_in_one_line(sent: bytes, captured: Captured) 
         in_threads(2, script)
 
 
-def test_a_rank_that_fails_to_load_ends_the_others(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import torch, penstock\n"
-        "from tests.programs.rows import identity, WIDE, Rows, numbers, first\n"
-        "def change(row):\n    raise FileNotFoundError('row.png')\n"
-        "with penstock.Pipeline(identity(), torch.zeros(2, WIDE), microbatches=2) as pipe:\n"
-        "    for x, y in pipe.loader(Rows(numbers(), change), batch_size=8):\n"
-        "        pipe.train_step(x, y, first)\n"
-    )
+def test_a_rank_that_fails_to_load_ends_the_others() -> None:
     with pytest.raises(AssertionError, match=r"row\.png"):
-        run_groups(script, [(2, [])], deadline_s=120.0)
+        run_groups(PROGRAMS / "failing_rows.py", [(2, [])], deadline_s=120.0)

@@ -24,6 +24,7 @@ from penstock.cluster.lab.shell import RecordingShell, SystemShell
 from penstock.cluster.lab.signals import ended_by_signals
 from penstock.errors import ClusterError, RunError
 from tests.cluster.labs import make_spec, until
+from tests.processes import PROGRAMS
 
 UP = """
 ip netns add penstock.lab
@@ -495,46 +496,18 @@ def test_a_program_keeps_its_own_signals(monkeypatch: pytest.MonkeyPatch) -> Non
         signal.signal(signal.SIGHUP, before)
 
 
-ORPHANS = """
-import os, sys
-import psutil
-from penstock.cluster.lab.processes import Awake
-Awake([int(sys.argv[1])])
-spinners = []
-while not spinners:
-    children = psutil.Process().children(recursive=True)
-    spinners = [each for each in children if each.cmdline()[2:3] == ["while :; do :; done"]]
-print(*[each.pid for each in spinners], flush=True)
-os._exit(0)
-"""
-
-
 @pytest.mark.skipif(shutil.which("chrt") is None, reason="cores are kept awake with chrt")
 def test_nothing_keeps_cores_awake_for_a_process_that_is_gone(busy_core: int) -> None:
-    words = [sys.executable, "-c", ORPHANS, str(busy_core)]
+    words = [sys.executable, str(PROGRAMS / "awake_orphans.py"), str(busy_core)]
     said = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
     (pid,) = map(int, said.stdout.split())
     until(lambda: not psutil.pid_exists(pid), 3)
 
 
-ASKED_TO_END = """
-import signal, sys
-from penstock.cluster.lab.shell import SystemShell
-def end(number, frame):
-    raise SystemExit(128 + number)
-number = int(sys.argv[1])
-signal.signal(number, end)
-try:
-    SystemShell().run(["sh", "-c", f"kill -{number} $PPID; sleep 0.2; touch ended"])
-finally:
-    assert signal.getsignal(number) is end
-    SystemShell().run(["touch", "cleaned"])
-"""
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_command_ends_before_its_caller_hears_a_signal(number: int, tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", ASKED_TO_END, str(int(number))], cwd=tmp_path, timeout=60)
+    words = [sys.executable, str(PROGRAMS / "asked_to_end.py"), str(int(number))]
+    done = subprocess.run(words, cwd=tmp_path, timeout=60)
     assert done.returncode == 128 + number
     assert {path.name for path in tmp_path.iterdir()} == {"ended", "cleaned"}
 

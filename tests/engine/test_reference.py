@@ -13,7 +13,7 @@ from penstock.runtime.eager import Runtime
 from penstock.tracing.record import RECORDING_BYTES
 from penstock.transport.messages import DATA, Message
 from penstock.zoo.weights.weights import ModuleWeights
-from tests.processes import run_python
+from tests.processes import PROGRAMS, run_python
 from tests.worlds import divided_tower, tower_inputs
 
 
@@ -79,43 +79,11 @@ def test_what_other_threads_compute_is_not_the_stage_s() -> None:
     assert 0 < alone.cpu_s <= alone.seconds
 
 
-RECORDED = """
-import torch
-from torch import nn
-from penstock.engine import reference
-from penstock.engine.forward_stage import ForwardStage
-from penstock.engine.observer import StreamObserver
-from penstock.transport.messages import DATA, Message
-from penstock.memory import peak_bytes
-from penstock.runtime.eager import Runtime
-from penstock.deploy.state import load_state
-from penstock.graph.capture import capture
-from penstock.graph.stages import divide
-from penstock.zoo.weights.weights import ModuleWeights
-
-model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(4)]).eval()
-graph = capture(model, (torch.zeros(2048, 512),))
-program, weights = divide(graph, [])[0], ModuleWeights(model)
-tensors = {state.value.name: load_state(graph, state, weights) for state in graph.states}
-runtimes = [Runtime(program, tensors) for _ in range(6)]
-observer = StreamObserver({0: ForwardStage(runtimes)}, "here", 4)
-reference._ALONE_S = 0.0
-with torch.inference_mode():
-    runtimes[0]({"batch": 2048}, [torch.zeros(2048, 512)])
-    before = peak_bytes()
-    for index in range(60):
-        observer.keep(0, Message(DATA, index, (2048,), [torch.zeros(2048, 512)], program=index % 6))
-    assert 1 <= len(observer.kept[0]) <= 6
-    assert reference.measure_baseline(0, runtimes, observer.kept[0], observer.num_run[0], others=4).seconds > 0
-print(peak_bytes() - before)
-"""
-
-
 @pytest.mark.fresh
 def test_what_recording_takes_does_not_grow_with_the_cut_sets() -> None:
     # with a threshold of its own the allocator gives back what was freed; else it keeps up to 30 MB, each time another
     # number, where a stream would have left room
     allocator = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "131072"}
-    ended = run_python("-c", RECORDED, deadline_s=120.0, env=allocator)
+    ended = run_python(str(PROGRAMS / "recorded_microbatches.py"), deadline_s=120.0, env=allocator)
     assert ended.status == 0, ended.stderr
     assert int(ended.stdout) < RECORDING_BYTES

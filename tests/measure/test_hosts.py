@@ -3,23 +3,10 @@
 import json
 import math
 import sys
-from pathlib import Path
 
 from penstock.engine.reference import calibrate
 from penstock.measure.hosts import measure_messages
-from tests.processes import Running
-
-SCRIPT = """
-import json, sys
-from dataclasses import asdict
-from penstock.group.entry import join_torchrun
-from penstock.measure.hosts import measure_hosts
-
-with join_torchrun(followed=True) as world:
-    measured = measure_hosts(world, seconds=0.1)
-if measured is not None:
-    print("MEASURED", json.dumps(asdict(measured)), flush=True)
-"""
+from tests.processes import PROGRAMS, Running
 
 
 def test_calibration_gives_positive_seconds() -> None:
@@ -36,10 +23,9 @@ def test_messages_cost_something_and_not_much() -> None:
     assert 0 < costs.own_input_s + costs.own_output_s <= most_s * 1.000001
 
 
-def test_every_host_and_every_link_is_measured(tmp_path: Path) -> None:
-    script = tmp_path / "measure.py"
-    script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", str(script)]
+def test_every_host_and_every_link_is_measured() -> None:
+    script = str(PROGRAMS / "measured_hosts.py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", script]
     with Running(command, deadline_s=100) as run:
         finished = run.wait()
     assert finished.status == 0, finished.stderr

@@ -15,19 +15,7 @@ from torch.distributed.checkpoint import state_dict_saver
 from penstock.errors import ModelError
 from penstock.zoo.weights.convert import convert_checkpoint
 from penstock.zoo.weights.weight_files import FileWeights
-from tests.processes import run_python
-
-SHARDED = """
-import sys, torch, torch.distributed as dist
-from torch.distributed import checkpoint, tensor
-dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/store", rank=int(sys.argv[2]), world_size=2)
-mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
-whole = torch.arange(35.0).reshape(7, 5)
-state = {"model": {"fc.weight": tensor.distribute_tensor(whole, mesh, [tensor.Shard(0)]),
-                   "fc.bias": tensor.distribute_tensor(whole[0].bfloat16(), mesh, [tensor.Replicate()])}}
-checkpoint.save(state, checkpoint_id=f"{sys.argv[1]}/dcp")
-dist.destroy_process_group()
-"""
+from tests.processes import PROGRAMS, run_python
 
 
 def save(folder: Path, **state: Any) -> Path:
@@ -63,10 +51,9 @@ def test_other_nestings(tmp_path: Path, outer: dict[str, None]) -> None:
 def test_tensors_in_parts_of_several_ranks(tmp_path: Path) -> None:
     from concurrent.futures import ThreadPoolExecutor
 
+    script = str(PROGRAMS / "sharded_checkpoint.py")
     with ThreadPoolExecutor(2) as pool:
-        ends = list(
-            pool.map(lambda rank: run_python("-c", SHARDED, str(tmp_path), str(rank), deadline_s=120.0), range(2))
-        )
+        ends = list(pool.map(lambda rank: run_python(script, str(tmp_path), str(rank), deadline_s=120.0), range(2)))
     assert [end.status for end in ends] == [0, 0], ends[0].stderr
     convert_checkpoint(tmp_path / "dcp", tmp_path / "out.safetensors")
     loaded = load_file(tmp_path / "out.safetensors")

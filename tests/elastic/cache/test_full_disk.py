@@ -11,7 +11,7 @@ import pytest
 
 from penstock.errors import CacheError
 from tests.elastic.cache.shards import check_rows, fill_shard
-from tests.processes import Running
+from tests.processes import PROGRAMS, Running
 
 
 def test_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,63 +55,14 @@ def test_a_write_that_fails_or_is_short(tmp_path: Path, monkeypatch: pytest.Monk
         check_rows(shard)
 
 
-_SMALL_DISK = """
-import subprocess, sys
-from pathlib import Path
-import torch
-from penstock.elastic.cache.shard import Layout, ShardFile, make_columns
-from penstock.errors import CacheError
-
-place = Path(sys.argv[1])
-subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)], check=True)
-
-def layout(num_rows):
-    return Layout(owner=0, num_rows=num_rows, columns=make_columns([((1024,), torch.float32)], None))
-
-def fill(num_rows, full=lambda: None):
-    with ShardFile(place / "cache", layout(num_rows), None) as file:
-        full()
-        for first in range(0, num_rows, 10):
-            file.append([torch.full((10, 1024), float(first))])
-        return file.shard()
-
-def use_up():
-    filler = (place / "filler").open("wb", buffering=0)
-    try:
-        while True:
-            filler.write(bytes(4096))
-    except OSError as full:
-        print(full.strerror)
-
-for disk_says in (True, False):
-    if not disk_says:
-        import shutil
-        real = shutil.disk_usage
-        shutil.disk_usage = lambda path: real(path)._replace(free=2**40)
-    try:
-        fill(300)
-    except CacheError as error:
-        print(error)
-    assert not list(place.rglob("shard*"))
-
-try:
-    fill(200, use_up)
-except CacheError as error:
-    print(error)
-(place / "filler").unlink()
-with fill(200) as shard:
-    assert torch.equal(shard.read(range(200))[0][:, 5], torch.arange(0.0, 200, 10).repeat_interleave(10))
-print(sorted(path.name for path in place.iterdir()))
-"""
-
-
 @pytest.mark.root
 def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
     if os.geteuid() or shutil.which("unshare") is None:
         pytest.skip("mounting needs root and unshare")
     if subprocess.run(["unshare", "-m", "true"], check=False, capture_output=True).returncode:
         pytest.skip("this system lets root have no mounts of its own")
-    with Running(["unshare", "-m", sys.executable, "-c", _SMALL_DISK, str(tmp_path)], deadline_s=120) as running:
+    command = ["unshare", "-m", sys.executable, str(PROGRAMS / "small_disk.py"), str(tmp_path)]
+    with Running(command, deadline_s=120) as running:
         found = running.wait()
     assert found.status == 0, found.stderr
     said, really, *later, left = found.stdout.splitlines()

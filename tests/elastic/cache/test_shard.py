@@ -10,7 +10,7 @@ import torch
 from penstock.elastic.cache.shard import Shard, ShardFile, bytes_per_row, make_columns, remove_abandoned
 from penstock.errors import CacheError
 from tests.elastic.cache.shards import check_rows, fill_shard, layout_of, rows
-from tests.processes import run_python
+from tests.processes import PROGRAMS, run_python
 
 
 @pytest.mark.parametrize("stored", [None, torch.float32, torch.bfloat16])
@@ -157,22 +157,11 @@ def test_a_closed_shard_says_so(tmp_path: Path) -> None:
         shard.read([])
 
 
-_READ = """
-import sys
-from pathlib import Path
-from penstock.elastic.cache.shard import Shard
-from tests.elastic.cache.shards import check_rows, layout_of
-
-with Shard.open(Path(sys.argv[1]), layout_of()) as shard:
-    check_rows(shard)
-"""
-
-
 def test_other_processes_read_a_file_while_it_has_a_name_and_keep_it(tmp_path: Path) -> None:
     folder = tmp_path / "cache"
     with ShardFile(folder, layout_of(), None) as file:
         file.append(rows(0, 8))
-        found = run_python("-c", _READ, str(folder), deadline_s=60)
+        found = run_python(str(PROGRAMS / "read_shard.py"), str(folder), deadline_s=60)
         assert found.status == 0, found.stderr
         reader = Shard.open(folder, layout_of())
     assert list(tmp_path.iterdir()) == []

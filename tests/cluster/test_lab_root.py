@@ -18,99 +18,11 @@ from penstock.cluster.lab.machine import find_cgroups
 from penstock.cluster.output import EndTogether
 from penstock.errors import ClusterError, OutOfMemory, RunError
 from tests.cluster.labs import LAB_MARKS, MIB, Collected, make_spec, output_of, traces, until
+from tests.processes import PROGRAMS
 
 pytestmark = LAB_MARKS
 NAME = f"t{os.getpid()}"
 VERB = [sys.executable, "-c", "from penstock.cli.lab import app; app()"]
-
-SPIN = """
-import time
-start, used = time.monotonic(), time.process_time()
-while time.monotonic() - start < 1: pass
-print((time.process_time() - used) / (time.monotonic() - start))
-"""
-CONNECT = """
-import socket, time
-def connect(host, timeout=10):
-    for _ in range(200):
-        try:
-            return socket.create_connection((host, 9000), timeout=timeout)
-        except ConnectionRefusedError:
-            time.sleep(0.02)
-"""
-TRANSFER = f"""{CONNECT}
-import os, socket, sys, time
-sender, num_bytes = int(sys.argv[1]), int(sys.argv[2])
-if os.environ["RANK"] == "0":
-    peer, _ = socket.create_server(("host0", 9000)).accept()
-else:
-    peer = connect("host0")
-data = bytearray(65536)
-if int(os.environ["RANK"]) == sender:
-    for _ in range(num_bytes // len(data)):
-        peer.sendall(data)
-    peer.shutdown(socket.SHUT_WR)
-    peer.recv(1)
-else:
-    total, start = -peer.recv_into(data), time.monotonic()
-    while received := peer.recv_into(data):
-        total += received
-    print(total / (time.monotonic() - start))
-"""
-PIECES = f"""{CONNECT}
-import os, socket, threading, time
-if os.environ["RANK"] == "1":
-    peer = connect("host0")
-    try:
-        while True:
-            peer.sendall(bytes(65536))
-    except OSError:
-        raise SystemExit
-peer, _ = socket.create_server(("host0", 9000)).accept()
-seen = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(0x0800))
-seen.bind(("eth0", 0))
-def drain():
-    while peer.recv(1_000_000): pass
-threading.Thread(target=drain, daemon=True).start()
-for _ in range(60):
-    sizes, begin = [], time.monotonic()
-    while time.monotonic() - begin < 0.1:
-        sizes.append(seen.recv_into(bytearray(100_000)))
-    print(sorted(sizes)[len(sizes) // 2], flush=True)
-"""
-GREET = f"""{CONNECT}
-import os, socket, time
-for peer in ("host0", "host1"):
-    print(peer, socket.gethostbyname(peer), flush=True)
-print(socket.gethostname())
-server = socket.create_server((os.environ["PENSTOCK_HOST"], 9000))
-other = "host1" if os.environ["RANK"] == "0" else "host0"
-client = connect(other, timeout=5)
-peer, address = server.accept()
-print("greeted by", address[0])
-client.recv(1) if os.environ["RANK"] == "0" else peer.close()
-"""
-ECHO = """
-import socket, sys, time
-server = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-server.bind(("host0", 9001))
-while True:
-    data, address = server.recvfrom(10)
-    server.sendto(data, address)
-"""
-ASK = """
-import socket
-client = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-client.settimeout(0.05)
-answers = 0
-for _ in range(8):
-    try:
-        client.sendto(b"x", ("host0", 9001))
-        answers += len(client.recv(10))
-    except OSError:
-        pass
-print(answers)
-"""
 GROW = "import time; x = []\nwhile True: x.append(bytearray(b'x' * 4_000_000)); time.sleep(0.03)"
 
 
@@ -132,12 +44,12 @@ def cgroups() -> Cgroups:
     return find_cgroups()
 
 
-def python(code: str, *arguments: object) -> list[str]:
-    return [sys.executable, "-c", code, *map(str, arguments)]
+def peer(*arguments: object) -> list[str]:
+    return [sys.executable, str(PROGRAMS / "lab_peers.py"), *map(str, arguments)]
 
 
 def test_hosts_have_names_addresses_and_reach_each_other(lab: Lab) -> None:
-    said = output_of(lab, python(GREET))
+    said = output_of(lab, peer("greet"))
     known = ["host0 10.77.0.1", "host1 10.77.0.2"]
     assert said.of("host0") == [*known, "host0", "greeted by 10.77.0.2"]
     assert said.of("host1") == [*known, "host1", "greeted by 10.77.0.1"]
@@ -157,7 +69,7 @@ def test_status_tells_what_hosts_have(lab: Lab) -> None:
 def test_hosts_have_no_way_out(lab: Lab) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         code = f"import socket; socket.create_connection(('127.0.0.1', {server.getsockname()[1]}))"
-        with lab.start(python(code), on=["host0"], output=Collected()) as run:
+        with lab.start([sys.executable, "-c", code], on=["host0"], output=Collected()) as run:
             assert run.wait(timeout_s=10) == {"host0": 1}
     assert output_of(lab, ["ip", "route"]).of("host0") == [
         "10.77.0.0/24 dev eth0 scope link src 10.77.0.1 congctl cubic "
@@ -165,7 +77,7 @@ def test_hosts_have_no_way_out(lab: Lab) -> None:
 
 
 def shares(lab: Lab) -> dict[str, float]:
-    said = output_of(lab, python(SPIN))
+    said = output_of(lab, peer("spin"))
     return {host.name: float(said.of(host.name)[0]) for host in lab.spec.hosts}
 
 
@@ -197,7 +109,7 @@ def test_links_carry_their_bandwidth(lab: Lab, sender: int) -> None:
     receiver = f"host{1 - sender}"
 
     def rate() -> dict[str, float]:
-        return {receiver: float(output_of(lab, python(TRANSFER, sender, 10_000_000)).of(receiver)[0])}
+        return {receiver: float(output_of(lab, peer("transfer", sender, 10_000_000)).of(receiver)[0])}
 
     wanted = {receiver: 12_500_000.0}
     assert most(rate, wanted, 0.1) == pytest.approx(wanted, rel=0.1)
@@ -205,7 +117,7 @@ def test_links_carry_their_bandwidth(lab: Lab, sender: int) -> None:
 
 def test_a_slower_link_takes_a_connections_pieces_whole(lab: Lab) -> None:
     shown = Collected()
-    with lab.start(python(PIECES), output=shown):
+    with lab.start(peer("pieces"), output=shown):
         until(lambda: len(shown.of("host0")) > 2)
         try:
             lab.slow("host1", bandwidth_bytes_per_s=3_000_000.0)
@@ -218,13 +130,13 @@ def test_a_slower_link_takes_a_connections_pieces_whole(lab: Lab) -> None:
 
 
 def test_a_cut_host_is_silent_until_restored(lab: Lab) -> None:
-    with lab.start(python(ECHO), on=["host0"], output=Collected()):
-        until(lambda: output_of(lab, python(ASK), on=["host1"]).of("host1") == ["8"])
+    with lab.start(peer("echo"), on=["host0"], output=Collected()):
+        until(lambda: output_of(lab, peer("ask"), on=["host1"]).of("host1") == ["8"])
         lab.cut("host1")
         assert [host.cut for host in lab.status().hosts] == [False, True]
-        assert output_of(lab, python(ASK), on=["host1"]).of("host1") == ["0"]
+        assert output_of(lab, peer("ask"), on=["host1"]).of("host1") == ["0"]
         lab.restore("host1")
-        until(lambda: output_of(lab, python(ASK), on=["host1"]).of("host1") == ["8"])
+        until(lambda: output_of(lab, peer("ask"), on=["host1"]).of("host1") == ["8"])
 
 
 def test_a_killed_host_ends_the_run(lab: Lab) -> None:

@@ -14,7 +14,7 @@ from penstock.recipes.metrics import newest_checkpoint
 from penstock.recipes.settings import SETTINGS, read_settings
 from tests.cluster.labs import until
 from tests.cluster.slurm_nodes import FIRST, SECOND, SlurmNodes, needs_slurm, slurm_nodes
-from tests.processes import run_python
+from tests.processes import PROGRAMS, run_python
 
 pytestmark = needs_slurm
 MODEL = "timm:vit_tiny_patch16_224,depth=2,img_size=32,patch_size=8,num_classes=10"
@@ -71,34 +71,8 @@ def test_the_printed_script_predicts_as_one_process(
     assert rows.read_text() == alone.read_text()
 
 
-SCRIPT = """
-import json, os, sys
-import torch
-from torch import nn
-import penstock
-
-torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
-rows, labels = torch.randn(12, 8), torch.arange(12) % 4
-with penstock.Pipeline(model.eval(), (rows[:1],), stages=2) as pipe:
-    outputs = [output.tolist() for output in pipe.stream(rows.split(1))]
-stages = 2 if "RANK" in os.environ else 1
-with penstock.Pipeline(model.train(), (rows,), stages=stages, microbatches=2) as pipe:
-    optimizer = pipe.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
-    losses = []
-    for _ in range(3):
-        losses.append(float(pipe.train_step(rows, labels, nn.functional.cross_entropy)))
-        optimizer.step()
-        optimizer.zero_grad()
-found = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "SLURMD_NODENAME")}
-with open(f"{sys.argv[1]}/{found['RANK']}.json", "w") as file:
-    json.dump(found | {"outputs": outputs, "losses": losses}, file)
-"""
-
-
 def test_a_script_of_ones_own_finds_its_ranks(nodes: SlurmNodes, tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
+    script = PROGRAMS / "slurm_script.py"
     nodes.run("srun", "-N2", "-n2", "python", str(script), str(tmp_path), timeout_s=JOB_S)
     assert run_python(str(script), str(tmp_path), deadline_s=JOB_S).status == 0
     alone, first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (None, 0, 1))

@@ -23,7 +23,7 @@ from penstock.spec.cluster import read_cluster
 from penstock.version import __version__
 from tests.cluster.labs import until
 from tests.cluster.sshd import SshLab, needs_sshd, ssh_lab
-from tests.processes import ROOT
+from tests.processes import PROGRAMS, ROOT
 
 pytestmark = needs_sshd
 NUM_HOSTS = 2
@@ -112,16 +112,6 @@ def test_ended_with_whoever_started_it(machines: SshLab) -> None:
     until(lambda: not any(of_machine(f"board{index}", "worker") for index in range(NUM_HOSTS)), 20)
 
 
-SCAN = """
-import socket, sys
-for port in range(1, 65536):
-    with socket.socket() as probe:
-        probe.settimeout(2.0)
-        if not probe.connect_ex((sys.argv[1], port)):
-            print(port)
-"""
-
-
 def test_a_scan_finds_what_the_security_page_names(machines: SshLab, tmp_path: Path) -> None:
     push(hosts_of(read_cluster(machines.cluster)), install=False)
     rows = tmp_path / "rows.csv"
@@ -142,7 +132,8 @@ def test_a_scan_finds_what_the_security_page_names(machines: SshLab, tmp_path: P
         assert len(own) == 3, listening
         assert 29500 in own
         assert {port for address, port in places if address != "10.77.0.1"} == {"22"}
-        scan = ["ip", "netns", "exec", f"penstock.{name}.board1", sys.executable, "-c", SCAN, "10.77.0.1"]
+        program = [sys.executable, str(PROGRAMS / "scan_ports.py"), "10.77.0.1"]
+        scan = ["ip", "netns", "exec", f"penstock.{name}.board1", *program]
         found = subprocess.run(scan, capture_output=True, text=True, check=True).stdout.split()
         assert sorted(map(int, found)) == sorted([22, *own])
         # the key is in a file of this account alone, and in no command line and no environment

@@ -21,7 +21,7 @@ from penstock.recipes.settings import FitSettings
 from penstock.recipes.several import Row
 from penstock.spec.cluster import Cluster, Device, write_cluster
 from tests.cli.conftest import SMALL
-from tests.processes import ROOT, run_groups
+from tests.processes import PROGRAMS, ROOT, run_groups
 
 Run = Callable[..., tuple[int, str, str]]
 GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
@@ -31,16 +31,6 @@ STARTED = {
     "bert_sentences.py": (0, 2), "elastic_digits.py": (0, 2), "gpt2_pipe.py": (0,), "tokens_pipeline.py": (0, 2, 3),
     "tokens_torch.py": (2,),
 }  # fmt: skip
-# runs a script in a folder, with what each process prints in a file of its own
-SCRIPT = """
-import os, sys
-from pathlib import Path
-folder, script = map(Path, sys.argv[1:])
-os.chdir(folder)
-sys.stdout = open(f"rank{os.environ.get('RANK', '0')}.txt", "w")
-exec(compile(script.read_text(), str(script), "exec"), {"__name__": "__main__"})
-sys.stdout.flush()
-"""
 # on machines of their own, with a real sshd or as root: by tests/cluster
 ELSEWHERE = r"^scp |penstock hosts (check|push|measure|run) |--cluster |scripts/run\.sh "
 
@@ -75,15 +65,13 @@ def test_every_start_of_an_example_is_one_of_those_below() -> None:
 
 
 def test_examples_learn_alike_in_any_number_of_processes(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
     groups, folders = [], []
     for name, sizes in STARTED.items():
         for size in sizes:
             folders.append((name, size, tmp_path / f"{name}-{size}"))
             folders[-1][2].mkdir()
             groups.append((size, [str(folders[-1][2]), str(ROOT / "examples" / name)]))
-    for ended in run_groups(script, groups, 200.0):
+    for ended in run_groups(PROGRAMS / "script_in_folder.py", groups, 200.0):
         assert [end.status for end in ended] == [0] * len(ended)
     printed: dict[str, list[list[float]]] = {name: [] for name in STARTED}
     for name, _, folder in folders:

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import torch
 
-from penstock.elastic.cache.shard import Layout, Shard, ShardFile, make_columns
+from penstock.elastic.cache.shard import ShardLayout, Shard, ShardFile, make_columns
 from penstock.errors import CacheError
 
 place = Path(sys.argv[1])
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)], check=True)
 
 
-def layout(num_rows: int) -> Layout:
-    return Layout(owner=0, num_rows=num_rows, columns=make_columns([((1024,), torch.float32)], None))
+def layout(num_rows: int) -> ShardLayout:
+    return ShardLayout(owner=0, num_rows=num_rows, columns=make_columns([((1024,), torch.float32)], None))
 
 
 def fill(num_rows: int, full: Callable[[], None] = lambda: None) -> Shard:

@@ -199,7 +199,7 @@ def test_the_worst_moments(tmp_path: Path) -> None:
 
 
 def test_one_is_lost_and_another_while_it_is_waited_for_and_others_come(tmp_path: Path) -> None:
-    how = {"stages": 2, "replicas": 2, "microbatches": 6, "on_loss": "wait", "wait_s": 60.0}
+    how = {"stages": 2, "replicas": 2, "microbatches": 6, "on_loss": "wait"}
     asked = {"how": how, "moments": [[3, 7, "leaf_done"]], "second": 2, "joins": "second lost"}
     ended = train(tmp_path, 4, asked, newcomers=2)
     assert ended == [0, 0, KILLED, KILLED]
@@ -211,7 +211,7 @@ def test_one_is_lost_and_another_while_it_is_waited_for_and_others_come(tmp_path
 
 
 def test_one_that_comes_with_another_script_leaves_and_the_others_go_on(tmp_path: Path) -> None:
-    how = {"stages": 2, "replicas": 2, "microbatches": 6, "on_loss": "wait", "wait_s": 60.0}
+    how = {"stages": 2, "replicas": 2, "microbatches": 6, "on_loss": "wait"}
     asked: dict[str, object] = {"how": how, "moments": [[3, 7, "leaf_done"]], "joins": "lost"}
     ended = train(tmp_path, 4, asked, newcomers=1, unlike=["model", "groups"])
     assert ended == [0, 0, 0, KILLED]

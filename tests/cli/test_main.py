@@ -12,6 +12,7 @@ from penstock.cli import main as main_module
 from penstock.cli.cluster import take_cluster
 from penstock.cli.help import GROUPS
 from penstock.cli.main import main
+from penstock.recipes.settings import RARE
 from tests.processes import run_python
 
 Run = Callable[..., tuple[int, str, str]]
@@ -72,7 +73,12 @@ def test_a_name_is_in_one_group() -> None:
     context = app.make_context("penstock", [], resilient_parsing=True)
     options = [option for verb in main_module._HELP for option in app.get_command(context, verb).params]
     flags = {flag.removeprefix("--") for option in options for flag in (*option.opts, *option.secondary_opts)}
-    assert set(names) <= flags
+    assert set(names) <= flags | {name.replace("_", "-") for name in RARE}
+
+
+def test_an_old_name_says_the_new_one(penstock: Run) -> None:
+    status, _, err = penstock("keys", "new", "run.key")
+    assert (status, err) == (2, "error: penstock keys has another name: penstock hosts key FILE\n")
 
 
 @pytest.mark.parametrize(
@@ -110,7 +116,7 @@ def test_paths_of_subcommands_and_of_clusters_may_begin_at_home(
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     (tmp_path / "home").mkdir()
     for name in ("a.key", "b.key"):  # a command that runs twice in one process
-        assert penstock("keys", "new", f"~/{name}")[0] == 0
+        assert penstock("hosts", "key", f"~/{name}")[0] == 0
         assert (tmp_path / "home" / name).exists()
     assert take_cluster(["infer", "--cluster=~/c.toml"])[0] == tmp_path / "home" / "c.toml"
     assert penstock("convert", "~/none.pth", "--output=~/x.safetensors")[2].startswith(

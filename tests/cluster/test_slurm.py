@@ -148,7 +148,7 @@ def test_a_stream_goes_on_without_a_node(nodes: SlurmNodes, tmp_path: Path) -> N
 
 
 def test_fewer_nodes_than_devices_are_one_line(nodes: SlurmNodes, tmp_path: Path) -> None:
-    words = ["train", MODEL, "--data", "digits", "--devices", "3", "-o", f"{tmp_path}/run"]
+    words = ["train", MODEL, "--data", "digits", "--processes", "3", "-o", f"{tmp_path}/run"]
     # who has but two nodes hands the script in for two
     job = nodes.submit("few", slurm_script(words, 3, threads=1), "--nodes=2")
     assert nodes.ended(job, JOB_S) == "FAILED"

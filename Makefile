@@ -23,9 +23,9 @@ demo: .venv/.demo
 TESTS := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 test: check
-	$(TESTS)
+	$(TESTS) -m "not long"
 
-# what takes long and guards what rarely changes; .ci/run runs both
+# what takes long and guards what rarely changes (see tests/conftest.py); .ci/run runs both
 test-all: setup
 	$(TESTS) -m long
 

@@ -166,13 +166,25 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+# files of `make test-all`, not of `make test`: machines, schedulers, browsers, processes that are lost at many moments,
+# whole guides, the demo
+_ALL_ONLY = {
+    "cli/test_current_folder", "cli/test_demo", "cluster/test_boards", "cluster/test_slurm", "cluster/test_ssh",
+    "docs/test_guides", "docs/test_notebook", "recipes/test_elastic_runs", "recipes/test_lost_processes",
+    "report/test_page", "serve/test_page", "stream/test_left_open", "stream/test_lost_hosts", "stream/test_lost_ranks",
+    "stream/test_memory", "stream/test_secured", "train/survival/test_survivors",
+}  # fmt: skip
 # what takes longest is begun first, so that processes that run files side by side end at about the same time; files
 # with many processes and deadlines of their own are not begun beside each other
 _LONG = ("test_lost_ranks", "test_elastic_runs", "test_demo", "test_memory", "test_survivors", "test_ssh", "test_slurm")
 
 
+@pytest.hookimpl(tryfirst=True)  # before items are selected by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the files that take longest."""
+    """Mark the files of `make test-all`, and begin with the files that take longest."""
+    for item in items:
+        if item.path.relative_to(Path(__file__).parent).with_suffix("").as_posix() in _ALL_ONLY:
+            item.add_marker("long")
     order = {name: place for place, name in enumerate(_LONG)}
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
 

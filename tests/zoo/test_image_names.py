@@ -468,3 +468,13 @@ def test_several_paths_are_one_set(folder: Path, tmp_path: Path) -> None:
     assert images.read(len(images) - 1).size == (8, 8)
     assert images.left_out == "1 .txt files"
     assert open_images([str(folder)]).names == NAMES
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "CMYK", "L"])
+def test_an_image_of_any_mode_has_the_pixels_of_pillows_conversion(mode: str) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (5, 7, 4), dtype=np.uint8)
+    image = Image.fromarray(pixels, "RGBA").convert(mode) if mode != "CMYK" else Image.fromarray(pixels, "CMYK")
+    buffer = BytesIO()
+    image.save(buffer, "TIFF" if mode == "CMYK" else "PNG")
+    expected = np.asarray(Image.open(BytesIO(buffer.getvalue())).convert("RGB"))
+    assert np.array_equal(np.asarray(image_set.decode(buffer.getvalue(), "x")), expected)

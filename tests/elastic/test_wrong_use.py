@@ -13,6 +13,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 import penstock
+from penstock.deploy.run_options import Trace
 from penstock.elastic.elastic_training import ElasticTraining
 from penstock.elastic.options import ElasticOptions
 from penstock.errors import PenstockError, PlanError, UsageError
@@ -143,7 +144,7 @@ def test_optimizers_that_differ_between_processes() -> None:
 
 
 def test_a_trace_is_of_one_plan(tmp_path: Path) -> None:
-    said = refused(UsageError, lambda: small([0], arranged={"trace": tmp_path / "trace"}))
+    said = refused(UsageError, lambda: small([0], arranged={"trace": Trace(tmp_path / "trace")}))
     assert "leave the trace out" in said
 
 

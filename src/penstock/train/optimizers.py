@@ -1,6 +1,7 @@
 """Optimizers of stages: each parameter must be updated by itself, and an optimizer may have no parameters here."""
 
 import contextlib
+import functools
 import inspect
 import threading
 import weakref
@@ -11,12 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from penstock.errors import UsageError
 from penstock.tensors import HOST
 
 _patching = threading.RLock()  # threads may play processes
+_checks: list[Callable[[torch.optim.Optimizer], None]] = []  # of this process's trainings, before each step
 _STEPS = 3  # some optimizers combine parameters only from the second step on
 
 
@@ -52,19 +53,32 @@ def check_separable(optimizer: torch.optim.Optimizer) -> None:
         raise UsageError(f"{name} combines parameters, which are in several processes; {advice}")
 
 
-def check_at_steps(is_divided: Callable[[torch.optim.Optimizer], bool]) -> RemovableHandle:
+def check_at_steps(is_divided: Callable[[torch.optim.Optimizer], bool]) -> Callable[[], None]:
     """Check each optimizer for which `is_divided` returns True before its first step, as those of `model.parameters()`.
 
-    Returns the handle that ends this.
+    Returns a function that ends this.
     """
+    _hook()
     checked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
-    def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def check(optimizer: torch.optim.Optimizer) -> None:
         if optimizer not in checked and is_divided(optimizer):
             check_separable(optimizer)
             checked.add(optimizer)
 
-    return register_optimizer_step_pre_hook(check)
+    _checks.append(check)
+    return functools.partial(_checks.remove, check)
+
+
+@functools.cache
+def _hook() -> None:
+    """Let torch call all checks before each step, for good: a step fails while a hook is removed in another thread."""
+
+    def check_all(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for check in list(_checks):
+            check(optimizer)
+
+    register_optimizer_step_pre_hook(check_all)
 
 
 def _changed(optimizer: torch.optim.Optimizer, other_gradient: float, device: torch.device) -> torch.Tensor:

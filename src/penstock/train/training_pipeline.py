@@ -122,7 +122,8 @@ class TrainingPipeline:
             else:
                 self._trainer = self._begin()
             follow_scalers(self._trainer)
-            self._check_optimizers = check_at_steps(lambda optimizer: self.trainer.tensors.divides(optimizer))
+            trainer = self._trainer
+            self._check_optimizers = check_at_steps(lambda optimizer: trainer.tensors.divides(optimizer))
             self._captured.hidden.hide()
             atexit.register(self._exit)  # announces this exit to the other ranks
         return self._trainer
@@ -205,7 +206,7 @@ class TrainingPipeline:
             if self._trainer is None:
                 return
             forget_scalers(self._trainer)
-            self._check_optimizers.remove()
+            self._check_optimizers()
             ends.enter_context(self._trainer.call(named_after("close", error)))
             ends.callback(self._trainer.close, wait=wait)
             if wait and self._trainer.world.health.watching:

@@ -1,6 +1,6 @@
 """Compare stages on one GPU with one process on that GPU: `python scripts/gpu_check.py`.
 
-Two stages share the GPU, as threads or stages of one process and as processes over gloo. Outputs have the bits
+Two stages share the GPU, as threads or stages of one process and as processes over ZeroMQ. Outputs have the bits
 of one process, or 1e-6 of their norm beside them; gradients and what SGD makes of them 1e-5. Where there are two
 GPUs the same goes from one to the other over NCCL. Prints a table and ends with status 1 where something is further
 off, with 2 where there is no GPU. `--device cpu` does the same on the CPU, which shows whether the script itself works.
@@ -187,7 +187,7 @@ def streamed(device: torch.device) -> Iterator[Row]:
     threads = torch.get_num_threads()
     apart = penstock.Pipeline(make().eval(), inputs[0], stages=2, device=str(device), threads=threads)
     within = penstock.Pipeline([model[:2], model[2:]], inputs[0].to(device), threads=threads)
-    for name, pipe in (("2 stages in processes, over gloo", apart), ("2 modules in threads", within)):
+    for name, pipe in (("2 stages in processes, over ZeroMQ", apart), ("2 modules in threads", within)):
         with pipe:
             outputs = list(pipe.stream(inputs))
         if any(output.device.type != "cpu" for output in outputs):
@@ -199,7 +199,7 @@ def trained(device: torch.device) -> Iterator[Row]:
     """Gradients and weights of two stages, against plain torch on the device."""
     expected, name = by_hand(device), str(device)
     yield Row("training, 2 stages in one process", errors(expected, by_stages(name)[1]), GRADIENTS)
-    yield Row("training, 2 processes over gloo", errors(expected, in_processes(name)), GRADIENTS)
+    yield Row("training, 2 processes over ZeroMQ", errors(expected, in_processes(name)), GRADIENTS)
 
 
 def repeated(device: torch.device) -> Iterator[Row]:

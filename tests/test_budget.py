@@ -77,7 +77,7 @@ OPTIONS = {
 TOTALS = {
     "lines of src": 64559,  # +5,213: silent faults of scripts, text, folders and files; own classifiers
     "files of src": 438,  # +29
-    "lines of tests": 42321,  # +5,122: silent faults of scripts, text, folders and files; own classifiers
+    "lines of tests": 42323,  # +5,122: silent faults of scripts, text, folders and files; own classifiers
     "lines of benchmarks": 8793,  # +150: every decoder of transformers
     "keyword arguments of Pipeline": 21,
     "public names": 13,

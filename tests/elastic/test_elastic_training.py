@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -92,11 +92,13 @@ def test_a_cache_of_bfloat16_is_close(tmp_path: Path) -> None:
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )  # fmt: skip
 @given(freeze=st.lists(st.integers(0, LAYERS), min_size=1, max_size=5), pipelined=st.booleans())
+@example(freeze=[6, 6, 3], pipelined=False)
 def test_any_layers_may_be_frozen_and_thawed(freeze: list[int], pipelined: bool, tmp_path: Path) -> None:
     epochs = len(freeze) + 1
     expected = alone(vit(), images(), freeze, epochs=epochs)
     found = train_elastically(vit(), 2, images(), freeze, epochs=epochs, folder=tmp_path, replicate=not pipelined)
-    assert_same(expected, found)
+    # the cache rounds to float32, and AdamW divides by gradients near zero: a bias is off by 1.5e-5, all else by 2e-7
+    assert_same(expected, found, tolerance=1e-4)
     assert not list(tmp_path.iterdir())
 
 

@@ -168,7 +168,8 @@ class Pipeline:
     ) -> None:
         args, kwargs = _example(args, kwargs)
         call = ModelCall(model=model, args=args, kwargs=kwargs, dynamic=dynamic, weights=weights)
-        cut = CutOptions(stages=stages, policy=policy, cuts=cuts, plan=_read(read_plan, plan))
+        plan = read_plan(plan) if isinstance(plan, (str, Path)) else plan
+        cut = CutOptions(stages=stages, policy=policy, cuts=cuts, plan=plan)
         run = RunOptions(
             threads=threads, depth=depth, device=str(device), between_gpus=between_gpus, stall_s=stall_s,
             trace=trace if trace is None or isinstance(trace, Trace) else Trace(trace), runtime=parse_runtime(runtime),
@@ -364,11 +365,6 @@ class Pipeline:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._pipe.end(error)
-
-
-def _read(read: Callable[[str | Path], _Result], given: "_Result | str | Path | None") -> _Result | None:
-    """Return the value; if it is a path, the value read from that file."""
-    return read(given) if isinstance(given, (str, Path)) else given
 
 
 def _example(args: Any, kwargs: Mapping[str, Any] | None) -> tuple[Sequence[Any], Mapping[str, Any]]:

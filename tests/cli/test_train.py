@@ -34,19 +34,9 @@ def test_a_run_on_the_command_line(penstock: Run, tmp_path: Path) -> None:
 
 def test_a_run_in_stages_names_its_phases_on_a_terminal(tmp_path: Path) -> None:
     given = [
-        "train",
-        VIT,
-        "--data",
-        "digits",
-        "--set",
-        "num_rows=40",
-        "--steps",
-        "1",
-        "--stages",
-        "2",
-        "-o",
-        str(tmp_path),
-    ]
+        "train", VIT, "--data", "digits", "--set", "num_rows=40",
+        "--steps", "1", "--stages", "2", "-o", str(tmp_path),
+    ]  # fmt: skip
     terminal = {"FORCE_COLOR": "1", "PENSTOCK_PROGRESS": "1"}
     done = run_python("-m", "penstock", *given, deadline_s=120.0, env=terminal)
     assert done.status == 0, done.stderr
@@ -103,19 +93,9 @@ def test_a_run_that_ends_early_reports_how_to_continue(
     penstock: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = [
-        "train",
-        VIT,
-        "--data",
-        "digits",
-        "--set",
-        "num_rows=100",
-        "--threads",
-        1,
-        "--steps",
-        4,
-        "-o",
-        tmp_path / "run",
-    ]
+        "train", VIT, "--data", "digits", "--set", "num_rows=100",
+        "--threads", 1, "--steps", 4, "-o", tmp_path / "run",
+    ]  # fmt: skip
     ending: list[BaseException] = [DeviceLost("rank 1 is lost")]
 
     def ends(*_: object) -> None:
@@ -177,14 +157,7 @@ def test_wrong_usage_is_one_line(arguments: list[str], said: str, penstock: Run,
 
 def test_ways_to_train_beside_each_other_in_processes_of_their_own(penstock: Run, tmp_path: Path) -> None:
     few = ["--data", "digits", "--set", "num_rows=48", "--batch-size", 8, "--threads", 1]
-    given = [
-        "--compare",
-        "single,data",
-        "-o",
-        tmp_path / "compared",
-        "--json",
-        tmp_path / "rows.json",
-    ]
+    given = ["--compare", "single,data", "-o", tmp_path / "compared", "--json", tmp_path / "rows.json"]
     status, _out, err = penstock("train", VIT, *few, *given)
     assert status == 0, err
     one, two = json.loads((tmp_path / "rows.json").read_text())["rows"]

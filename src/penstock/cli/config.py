@@ -72,7 +72,8 @@ def takes_config(struct: type[msgspec.Struct]) -> Callable[[Callable[..., None]]
                 say(_text(struct, own, {name: options[name] for name in named_options(context) if name in fields}))
                 return
             found = checked(options | {"config": config}, kinds | {"config": ("--config", None)})
-            verb(context=context, **{name: value for name, value in found.items() if name != "config"})
+            del found["config"]
+            verb(context=context, **found)
 
         added = [
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)

@@ -89,7 +89,7 @@ def in_lab(folder: Path, *, images: int) -> dict[str, Any]:
         file = folder / "bench.json"
         command = [
             sys.executable, "-m", "penstock", "bench", DEIT, "--stages", f"1,{HOSTS}", "--num-images", images,
-            "--serial-images", 12, "--cluster", lab, "--runtime", runtime, "--json", file,
+            "--set", "serial_images=12", "--cluster", lab, "--runtime", runtime, "--json", file,
         ]  # fmt: skip
         env = {**os.environ, "PYTHONPATH": f"{ROOT}/src"}
         done = subprocess.run([str(part) for part in command], env=env, capture_output=True, text=True)

@@ -89,8 +89,8 @@ def commands(folder: Path) -> dict[str, Command]:
         ),
         "generate": Command(
             lambda place: [
-                "generate", f"hf:{model}", "--file", str(prompts), "--stages", "2", "--seed", "0", "--temperature", "1",
-                "--max-length", "128", "-o", str(place / "answers.jsonl"),
+                "generate", f"hf:{model}", "--file", str(prompts), "--stages", "2", "--set", "seed=0",
+                "--temperature", "1", "--max-length", "128", "-o", str(place / "answers.jsonl"),
             ],
             lambda _: False, resume=(),
         ),

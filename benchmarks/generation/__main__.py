@@ -152,8 +152,8 @@ def in_lab(name: str, counts: tuple[int, ...], num_requests: int, runtime: str) 
             lab = Path(place) / "lab.toml"
             lab.write_text(lab_text("generation", [_CPU] * count, memory="4 GiB"))
             said = generate(
-                lab, name, asked, "--stages", count, "--slots", _SLOTS, "--max-new-tokens", 24, "--max-length", 128,
-                "--runtime", runtime,
+                lab, name, asked, "--stages", count, "--set", f"slots={_SLOTS}", "--max-new-tokens", 24,
+                "--max-length", 128, "--runtime", runtime,
             )  # fmt: skip
             rows.append({"hosts": count, "requests": num_requests, "tokens_per_s": said["tokens_per_s"],
                          "texts": [row["text"] for row in said["rows"]]})  # fmt: skip

@@ -34,10 +34,10 @@ def fits(name: str, prompt: str, folder: Path) -> dict[str, Any]:
     refused = _penstock(["plan", profile, one])
     _penstock(["plan", profile, four, "-o", plan], check=True)
     ask = ["generate", name, "--prompt", prompt, "--max-new-tokens", 24]
-    alone = _penstock([*ask, "--stages", 1, "--slots", 1, "--max-length", _LENGTH, "--cluster", one])
+    alone = _penstock([*ask, "--stages", 1, "--set", "slots=1", "--max-length", _LENGTH, "--cluster", one])
     together, here = folder / "together.json", folder / "here.json"
     _penstock([*ask, "--plan", plan, "--cluster", four, "--json", together], check=True)
-    _penstock([*ask, "--stages", 1, "--slots", 8, "--max-length", _LENGTH, "--json", here], check=True)
+    _penstock([*ask, "--stages", 1, "--set", "slots=8", "--max-length", _LENGTH, "--json", here], check=True)
     chosen = json.loads(plan.read_text())
     return {
         "needs_mib": round(needs / _MIB), "host_mib": memory, "refused": refused.stderr.strip(),

@@ -11,7 +11,6 @@ import msgspec
 
 from benchmarks.pipeline.beside import Beside, start
 from penstock.bench.compare import Comparison
-from penstock.bench.options import BenchOptions
 from penstock.bench.peer import peer_job
 from penstock.cluster.lab import parse_lab
 from penstock.cluster.lab.network import bandwidth_commands
@@ -25,6 +24,7 @@ from penstock.plan.choose import make_plan
 from penstock.plan.cost.predict import predict
 from penstock.spec.cluster import Cluster
 from penstock.spec.profile import Profile, interpolate
+from penstock.spec.settings import BenchSettings
 from penstock.units import parse_rate
 from penstock.wire import FEEDER
 from penstock.zoo.models.models import load_model
@@ -58,7 +58,7 @@ def measure(world: World, session: dict[str, Any], folder: Path) -> list[dict[st
     """
     tasks = session["tasks"]
     names = ("num_images", "serial_images", "passes", "microbatch_size", "depth")
-    options = BenchOptions(threads=1, **{name: session[name] for name in names})
+    options = BenchSettings(model=session["model"], threads=1, **{name: session[name] for name in names})
     comparison = Comparison(load_model(session["model"]), world, options, max_stages=len(world.devices))
     rows = [comparison.serial()]
     if session["passes"] > 1:

@@ -76,7 +76,7 @@ def summarize(found: dict[str, Any]) -> dict[str, Any]:
 def load(model: str, hosts: int, counts: tuple[int, ...], folder: Path) -> list[dict[str, Any]]:
     """Serve from so many hosts, with as many slots in all, and ask with so many clients."""
     rows = []
-    with served(model, hosts, folder, "--slots", 16 // hosts, "--max-length", 256) as (lab, within):
+    with served(model, hosts, folder, "--set", f"slots={16 // hosts}", "--max-length", 256) as (lab, within):
         for clients in counts:
             before = cpu_s(lab)
             rows.append(measured(within, clients) | {"hosts": hosts})
@@ -109,7 +109,7 @@ def lost_host(model: str, folder: Path) -> dict[str, Any]:
     Returns how many answers failed or differ from those of the first time, and the longest time without any token.
     """
     bodies = requests(48)
-    words = ("--slots", 4, "--max-length", 256)
+    words = ("--set", "slots=4", "--max-length", 256)
     with served(model, 4, folder, *words, on_loss="continue") as (lab, within):
         whole = ask(within, bodies, 16)
         killer = threading.Timer(whole["seconds"] / 3, lab.kill, [lab.spec.hosts[2].name])

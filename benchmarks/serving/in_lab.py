@@ -28,7 +28,8 @@ def served(
     file = folder / f"{hosts}.toml"
     file.write_text(lab_text("serving", [_CPU] * hosts, memory="4 GiB"))
     with lab_session(read_lab(file)) as lab:
-        own = ["serve", model, "--open", "--port", _PORT, "--stages", hosts, "--deadline", 3600, "--on-loss", on_loss]
+        own = ["serve", model, "--open", "--port", _PORT, "--stages", hosts, "--set=deadline=3600"]
+        own += ["--on-loss", on_loss]
         command = [sys.executable, "-m", "penstock", *map(str, (*own, *words))]
         env = {"PENSTOCK_TRUSTED": "1", "PYTHONPATH": module_path()}
         with lab.start(command, env=env, end_together="first" if on_loss == "continue" else True):

@@ -32,8 +32,8 @@ def storm(folder: Path, number: int, faults: int) -> dict[str, Any]:
 
     Returns what was lost or different.
     """
-    words = (f"hf:{folder}", "--open", "--stages", _STAGES, "--slots", 8, "--max-length", 256)
-    with serving(*words, "--most-waiting", 200, deadline_s=7200.0) as server:
+    words = (f"hf:{folder}", "--open", "--stages", _STAGES, "--set", "slots=8", "--max-length", 256)
+    with serving(*words, "--set", "most_waiting=200", deadline_s=7200.0) as server:
         found, joined = asyncio.run(_storm(server, number, faults))
         ended = server.end()
         found["ended"] = [ended.status, *(each.wait(60) for each in joined)]

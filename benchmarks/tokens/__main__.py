@@ -27,7 +27,8 @@ import torch
 from benchmarks.serving.in_lab import ask, served
 from benchmarks.tokens.rpc import beside_rpc
 from penstock.generate.generator import Generator
-from penstock.recipes.texts import TextSettings, open_generator
+from penstock.recipes.texts import open_generator
+from penstock.spec.settings import TextSettings
 from penstock.zoo.models.gguf_models import gguf_file
 
 _RUNTIMES = ("eager", "eager:bfloat16", "onnxruntime", "onnxruntime:int8", "onnxruntime:int4")
@@ -181,8 +182,11 @@ def speculation(model: str, text: Path, number: int, turns: int) -> list[dict[st
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(turns):
             for speculate in (False, True):
-                flag = "--speculate" if speculate else "--no-speculate"
-                with served(model, 4, Path(folder), "--slots", 1, "--max-length", 256, flag) as (_, within):
+                flag = f"--set=speculate={str(speculate).lower()}"
+                with served(model, 4, Path(folder), "--set", "slots=1", "--max-length", 256, flag) as (
+                    _,
+                    within,
+                ):
                     for name, bodies in asked.items():
                         said = ask(within, bodies, 1)
                         made = sum(len(answer["came_s"]) for answer in said["answers"])

@@ -66,7 +66,7 @@ def _ours(place: Path, model: str, runtime: str) -> dict[int, float]:
     slots = -(-max(_COUNTS) // _HOSTS)
     body = {"prompt": _PROMPT, "max_tokens": _NEW, "temperature": 0, "ignore_eos": True}
     found = {}
-    with served(model, _HOSTS, place, "--slots", slots, "--max-length", 128, "--runtime", runtime) as (_, within):
+    with served(model, _HOSTS, place, f"--set=slots={slots}", "--max-length", 128, "--runtime", runtime) as (_, within):
         for count in _COUNTS:
             ask(within, [body] * count, count)
             said = ask(within, [body] * count, count)

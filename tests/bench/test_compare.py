@@ -7,8 +7,8 @@ from torch import Tensor
 
 from penstock.bench.ceiling import WholeModel
 from penstock.bench.compare import Comparison
-from penstock.bench.options import BenchOptions
 from penstock.group.entry import start_local
+from penstock.spec.settings import BenchSettings
 from penstock.zoo.models.models import load_model
 from tests.cli.conftest import SMALL
 
@@ -17,7 +17,7 @@ def test_replicas_are_a_row_with_the_same_numbers() -> None:
     world = start_local(2)
     try:
         comparison = Comparison(
-            load_model(SMALL), world, BenchOptions(num_images=12, passes=1, threads=1), max_stages=2
+            load_model(SMALL), world, BenchSettings(model=SMALL, num_images=12, passes=1, threads=1), max_stages=2
         )
         first = comparison.serial()
         row = comparison.replicas(2)
@@ -58,7 +58,7 @@ def test_a_limit_that_is_measured_beside_the_stages_is_taken_around_every_pass()
 
     try:
         comparison = Comparison(
-            load_model(SMALL), world, BenchOptions(num_images=12, passes=3, threads=1), max_stages=2
+            load_model(SMALL), world, BenchSettings(model=SMALL, num_images=12, passes=3, threads=1), max_stages=2
         )
         comparison.serial()
         comparison.take_limit_from(make)

@@ -23,7 +23,7 @@ FIELDS = {
 
 def test_rows_of_every_stage_count_and_policy(penstock: Run, tmp_path: Path) -> None:
     file = tmp_path / "bench.json"
-    arguments = ["--stages", "1,2", "--policy", "equal-blocks,balanced", "--num-images", 12, "--json", file]
+    arguments = ["--stages", "1,2", "--set", "policy=equal-blocks,balanced", "--num-images", 12, "--json", file]
     page = tmp_path / "page.html"
     status, out, err = penstock("bench", SMALL, *arguments, "--cut", "blocks.0.attn:after", "--report", page)
     assert status == 0
@@ -79,7 +79,7 @@ def test_another_runtime_beside_eager_in_one_process(penstock: Run, tmp_path: Pa
 @pytest.mark.skipif(OLD_TORCH, reason="torch.distributed.pipelining of 2.10 takes other stages")
 def test_the_peer_runs_beside_it(penstock: Run, tmp_path: Path) -> None:
     file = tmp_path / "bench.json"
-    assert penstock("bench", SMALL, "--stages", 2, "--num-images", 8, "--peer", "--json", file)[0] == 0
+    assert penstock("bench", SMALL, "--stages", 2, "--num-images", 8, "--set", "peer=true", "--json", file)[0] == 0
     rows = {row["mode"]: row for row in json.loads(file.read_text())["rows"]}
     assert rows["peer"]["cuts"] == ["blocks.1:before"]
     assert rows["pipeline"]["peer_images_per_second"] == rows["peer"]["images_per_second"] > 0

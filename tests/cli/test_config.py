@@ -5,7 +5,12 @@ import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
+from penstock.cli.cluster import check_outputs, ends_with
+from penstock.errors import UsageError
 from penstock.recipes.settings import SETTINGS
+from tests.cli.conftest import SMALL
 from tests.recipes.test_fit import VIT
 
 Run = Callable[..., tuple[int, str, str]]
@@ -53,3 +58,32 @@ def test_no_output_in_a_file_of_settings_is_an_input(penstock: Run, tmp_path: Pa
     assert status == 2
     assert file.read_text().startswith("output")
     assert (folder / "best.safetensors").read_bytes() == b"weights"
+
+
+def test_every_verb_that_runs_a_model_takes_a_file(penstock: Run, tmp_path: Path) -> None:
+    config = tmp_path / "infer.toml"
+    config.write_text(f'model = "{SMALL}"\nimages = ["digits"]\noutput = "{tmp_path}/a.jsonl"\nnum_images = 3\ntop = 2')
+    status, _, err = penstock("infer", "--config", config, "--set", "stages=1", "--num-images", 2)
+    assert status == 0, err
+    rows = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
+    assert [len(row["top"]) for row in rows] == [2, 2]
+    for verb in ("infer", "generate", "chat", "serve", "bench", "train"):
+        status, printed, _ = penstock(verb, "--write-config")
+        assert status == 0
+        tomllib.loads(printed)
+        status, _, err = penstock(verb, "--set", "unheard=1")
+        assert (status, "'unheard' is no setting" in err) == (2, True)
+        assert penstock(verb)[0] == 2  # no model
+
+
+@pytest.mark.parametrize("given", [["--on-loss", "stop"], ["--set", "on-loss='stop'"], ["--config=stop.toml"]])
+def test_a_cluster_knows_the_settings_wherever_they_are(
+    given: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("stop.toml").write_text('on_loss = "stop"\noutput = "boards.toml"')
+    assert (ends_with(["infer", *given]), ends_with(["infer"])) == (True, "first")
+    Path("boards.toml").touch()
+    if given[0][:8] == "--config":
+        with pytest.raises(UsageError, match=r"boards\.toml"):
+            check_outputs(Path("boards.toml"), ["infer", *given])

@@ -62,7 +62,7 @@ def answers(folder: Path, prompts: list[str], count: int, kind: Any = transforme
 def test_prompts_of_a_file_are_answered_in_order_and_continued(penstock: Run, folder: Path, tmp_path: Path) -> None:
     file, output, said = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl", tmp_path / "said.json"
     file.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
-    words = ("generate", f"hf:{folder}", "--file", file, "-o", output, "--max-new-tokens", 9, "--slots", 2)
+    words = ("generate", f"hf:{folder}", "--file", file, "-o", output, "--max-new-tokens", 9, "--set", "slots=2")
     assert penstock(*words, "--json", said)[0] == 0
     rows = [json.loads(line) for line in output.read_text().splitlines()]
     assert [row["prompt"] for row in rows] == PROMPTS
@@ -77,7 +77,7 @@ def test_prompts_of_a_file_are_answered_in_order_and_continued(penstock: Run, fo
     assert penstock(*words)[0] == 0
     assert output.read_text() == whole
     # other answers do not come behind these
-    status, _, err = penstock(*words, "--temperature", 0.7, "--seed", 1)
+    status, _, err = penstock(*words, "--temperature", 0.7, "--set", "seed=1")
     assert (status, "sampling" in err) == (2, True)
     status, _, err = penstock("generate", f"hf:{folder}", "-p", "w9", "-o", output)
     assert (status, "these prompts" in err) == (2, True)
@@ -147,7 +147,7 @@ def test_an_encoders_prompts_are_not_continued(penstock: Run, encoding: Path) ->
 
 def test_a_choice_with_a_seed_is_the_same_again(penstock: Run, folder: Path) -> None:
     words = ("generate", f"hf:{folder}", "-p", PROMPTS[0], "--temperature", 1.5, "--max-new-tokens", 20)
-    first, again, other = (penstock(*words, "--seed", seed)[1] for seed in (1, 1, 2))
+    first, again, other = (penstock(*words, "--set", f"seed={seed}")[1] for seed in (1, 1, 2))
     assert first == again
     assert first != other
 
@@ -177,7 +177,7 @@ def test_a_conversation_that_is_too_long_is_one_line(
         ([], "--prompt"),
         (["-p", "w3", "--file", "x"], "--file"),
         (["--file", "missing.txt"], "missing.txt"),
-        (["-p", "w3", "--top-p", "0.5"], "--temperature"),
+        (["-p", "w3", "--set", "top_p=0.5"], "--temperature"),
         (["-p", "w3", "--max-new-tokens", "600"], "512"),
         (["-p", ""], "at least one"),
     ],

@@ -38,7 +38,7 @@ def rows_of(file: Path) -> list[dict[str, str]]:
 def test_predictions_equal_the_model_s_own(penstock: Run, photos: Path, tmp_path: Path) -> None:
     output, summary = tmp_path / "out.csv", tmp_path / "summary.json"
     status, out, _ = penstock(
-        "infer", SMALL, "--images", photos, "-o", output, "--stages", 2, "--microbatch-size", 3, "--json", summary
+        "infer", SMALL, "--images", photos, "-o", output, "--stages", 2, "--set", "microbatch_size=3", "--json", summary
     )
     assert status == 0
     zoo, images = load_model(SMALL, whole=True), open_images(photos)
@@ -64,7 +64,8 @@ def test_rows_on_standard_output_and_the_rest_on_standard_error(penstock: Run, p
 
 @pytest.mark.parametrize("name", ["out.csv", "out.jsonl"])
 def test_the_best_classes_and_the_outputs_of_each_row(penstock: Run, photos: Path, tmp_path: Path, name: str) -> None:
-    given = ["infer", SMALL, "--images", photos, "-o", tmp_path / name, "--stages", 1, "--top", 3, "--logits"]
+    given = ["infer", SMALL, "--images", photos, "-o", tmp_path / name, "--stages=1", "--set=top=3"]
+    given += ["--set=logits=true"]
     assert penstock(*given)[0] == 0
     zoo, images = load_model(SMALL, whole=True), open_images(photos)
     text = (tmp_path / name).read_text().splitlines()
@@ -88,7 +89,8 @@ def test_an_infinite_output_is_none(penstock: Run, photos: Path, tmp_path: Path)
     module = load_model(SMALL, whole=True).module
     module.get_parameter("head.bias").data[3] = -torch.inf
     save_file({n: t.contiguous() for n, t in module.state_dict().items()}, tmp_path / "a.safetensors")
-    given = ["--images", photos, "--weights", tmp_path / "a.safetensors", "-o", tmp_path / "out.jsonl", "--logits"]
+    given = ["--images", photos, "--weights", tmp_path / "a.safetensors", "-o", tmp_path / "out.jsonl"]
+    given += ["--set=logits=true"]
     assert penstock("infer", SMALL, *given, "--stages", 1)[0] == 0
     rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert [row["logits"][3] for row in rows] == [None] * 7
@@ -171,7 +173,7 @@ def test_a_trained_classifier_of_one_s_own_keeps_its_preparation(
 
 
 def test_predictions_on_another_runtime(penstock: Run, photos: Path, tmp_path: Path) -> None:
-    given = ["infer", SMALL, "--images", photos, "--stages", 2, "--microbatch-size", 3]
+    given = ["infer", SMALL, "--images", photos, "--stages", 2, "--set", "microbatch_size=3"]
     for name in ("eager", "onnxruntime"):
         assert penstock(*given, "--runtime", name, "-o", tmp_path / f"{name}.csv")[0] == 0
     eager, other = (rows_of(tmp_path / f"{name}.csv") for name in ("eager", "onnxruntime"))
@@ -197,7 +199,7 @@ def test_accuracy_where_labels_and_classes_match(penstock: Run, tmp_path: Path) 
     summary = tmp_path / "summary.json"
     model = SMALL.replace("num_classes=4", "num_classes=10")
     arguments = ["--images", "digits", "--num-images", 20, "-o", tmp_path / "out.csv", "--json", summary]
-    status, out, _ = penstock("infer", model, *arguments, "--stages", 1, "--microbatch-size", 8)
+    status, out, _ = penstock("infer", model, *arguments, "--stages", 1, "--set", "microbatch_size=8")
     assert status == 0
     right = sum(int(row["label"]) == int(row["prediction"]) for row in rows_of(tmp_path / "out.csv"))
     assert json.loads(summary.read_text())["accuracy"] == right / 20
@@ -232,7 +234,8 @@ def test_classes_have_names_if_anything_names_them(
 
 
 def test_random_weights_are_said(penstock: Run, photos: Path) -> None:
-    assert "random weights (seed 3)" in penstock("infer", SMALL, "--images", photos, "--stages", 1, "--seed", 3)[2]
+    given = ["--images", photos, "--stages", 1, "--set", "seed=3"]
+    assert "random weights (seed 3)" in penstock("infer", SMALL, *given)[2]
 
 
 def test_weights_from_a_file_are_used_and_checked(penstock: Run, photos: Path, tmp_path: Path) -> None:
@@ -244,7 +247,7 @@ def test_weights_from_a_file_are_used_and_checked(penstock: Run, photos: Path, t
     arguments = ["--images", photos, "--stages", 1, "--num-images", 1]
     good = ["-o", tmp_path / "a.csv", "--weights", tmp_path / "good.safetensors"]
     assert penstock("infer", SMALL, *arguments, *good)[0] == 0
-    assert penstock("infer", SMALL, *arguments, "-o", tmp_path / "b.csv", "--seed", 7)[0] == 0
+    assert penstock("infer", SMALL, *arguments, "-o", tmp_path / "b.csv", "--set", "seed=7")[0] == 0
     assert (tmp_path / "a.csv").read_text() == (tmp_path / "b.csv").read_text()
 
     wrong = dict(state) | {"head.weight": torch.zeros(9, 9)}
@@ -325,7 +328,7 @@ def test_an_unfinished_file_is_not_replaced(penstock: Run, photos: Path, tmp_pat
     assert penstock(*arguments)[0] == 0
 
 
-@pytest.mark.parametrize("other", [["--seed", 1], ["--runtime", "eager:bfloat16"]])
+@pytest.mark.parametrize("other", [["--set", "seed=1"], ["--runtime", "eager:bfloat16"]])
 def test_resume_adds_no_rows_of_another_model(penstock: Run, photos: Path, tmp_path: Path, other: list[object]) -> None:
     output = tmp_path / "out.csv"
     arguments = ["infer", SMALL, "--images", photos, "-o", output, "--stages", 1]

@@ -12,7 +12,8 @@ from penstock.cli import main as main_module
 from penstock.cli.cluster import take_cluster
 from penstock.cli.help import GROUPS
 from penstock.cli.main import main
-from penstock.recipes.settings import RARE
+from penstock.recipes.settings import FitSettings
+from penstock.spec.settings import BenchSettings, PredictSettings, ServeSettings, TextSettings
 from tests.processes import run_python
 
 Run = Callable[..., tuple[int, str, str]]
@@ -73,7 +74,8 @@ def test_a_name_is_in_one_group() -> None:
     context = app.make_context("penstock", [], resilient_parsing=True)
     options = [option for verb in main_module._HELP for option in app.get_command(context, verb).params]
     flags = {flag.removeprefix("--") for option in options for flag in (*option.opts, *option.secondary_opts)}
-    assert set(names) <= flags | {name.replace("_", "-") for name in RARE}
+    structs = (FitSettings, PredictSettings, TextSettings, ServeSettings, BenchSettings)
+    assert set(names) <= flags | {name.replace("_", "-") for struct in structs for name in struct.rare}
 
 
 def test_an_old_name_says_the_new_one(penstock: Run) -> None:

@@ -228,7 +228,7 @@ SLOW = {
     f"train {TINY} --data photos --validation photos --batch-size 2":
         (["w.safetensors", "photos/a/0.png"], ["-o", "--json", "--trace"]),
     "generate hf:speaker --file prompts.txt --stages 1 --max-new-tokens 2 --max-length 64":
-        (["prompts.txt", "speaker/config.json"], ["-o", "--json", "--trace"]),
+        (["prompts.txt", "speaker/config.json"], ["-o", "--json", "--set=trace="]),
     f"split {TINY}": (["w.safetensors"], ["--json"]),
 }  # fmt: skip
 QUICK = {
@@ -273,7 +273,8 @@ def check_unchanged(
     monkeypatch.chdir(here)
     before = {name: (here / name).read_bytes() for name in inputs}
     pairs = zip(options, outputs, strict=False)
-    words = [word for option, output in pairs for word in (option, output) if word]
+    joined = [(option + output, "") if option[-1:] == "=" else (option, output) for option, output in pairs]
+    words = [word for pair in joined for word in pair if word]
     status, _, err = penstock(*command.split(), *words)
     assert status in (0, 1, 2)
     assert "Traceback" not in err

@@ -27,7 +27,7 @@ def test_from_a_run_to_its_page(penstock: Run, photos: Path, tmp_path: Path) -> 
     assert (run / "trace-2.json").exists()
     serial, page = tmp_path / "serial", tmp_path / "both.html"
     arguments = ["--images", photos, "-o", tmp_path / "s.csv", "--stages", 1, "--threads", 1, "--trace", serial]
-    assert penstock("infer", SMALL, *arguments, "--torch-profiler")[0] == 0
+    assert penstock("infer", SMALL, *arguments, "--set", "torch_profiler=true")[0] == 0
     status, out, errors = penstock("report", serial, run, "-o", page, "--json", file)
     assert status == 0, errors
     assert out.splitlines()[1].startswith(f"run: {SMALL} in 2 stages, ")

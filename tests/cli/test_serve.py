@@ -20,8 +20,8 @@ Run = Callable[..., tuple[int, str, str]]
         (("--open", "--host", "example.invalid"), "example.invalid"),
         (("--open", "--certificate", "a.pem"), "--certificate-key"),
         (("--api-keys", "not-there"), "not-there"),
-        (("--open", "--allow-origin", "https://a.example/"), "https://a.example/"),
-        (("--open", "--allow-origin", "a.example"), "a.example"),
+        (("--open", "--set", 'allow_origin=["https://a.example/"]'), "https://a.example/"),
+        (("--open", "--set", 'allow_origin=["a.example"]'), "a.example"),
         (("--open", "--certificate", "a", "--certificate-key", "b"), "PEM"),
     ],
 )

@@ -11,11 +11,12 @@ from penstock.generate.generator import Generator
 from penstock.plan.candidates import PlanRequest
 from penstock.plan.choose import choose, make_plan, plan_again
 from penstock.recipes.profiled import profile_generation
-from penstock.recipes.texts import TextSettings, open_generator
+from penstock.recipes.texts import open_generator
 from penstock.runtime.registry import RuntimeChoice
 from penstock.spec.cluster import Cluster, Device
 from penstock.spec.plan import Generation, Plan, write_plan
 from penstock.spec.profile import Profile
+from penstock.spec.settings import TextSettings
 from tests.generate.tokens import save_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -53,7 +54,7 @@ def test_a_plan_brings_the_caches_and_the_same_tokens(folder: Path, profile: Pro
     write_plan(tmp_path / "plan.json", plan)
     with open_generator(TextSettings(model=f"hf:{folder}", slots=2, stages=1)) as one:
         wanted = one.submit("The turbine", max_new_tokens=30).result()
-    with open_generator(TextSettings(model=f"hf:{folder}", plan=tmp_path / "plan.json")) as made:
+    with open_generator(TextSettings(model=f"hf:{folder}", plan=str(tmp_path / "plan.json"))) as made:
         assert (made.num_slots, made.max_length) == (6, 128)
         assert made.submit("The turbine", max_new_tokens=30).result() == wanted
         assert len(made.pipeline.world.devices) == 2
@@ -111,7 +112,7 @@ def test_a_runtime_is_planned_by_the_error_of_its_logits(folder: Path, profile: 
     write_plan(tmp_path / "plan.json", plan)
     with open_generator(TextSettings(model=f"hf:{folder}", stages=1, slots=2)) as eager:
         wanted = eager.submit("The turbine", max_new_tokens=10).result()
-    with open_generator(TextSettings(model=f"hf:{folder}", plan=tmp_path / "plan.json")) as made:
+    with open_generator(TextSettings(model=f"hf:{folder}", plan=str(tmp_path / "plan.json"))) as made:
         assert made.submit("The turbine", max_new_tokens=10).result() == wanted
 
 

@@ -78,7 +78,7 @@ def test_no_order_is_asked_for_where_both_are_the_same_or_it_is_known(tmp_path: 
     assert len(match_labels(model(100), hundred).classes) == 100
     random = replace(model(2), is_random=True)
     assert match_labels(random, open_images(folders(tmp_path / "other", ["2", "10"]))).names == ("2", "10")
-    with pytest.raises(UsageError, match="leave --class-order out"):
+    with pytest.raises(UsageError, match="leave class_order out"):
         match_labels(model(2, ["cat", "dog"]), images, "natural")
     with pytest.raises(UsageError, match="got sorted"):
         match_labels(model(2), images, "sorted")
@@ -208,7 +208,7 @@ def test_nan_is_an_error_of_its_row(penstock: Run, tmp_path: Path) -> None:  # n
     given = ["infer", f"{SMALL},num_classes=2", "--weights", weights, "--images", data, "--stages", 1]
     assert penstock(*given)[0] == 2
     for name in ("out.csv", "out.jsonl"):
-        status, out, err = penstock(*given, "--class-order", "torchvision", "-o", tmp_path / name)
+        status, out, err = penstock(*given, "--set", "class_order=torchvision", "-o", tmp_path / name)
         assert (status, "2 of 2 images failed" in err, "accuracy" in out) == (1, True, False)
     with (tmp_path / "out.csv").open() as file:
         assert [(row["prediction"], "NaN" in row["error"]) for row in csv.DictReader(file)] == [("", True)] * 2
@@ -322,7 +322,7 @@ def test_a_checkpoint_of_the_official_training_script(penstock: Run, tmp_path: P
         right = [int(found.module(found.transform(images.read(row))[None]).argmax()) for row in range(4)]
     labels = [*right[:3], (right[3] + 1) % 5]
     (tmp_path / "val.txt").write_text("".join(f"val {row}.JPEG {label}\n" for row, label in enumerate(labels)))
-    given = ["--images", tmp_path / "val", "--labels", tmp_path / "val.txt", "--weights", weights, "--stages", 2]
+    given = ["--images", tmp_path / "val", "--set", f"labels={tmp_path}/val.txt", "--weights", weights, "--stages", 2]
     status, out, err = penstock("infer", name, *given, "-o", tmp_path / "out.csv")
     assert (status, "accuracy 75.00%" in out) == (0, True), err
     (tmp_path / "val.txt").write_text("val 0.JPEG 5\n")

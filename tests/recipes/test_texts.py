@@ -8,7 +8,8 @@ from typing import Any, cast
 import pytest
 
 from penstock.errors import DataError, ModelError
-from penstock.recipes.texts import TextSettings, answer_ends, open_generator, read_prompts
+from penstock.recipes.texts import answer_ends, open_generator, read_prompts
+from penstock.spec.settings import TextSettings
 from tests.generate.tokens import tokenizer
 
 ODD = "a\u2028b\x85c\x0cd"

@@ -116,7 +116,7 @@ def test_a_classifier_of_one_s_own_in_another_preparation(tmp_path: Path, monkey
     (tmp_path / "served.py").write_text(OWN)
     data = io.BytesIO()
     Image.new("RGB", (9, 7), (0, 255, 0)).save(data, "PNG")
-    with serving("served:prepared", "--open", "--stages", 1, "--preprocess", "size=4,mean=0,0.5,0,std=0.5") as server:
+    with serving("served:prepared", "--open", "--stages=1", "--set=preprocess=size=4,mean=0,0.5,0,std=0.5") as server:
         answer = httpx.post(f"{server.url}/v1/classify?top=3", content=data.getvalue(), timeout=60).json()
         server.end()
     assert [each["name"] for each in answer["classes"]] == ["green", "red", "blue"]

@@ -35,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Server]:
-    with serving(f"hf:{folder}", "--open", "--stages", 2, "--slots", 2, "--max-length", 256) as made:
+    with serving(f"hf:{folder}", "--open", "--stages", 2, "--set", "slots=2", "--max-length", 256) as made:
         yield made
         ended = made.end()
         assert ended.status == 0, ended.stderr
@@ -271,7 +271,7 @@ def test_a_client_that_leaves_frees_its_slot(server: Server) -> None:
 
 def test_a_lost_process_is_a_pause(folder: Path, model: tuple[Any, Any]) -> None:
     text = wanted(model, "A pipe", 200)[1]
-    words = (f"hf:{folder}", "--open", "--stages", 2, "--slots", 1, "--max-length", 256)
+    words = (f"hf:{folder}", "--open", "--stages", 2, "--set", "slots=1", "--max-length", 256)
     with serving(*words) as made, openai.OpenAI(base_url=f"{made.url}/v1", api_key="none", max_retries=0) as client:
         parts: list[str] = []
         stream = client.completions.create(model="small", prompt="A pipe", max_tokens=200, temperature=0, stream=True,

@@ -15,6 +15,8 @@ from tests.serve.servers import Server, serving
 
 KEY = "a-key-of-this-test-0123456789"
 
+SET = ("name=small", "slots=2", "most_waiting=3", "max_body=0.05")
+
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
@@ -23,8 +25,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     keys = folder / "api.keys"
     keys.touch(0o600)
     keys.write_text(f"# of tests\n{KEY}\n")
-    words = (f"hf:{folder}", "--api-keys", keys, "--name", "small", "--stages", 1, "--slots", 2, "--max-length", 256)
-    with serving(*words, "--most-waiting", 3, "--max-body", 0.05) as made:
+    words = (f"hf:{folder}", "--api-keys", keys, "--stages", 1, "--max-length", 256)
+    with serving(*words, *(f"--set={each}" for each in SET)) as made:
         yield made
 
 

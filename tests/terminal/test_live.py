@@ -57,7 +57,7 @@ def test_without_a_terminal_one_line() -> None:
     file = io.StringIO()
     with LiveView(Console(file=file), list, total=3, unit="images") as view:
         view.advance()
-    assert file.getvalue() == "--live needs a terminal; continuing without it\n"
+    assert file.getvalue() == "a live view needs a terminal; continuing without it\n"
     with LiveView(Console(file=file), list, total=3, unit="images", shown=False) as view:
         view.advance()
     assert file.getvalue().count("\n") == 1

@@ -11,7 +11,8 @@ import torch
 import transformers
 
 from penstock.errors import ModelError
-from penstock.recipes.texts import TextSettings, answer_ends, open_generator
+from penstock.recipes.texts import answer_ends, open_generator
+from penstock.spec.settings import TextSettings
 from penstock.zoo.models.gguf_models import gguf_file
 from tests.generate.tokens import TEMPLATE, save_model
 

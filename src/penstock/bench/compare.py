@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from penstock.bench.ceiling import Baseline, Ceilings, WholeModel
-from penstock.bench.options import BenchOptions
 from penstock.bench.peer import PeerSettings, block_after, do_peer
 from penstock.bench.samples import Difference, Measured, Samples, limit_of
 from penstock.cores import available_cores
@@ -34,6 +33,7 @@ from penstock.group.world import World, assign_stages
 from penstock.plan.search.partition import stage_sums
 from penstock.runtime.registry import EAGER, parse_runtime
 from penstock.spec.plan import Plan
+from penstock.spec.settings import BenchSettings
 from penstock.stream.streaming_pipeline import stream_facts
 from penstock.tracing.trace import Run, make_run
 from penstock.transport.base import WORD_BYTES, receive_bytes, send_bytes
@@ -48,7 +48,7 @@ class Comparison:
     All rows have the same inputs and are compared with the outputs of the serial run.
     """
 
-    def __init__(self, zoo: ZooModel, world: World, options: BenchOptions, *, max_stages: int) -> None:
+    def __init__(self, zoo: ZooModel, world: World, options: BenchSettings, *, max_stages: int) -> None:
         self.last_run: Run | None = None  # run recorded in the last row's last pass
         self._zoo, self._world, self._options = zoo, world, options
         self._number = 0
@@ -154,7 +154,7 @@ class Comparison:
         self._number += 1
         return deploy_pipeline(
             world, divide_by_sets(self.graph, [cuts]), FromWeights(self._load), self._run, sizes=self._sizes,
-            ranks=ranks, number=self._number, tracer=FeederTracer(world) if self._options.trace else None,
+            ranks=ranks, number=self._number, tracer=FeederTracer(world) if self._options.report else None,
         )  # fmt: skip
 
     def baseline(self, times: int) -> list[float]:

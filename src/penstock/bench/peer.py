@@ -96,7 +96,7 @@ def do_peer(world: World, settings: PeerSettings, model: str, seed: int) -> floa
 
 
 def peer_job(model: str, seed: int) -> dict[str, Job]:
-    """Return the job of a process of `penstock bench --peer`; see `deploy.worker.work`."""
+    """Return the job of a process of `penstock bench --set peer=true`; see `deploy.worker.work`."""
     return {PEER: lambda world, settings: do_peer(world, check_settings(settings, PeerSettings), model, seed)}
 
 

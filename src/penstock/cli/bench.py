@@ -4,20 +4,21 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 import typer
 from rich.table import Column, Table
 
-from penstock.bench.options import BenchOptions
 from penstock.cli import options as opt
 from penstock.cli.cluster import Cluster
-from penstock.cli.paths import Written
-from penstock.cli.settings_options import Given, named_options, takes_settings
+from penstock.cli.config import takes_config
+from penstock.cli.settings_options import Given, named_options, settings_of
 from penstock.errors import UsageError
 from penstock.plan.check import read_plan
 from penstock.report.comparison_text import name_of
 from penstock.spec.plan import Plan
+from penstock.spec.settings import BenchSettings
 from penstock.terminal import notes
 from penstock.terminal.progress import duration, working
 from penstock.text import counted
@@ -26,37 +27,9 @@ from penstock.tracing.trace import Run
 if TYPE_CHECKING:
     from penstock.bench.compare import Comparison
 
-_SHARED = {"microbatch_size": opt.MicrobatchSize, "seed": opt.Seed, "threads": opt.Threads, "device": opt.ComputesOn,
-           "runtime": opt.Runtime}  # fmt: skip
 
-
-@takes_settings(BenchOptions, _SHARED)
-def bench(
-    context: typer.Context,
-    *,
-    model: opt.Model,
-    stages: Annotated[str, typer.Option(help="Stage counts, like 1,2,4.")] = "1,2,4",
-    policy: Annotated[str, typer.Option(help="Policies: balanced,equal-blocks,equal-size,smallest-crossing.")] = (
-        "balanced"
-    ),
-    cut: Annotated[
-        list[str] | None, typer.Option("--cut", metavar="A:after,B:after", help="Cuts of an additional row.")
-    ] = None,
-    plan: Annotated[
-        list[Path] | None,
-        typer.Option("--plan", metavar="plan.json", help="Plan of an additional row; sets --microbatch-size."),
-    ] = None,
-    given: Given,
-    peer: Annotated[bool, typer.Option("--peer", help="Comparison with torch.distributed.pipelining.")] = False,
-    report: Annotated[
-        Path | None, Written(), typer.Option("--report", metavar="PAGE.html", help="Page that compares the rows.")
-    ] = None,
-    weights: opt.WeightsFile = None,
-    pretrained: opt.Pretrained = False,
-    bind: opt.Bind = None,
-    cluster: Cluster = None,
-    json: opt.JsonFile = None,
-) -> None:
+@takes_config(BenchSettings)
+def bench(context: typer.Context, *, given: Given, cluster: Cluster = None, json: opt.JsonFile = None) -> None:
     """Measure a model on eager in one process, and as pipelines: images per second, speed-up, equality, seconds."""
     from penstock.bench.compare import Comparison
     from penstock.bench.peer import peer_job, start_peers
@@ -68,14 +41,13 @@ def bench(
     from penstock.wire import FEEDER
     from penstock.zoo.models.models import load_model
 
-    opt.bind_to(bind, cluster)
-    plans = {file: read_plan(file) for file in plan or []}
-    size = given["microbatch_size"] if "microbatch_size" in named_options(context) else None
-    options = BenchOptions(
-        **given | {"microbatch_size": _microbatch_size(plans, size) or given["microbatch_size"]},
-        trace=report is not None,
-    )  # fmt: skip
-    wanted = _Rows(opt.parse_numbers(stages, "--stages"), policy.split(","), cut or [], list(plans.values()), peer)
+    options = settings_of(BenchSettings, given)
+    opt.bind_to(options.bind, cluster)
+    plans = {file: read_plan(file) for file in options.plan}
+    size = _microbatch_size(plans, options.microbatch_size if "microbatch_size" in named_options(context) else None)
+    options = msgspec.structs.replace(options, microbatch_size=size or options.microbatch_size)
+    counts = opt.parse_numbers(options.stages, "--stages")
+    wanted = _Rows(counts, options.policy.split(","), options.cut, list(plans.values()), options.peer)
     wanted.check(options.device)
     choices = [
         parse_runtime(name) for name in {options.runtime, *(name for p in plans.values() for name in p.runtimes)}
@@ -86,16 +58,16 @@ def bench(
         for choice in choices:
             choice.check_machine()
     if world is not None and world.rank != FEEDER:
-        notes.say(follow(world, peer_job(model, options.seed) if peer else None))
+        notes.say(follow(world, peer_job(options.model, options.seed) if options.peer else None))
         return
     try:
         with working("loading the model") as say:
-            zoo = load_model(model, weights=weights, pretrained=pretrained, seed=options.seed)
+            zoo = load_model(options.model, weights=options.weights, pretrained=options.pretrained, seed=options.seed)
             say("meeting the processes")
             most = wanted.num_devices
-            world = world or (start_peers(most, model, options.seed) if peer else start_local(most))
+            world = world or (start_peers(most, options.model, options.seed) if options.peer else start_local(most))
             comparison = Comparison(zoo, world, options, max_stages=most)
-            measured = _measure(comparison, wanted, say, lambda rows: _write(json, model, comparison, rows))
+            measured = _measure(comparison, wanted, say, lambda rows: _write(json, options.model, comparison, rows))
         best = max((row for row, _ in measured), key=lambda row: row["speedup"])
         last_line = f"speed-up {best['speedup']:.2f} with {name_of(best)}"
         world.last_word = last_line
@@ -104,8 +76,9 @@ def bench(
         if world is not None:
             world.end(error)
         raise
+    report = Path(options.report) if options.report else None
     if report is not None:
-        write_comparison(report, {"model": model, **comparison.settings()}, measured)
+        write_comparison(report, {"model": options.model, **comparison.settings()}, measured)
     rows = [row for row, _ in measured]
     _print(rows, report)
     notes.say(last_line)
@@ -122,14 +95,14 @@ class _Rows:
     peer: bool
 
     def check(self, device: str) -> None:
-        """Raise `UsageError` for an unknown policy, and for --peer on a device other than the CPU."""
+        """Raise `UsageError` for an unknown policy, and for `peer` on a device other than the CPU."""
         from penstock.deploy.policies import POLICIES
 
         for name in self.policies:
             if name not in POLICIES:
                 raise UsageError(f"policy must be one of {', '.join(POLICIES)}; got {name!r}")
         if self.peer and device != "cpu":
-            raise UsageError(f"--peer runs only on the CPU and cannot be compared with {device}; leave one out")
+            raise UsageError(f"peer runs only on the CPU and cannot be compared with {device}; leave one out")
 
     @property
     def num_devices(self) -> int:
@@ -176,7 +149,7 @@ def _measurements(comparison: "Comparison", wanted: _Rows) -> Iterator[tuple[str
         yield f"the plan for {names}", len(chosen.devices), partial(comparison.planned, chosen)
 
 
-def _microbatch_size(plans: Mapping[Path, Plan], size: int | None) -> int | None:
+def _microbatch_size(plans: Mapping[str, Plan], size: int | None) -> int | None:
     """Return the microbatch size of all rows: as given, or that of the plans; None without either."""
     for file, plan in plans.items():
         if size is not None and plan.microbatch_rows != size:

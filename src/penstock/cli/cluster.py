@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from penstock.cli.config import read_config
 from penstock.cli.options import bind_to
 from penstock.cluster.lab import lab_session, read_lab
 from penstock.cluster.lab.signals import ended_by_signals
@@ -101,16 +102,15 @@ def commands_by_ssh(cluster: Spec, arguments: Sequence[str], port: int = PORT) -
 
 
 def refuse_bind(path: Path, arguments: Sequence[str]) -> None:
-    """Raise `UsageError` if `--bind` is given with `--cluster`: each host has its own address."""
-    bind = next((argument for argument in arguments if argument.partition("=")[0] == "--bind"), None)
-    bind_to(bind, path)
+    """Raise `UsageError` if `bind` is set with `--cluster`: each host has its own address."""
+    bind_to(_given(arguments, "bind"), path)
 
 
 def check_outputs(path: Path, arguments: Sequence[str]) -> None:
     """Raise `UsageError` if a command on a cluster would write over the cluster's file."""
     short = next((argument[2:] for argument in arguments if argument[:2] == "-o" and argument[2:]), None)
-    given = {option: _option(arguments, option) for option in ("-o", "--output", "--json", "--trace", "--report")}
-    given |= {"-o": short} if short else {}
+    given = {f"--{name}": _given(arguments, name) for name in ("output", "json", "trace", "report")}
+    given |= {"-o": short or _option(arguments, "-o")}
     outputs = [(option, Path(value).expanduser()) for option, value in given.items() if value]
     check_paths([(_OPTION, path)], outputs)
 
@@ -123,12 +123,12 @@ def is_lab(path: Path) -> bool:
 
 def ends_with(arguments: Sequence[str]) -> EndTogether:
     """Return what ends a run: the first failure or, if the run survives lost processes, the first host's exit."""
-    asked = _option(arguments, "--on-loss")
+    asked = _given(arguments, "on_loss")
     verb = next(iter(arguments), "")
     if verb == "train":
         survives = asked not in {None, "stop"}
     else:
-        survives = verb in {"chat", "generate", "infer", "serve"} and asked != "stop" and "--trace" not in arguments
+        survives = verb in {"chat", "generate", "infer", "serve"} and asked != "stop" and not _given(arguments, "trace")
     return "first" if survives else True
 
 
@@ -145,6 +145,25 @@ def _shown(first: str) -> Callable[[OutputLine], None]:
 def _status(codes: Mapping[str, int | None], first: str, ends: EndTogether) -> int:
     failed = [code for host, code in codes.items() if code and (host == first or ends is True)]
     return 0 if not failed else (2 if failed[0] == 2 else 1)
+
+
+def _given(arguments: Sequence[str], name: str) -> str | None:
+    """Return a setting from an option, `--set` or the file of settings; None if it is not given.
+
+    >>> _given(["infer", "--set", "on_loss=wait"], "on_loss"), _given(["infer", "--on-loss=stop"], "on_loss")
+    ('wait', 'stop')
+    """
+    found = _option(arguments, f"--{name.replace('_', '-')}")
+    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        option, equals, value = argument.partition("=")
+        key, _, text = (value if equals else following).partition("=")
+        if found is None and option == "--set" and key.strip().replace("-", "_") == name:
+            found = text.strip(" \"'")
+    config = _option(arguments, "--config")
+    if found is None and config:
+        in_file = read_config(Path(config).expanduser()).get(name)
+        found = None if in_file is None else str(in_file)
+    return found
 
 
 def _option(arguments: Sequence[str], option: str) -> str | None:

@@ -44,7 +44,7 @@ def compress(*, given: Given, json: opt.JsonFile = None) -> None:
             "no improvement found: no other form is accurate enough and faster in each round of the comparison",
             soft_wrap=True,
         )
-    rows = f" --microbatch-size {settings.microbatch_size}" if settings.microbatch_size > 1 else ""
+    rows = f" --set microbatch_size={settings.microbatch_size}" if settings.microbatch_size > 1 else ""
     console.print(
         f"{best.name}: {best.accuracy:.2%} right ({best.accuracy - base.accuracy:+.2%}), "
         f"{_times(best, base)} times as fast; penstock infer {outcome.model} "

@@ -13,7 +13,7 @@ from typer.models import ParameterInfo
 
 from penstock.cli.help import GROUPS
 from penstock.cli.paths import checked, declared
-from penstock.cli.settings_options import IN_FILE, fields_of, named_options, written_as
+from penstock.cli.settings_options import IN_FILE, fields_of, named_options, takes_settings, written_as
 from penstock.errors import UsageError
 from penstock.spec.fields import decode_toml, read_bytes
 from penstock.terminal.notes import say
@@ -37,22 +37,25 @@ _OPTIONS: dict[str, tuple[Any, Any]] = {
         Annotated[bool, typer.Option("--write-config", help="Print all settings, as a file for --config.")],
     ),
 }
+_CONTEXT = inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
 
 
 def takes_config(struct: type[msgspec.Struct]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Add to a command made by `takes_settings` the options that give values of the struct in a file.
+    """Add to a command what `takes_settings` adds, and the options that give values of the struct in a file.
 
     Options on the command line come before `--set`, and `--set` before the file. Paths in the file are relative to the
     current folder. Raises `UsageError` for a wrong key or value.
 
     Example:
-        @takes_config(FitSettings)
-        @takes_settings(FitSettings, {"model": Model})
-        def train(context: typer.Context, *, given: Given) -> None: ...
+        @takes_config(ChatSettings)
+        def chat(*, given: Given) -> None: ...
     """
 
-    def decorate(verb: Callable[..., None]) -> Callable[..., None]:
+    def decorate(bare: Callable[..., None]) -> Callable[..., None]:
+        verb = takes_settings(struct)(bare)
         own = list(inspect.signature(verb).parameters.values())
+        takes_context = own[0].name == "context"
+        own[:1] = own[:1] if takes_context else [_CONTEXT, *own[:1]]
         fields = {name: (base, extra) for name, base, extra in fields_of(struct)}
         kinds = declared(own)
         for name, (_, extra) in fields.items():
@@ -61,7 +64,7 @@ def takes_config(struct: type[msgspec.Struct]) -> Callable[[Callable[..., None]]
         @functools.wraps(verb)
         def call(context: typer.Context, config: Path | None, write_config: bool, **options: Any) -> None:
             pairs = options.pop("set") or []
-            values = _typed(_read_file(config) | dict(_read_pair(pair, fields) for pair in pairs), struct)
+            values = _typed(read_config(config) | dict(_read_pair(pair, fields) for pair in pairs), struct)
             named = named_options(context)
             for name, value in values.items():
                 if name not in named:
@@ -73,7 +76,7 @@ def takes_config(struct: type[msgspec.Struct]) -> Callable[[Callable[..., None]]
                 return
             found = checked(options | {"config": config}, kinds | {"config": ("--config", None)})
             del found["config"]
-            verb(context=context, **found)
+            verb(**found | ({"context": context} if takes_context else {}))
 
         added = [
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
@@ -87,7 +90,7 @@ def takes_config(struct: type[msgspec.Struct]) -> Callable[[Callable[..., None]]
     return decorate
 
 
-def _read_file(path: Path | None) -> dict[str, Any]:
+def read_config(path: Path | None) -> dict[str, Any]:
     """Read a file's values; those of a run's settings.json that are null are left out."""
     if path is None:
         return {}
@@ -121,11 +124,11 @@ def _read_pair(pair: str, fields: Mapping[str, tuple[Any, Mapping[str, Any]]]) -
 
 def _typed(values: Mapping[str, Any], struct: type[msgspec.Struct]) -> dict[str, Any]:
     """Return the values as the struct's fields have them; raises `UsageError` for an unknown key or a wrong value."""
-    hints = get_type_hints(struct, include_extras=True)
+    hints, known = get_type_hints(struct, include_extras=True), struct.__struct_fields__
     found = {}
     for name, value in values.items():
-        if name not in hints:
-            raise UsageError(f"{name!r} is no setting{nearest(name, hints, 1, '; see --write-config')}")
+        if name not in known:
+            raise UsageError(f"{name!r} is no setting{nearest(name, known, 1, '; see --write-config')}")
         try:
             found[name] = msgspec.convert(value, hints[name])
         except msgspec.ValidationError as wrong:

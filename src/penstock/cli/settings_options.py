@@ -2,38 +2,41 @@
 
 A field's help is the description of its `msgspec.Meta`. The meta's `extra` has additional values for the command line:
 `flags` if they differ from the field's name (empty for `--name` and `--no-name`), `metavar`, `min` if the struct has no
-limit, `default` if the option's default differs, `path` if a text is a path, `folder` if it is a folder that is written
-or, if its files are always the command's own, kept."""
+limit, `default` if the option's default differs, `argument` as the metavar of an argument, `path` if a text is a path,
+`written` if it is a `file`, a `folder`, or a `kept folder`, whose files are always the command's own. A struct's `rare`
+fields have no option (see `cli/config.py`)."""
 
 import functools
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from types import NoneType
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 import typer
 
 from penstock.cli.paths import Written
+from penstock.errors import UsageError
+from penstock.spec.fields import make_struct
 
 Given = dict[str, Any]
+_Struct = TypeVar("_Struct", bound=msgspec.Struct)
 IN_FILE = "penstock.in_file"  # in a context's `meta`: names of the parameters given in a file of settings
 
 
 def takes_settings(
-    struct: type[msgspec.Struct], shared: Mapping[str, Any], rare: Collection[str] = ()
+    struct: type[msgspec.Struct], shared: Mapping[str, Any] | None = None
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Add to a command an option for each field of a struct that has a description or an entry in `shared`.
 
-    `rare` fields have none: they are given in a file (`cli/config.py`).
     The function's parameter `given` receives the values by field name, ready for the struct.
 
     Example:
-        @takes_settings(FitSettings, {"model": Model})
-        def train(*, given: Given, json: JsonFile = None) -> None: ...
+        @takes_settings(CompressSettings, {"model": Model})
+        def compress(*, given: Given, json: JsonFile = None) -> None: ...
     """
-    parameters = list(_parameters(struct, shared, rare))
+    parameters = list(_parameters(struct, shared or {}, getattr(struct, "rare", ())))
     fields = list(fields_of(struct))
     paths = {name: extra["path"] for name, _, extra in fields if "path" in extra}
 
@@ -54,6 +57,19 @@ def takes_settings(
         return call
 
     return decorate
+
+
+def settings_of(struct: type[_Struct], given: Given) -> _Struct:
+    """Make a struct of the values given; raises `UsageError` for missing ones and for wrong ones."""
+    needed = {field.name for field in msgspec.structs.fields(struct) if field.required}
+    missing = [
+        extra.get("argument", f"--{name}")
+        for name, _, extra in fields_of(struct)
+        if name in needed and given.get(name) is None
+    ]
+    if missing:
+        raise UsageError(f"{' and '.join(missing)} must be given, on the command line or in a file for --config")
+    return make_struct({name: value for name, value in given.items() if value is not None}, struct, "the settings")
 
 
 def named_options(context: typer.Context) -> set[str]:
@@ -84,6 +100,8 @@ def _parameters(
 
 
 def _option(name: str, base: Any, default: Any, extra: Mapping[str, Any]) -> Any:
+    if "argument" in extra:
+        return Annotated[base | None, typer.Argument(metavar=extra["argument"], help=extra["description"])]
     limits = {"min": extra["ge"]} if base is int and "ge" in extra else {}
     limits |= {"min": extra["min"]} if "min" in extra else {}
     if "path" in extra:
@@ -101,14 +119,15 @@ def _option(name: str, base: Any, default: Any, extra: Mapping[str, Any]) -> Any
 
 def written_as(extra: Mapping[str, Any]) -> Written | None:
     """Return how a field's path is written; None if it is read, or no path."""
-    return Written(is_folder=True, is_compared=extra["folder"] == "written") if "folder" in extra else None
+    how = extra.get("written")
+    return None if how is None else Written(is_folder=how != "file", is_compared=how != "kept folder")
 
 
 def fields_of(struct: type[msgspec.Struct]) -> Iterator[tuple[str, Any, dict[str, Any]]]:
     """Yield each field's name, its type without None and metas, and the values of the metas."""
     hints = get_type_hints(struct, include_extras=True)
     # the struct's own fields first, then inherited ones
-    for name in sorted(hints, key=lambda name: name not in struct.__annotations__):
+    for name in sorted(struct.__struct_fields__, key=lambda name: name not in struct.__annotations__):
         base = hints[name]
         extra: dict[str, Any] = {}
         while get_origin(base) is Annotated or NoneType in get_args(base):

@@ -4,7 +4,7 @@ import contextlib
 import os
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, get_args
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
@@ -12,12 +12,12 @@ from rich.table import Table
 from penstock.cli import options as opt
 from penstock.cli.config import takes_config
 from penstock.cli.paths import first_rank
-from penstock.cli.settings_options import Given, named_options, takes_settings
+from penstock.cli.settings_options import Given, named_options
 from penstock.cluster.lab import lab_session, read_lab
 from penstock.cores import available_cores
 from penstock.errors import RunError, UsageError
 from penstock.plan.check import read_plan
-from penstock.recipes.settings import RARE, SETTINGS, FitSettings, keep_settings, make_settings, read_settings
+from penstock.recipes.settings import SETTINGS, FitSettings, keep_settings, make_settings, read_settings
 from penstock.terminal.notes import say
 from penstock.terminal.progress import working
 from penstock.text import counted
@@ -29,15 +29,8 @@ if TYPE_CHECKING:
     from penstock.recipes.metrics import FitResult
     from penstock.recipes.several import Row
 
-_SHARED = {
-    "model": Annotated[str | None, get_args(opt.Model)[1]],  # with --resume that of the run
-    "cuts": opt.CutNames, "weights": opt.WeightsFile, "pretrained": opt.Pretrained, "threads": opt.Threads,
-    "device": opt.ComputesOn, "trace": opt.Trace, "live": opt.Live,
-}  # fmt: skip
-
 
 @takes_config(FitSettings)
-@takes_settings(FitSettings, _SHARED, RARE)
 def train(
     context: typer.Context,
     *,

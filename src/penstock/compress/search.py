@@ -10,8 +10,8 @@ from msgspec import Meta
 
 from penstock.errors import UsageError
 from penstock.files import written_whole
-from penstock.recipes.settings import PathText, Positive, WholePath
 from penstock.runtime.registry import parse_runtime
+from penstock.spec.settings import PathText, Positive, WholePath
 
 if TYPE_CHECKING:
     from penstock.compress.quantize import LayerLoss
@@ -41,7 +41,7 @@ class CompressSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         PathText,
         Meta(
             description="Folder of the search; a second run resumes it.",
-            extra={"flags": ["--output", "-o"], "folder": "written"},
+            extra={"flags": ["--output", "-o"], "written": "folder"},
         ),
     ] = "runs/compress"
     accuracy_floor: Annotated[Ratio | None, Meta(description="Lowest accuracy on the test images.")] = None

@@ -41,7 +41,7 @@ class ElasticChoices(msgspec.Struct, frozen=True, kw_only=True):
     cache: Annotated[bool, Meta(description="Keep outputs of frozen layers on disk.")] = True
     cache_dir: Annotated[
         Folder | None,
-        Meta(description="Folder of the cache on each machine.", extra={"path": "as given", "folder": "kept"}),
+        Meta(description="Folder of the cache on each machine.", extra={"path": "as given", "written": "kept folder"}),
     ] = None
     cache_limit: Annotated[Size | None, Meta(description="Size limit of the cache on a machine, as in 4GiB.")] = None
     cache_dtype: Annotated[Stored, Meta(description="Cached floats: float32 or bfloat16.")] = "float32"

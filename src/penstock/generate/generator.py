@@ -70,7 +70,7 @@ class Generator:
         lanes: int | None = None, max_length: int | None = None, policy: str = "balanced",
         cuts: Sequence[str] | None = None, plan: Plan | str | os.PathLike[str] | None = None,
         threads: int = 1, device: str | torch.device = "cpu", runtime: str = "eager", weights: Weights | None = None,
-        world: World | None = None, on_loss: str = "stop", speculate: bool = True, trace: Path | None = None,
+        world: World | None = None, on_loss: str = "stop", speculate: bool = True, trace: str | Path | None = None,
     ) -> None:  # fmt: skip
         for name, value, least in (("slots", slots, 1), ("lanes", lanes, 1), ("max_length", max_length, 2)):
             if value is not None and value < least:

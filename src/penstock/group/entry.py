@@ -330,6 +330,6 @@ def _serve(links: Links, address: str, host: str, port: int, peers: int) -> TCPS
         else:
             message = (
                 f"cannot listen on {address}:{port} ({error.strerror or error}); check that --master-addr is an "
-                "address of rank 0's host; if so, choose another address of that host with --bind"
+                "address of rank 0's host; if so, choose another address of that host with PENSTOCK_BIND"
             )
         raise RunError(message) from None

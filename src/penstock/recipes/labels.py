@@ -40,7 +40,7 @@ def match_labels(model: ZooModel, images: ImageSet, order: str | None = None) ->
     if order not in (None, "torchvision", "natural"):
         return _by_map(model, images, Path(order))
     if named and order is not None:
-        raise UsageError(f"{model.name} has class names, by which folders are matched; leave --class-order out")
+        raise UsageError(f"{model.name} has class names, by which folders are matched; leave class_order out")
     if images.is_parts and not set(images.classes) <= set(named):
         parts = " and ".join(images.classes)
         raise UsageError(f"the folders {parts} are parts of a data set, not classes; give one of them")
@@ -82,7 +82,7 @@ def _by_map(model: ZooModel, images: ImageSet, path: Path) -> Labels:
         names = [line.strip() for line in path.read_text(encoding="utf-8-sig").split("\n") if line.strip()]
     except (OSError, UnicodeDecodeError):
         raise UsageError(
-            f"--class-order must be torchvision, natural or a text file with a folder's name in each line; got {path}"
+            f"class_order must be torchvision, natural or a text file with a folder's name in each line; got {path}"
         ) from None
     places = {name: index for index, name in enumerate(names)}
     unknown = next((name for name in images.classes if name not in places), None)
@@ -102,7 +102,7 @@ def check_order(model: ZooModel, images: ImageSet) -> None:
 
 
 def _ordered(
-    model: ZooModel, images: ImageSet, order: str | None, option: str = "give --class-order, or "
+    model: ZooModel, images: ImageSet, order: str | None, option: str = "give --set class_order=ORDER, or "
 ) -> ImageSet:  # fmt: skip
     """Return the images with their classes in the chosen order; random weights have no order."""
     by_code = tuple(sorted(images.classes))

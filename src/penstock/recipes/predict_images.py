@@ -2,8 +2,8 @@
 
 import contextlib
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,7 @@ from penstock.recipes.predictions import (
     check_replaceable,
     go_on_with,
 )
-from penstock.spec.cluster import read_cluster
-from penstock.spec.profile import read_profile
+from penstock.spec.settings import PredictSettings
 from penstock.terminal.live import LiveView
 from penstock.terminal.notes import note, say
 from penstock.terminal.progress import how_far, progress_console, telling, working
@@ -37,54 +36,22 @@ from penstock.zoo.models.models import ZooModel, load_model
 from penstock.zoo.weights.weights import fingerprint_of
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PredictSettings:
-    """Options of `penstock infer`."""
-
-    model: str
-    images: str | Sequence[str]
-    output: Path
-    on_loss: str
-    stages: int | None = None
-    policy: str = "balanced"
-    cuts: list[str] | None = None
-    plan: Path | None = None
-    microbatch_size: int = 1
-    num_images: int | None = None
-    resume: bool = False
-    trace: Path | None = None
-    profile: bool = False
-    live: bool = False
-    weights: Path | None = None
-    pretrained: bool = False
-    seed: int = 0
-    threads: int | None = None
-    device: str = "cpu"
-    runtime: str = "eager"
-    wait_s: float = 300.0
-    profiled: Path | None = None
-    planned_for: Path | None = None
-    class_order: str | None = None
-    labels: Path | None = None
-    preprocess: str | None = None
-    top: int = 0
-    logits: bool = False
-
-
 def predict_images(asked: PredictSettings, world: World | None = None) -> tuple[dict[str, Any], str | None]:
     """Write a row for every image, in order; return counts and times, and a line about failed images, if any.
 
     Example:
-        predict_images(PredictSettings(model="timm:deit_small_patch16_224", images="photos", output=Path("out.csv")))
+        predict_images(PredictSettings(model="timm:deit_small_patch16_224", images=["photos"], output="out.csv"))
 
     Raises `UsageError` for names and files that do not match, and `KeyboardInterrupt` with the number of rows on disk.
     """
     cut = CutOptions(stages=asked.stages, policy=asked.policy, cuts=asked.cuts)
-    if asked.resume and is_stdout(asked.output):
-        raise UsageError(f"--resume continues a file; got the standard output {asked.output}; give a file as --output")
+    output = Path(asked.output)
+    if asked.resume and is_stdout(output):
+        raise UsageError(f"--resume continues a file; got the standard output {output}; give a file as --output")
     with world if world is not None else contextlib.nullcontext():
-        known = read_profile(asked.profiled) if asked.profiled else None
-        machines = read_cluster(asked.planned_for) if asked.planned_for else None
+        survival = OnLoss(
+            asked.on_loss or "stop", wait_s=asked.wait_for, profile=asked.costs, cluster=asked.from_cluster
+        )
         with working("loading the model"):
             zoo = load_model(
                 asked.model, weights=asked.weights, pretrained=asked.pretrained, seed=asked.seed,
@@ -107,9 +74,9 @@ def predict_images(asked: PredictSettings, world: World | None = None) -> tuple[
             logits=asked.logits, preprocess=zoo.preprocess or "",
         )  # fmt: skip
         if not asked.resume:
-            check_replaceable(asked.output)
+            check_replaceable(output)
         more = [name for name, on in (("top", asked.top), ("logits", asked.logits)) if on]
-        with PredictionFile(asked.output, resume=asked.resume, columns=(*COLUMNS, *more)) as file:
+        with PredictionFile(output, resume=asked.resume, columns=(*COLUMNS, *more)) as file:
             _check_done(file, chosen)
             go_on_with(file, about)
             if len(file.done) == len(chosen):
@@ -122,8 +89,8 @@ def predict_images(asked: PredictSettings, world: World | None = None) -> tuple[
                     stages=asked.stages if plan else cut.count(len(world.devices) if world else 2),
                     policy=asked.policy, cuts=asked.cuts, plan=plan, weights=zoo.weights, threads=asked.threads,
                     world=world, device=asked.device, runtime=asked.runtime,
-                    trace=None if asked.trace is None else Trace(asked.trace, profiler=asked.profile),
-                    on_loss=OnLoss(asked.on_loss, wait_s=asked.wait_s, profile=known, cluster=machines),
+                    trace=None if asked.trace is None else Trace(asked.trace, profiler=asked.torch_profiler),
+                    on_loss=survival,
                 )  # fmt: skip
             pipe.model_name = zoo.name
             if world is not None and (place := pipe.joins_at) is not None:
@@ -149,7 +116,7 @@ def _open_set(asked: PredictSettings) -> tuple[ImageSet, str]:
         note(f"{source}: left out {found.left_out}")
     chosen = found.take(asked.num_images) if asked.num_images else found
     if asked.labels is not None:
-        chosen = read_labels(asked.labels, chosen)
+        chosen = read_labels(Path(asked.labels), chosen)
         if absent := chosen.labels.count(None):
             note(f"{absent} of {len(chosen)} images have no label in {asked.labels}")
     return chosen, source

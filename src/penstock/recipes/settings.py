@@ -18,23 +18,31 @@ from penstock.spec.cluster import read_cluster
 from penstock.spec.fields import make_struct
 from penstock.spec.plan import Plan
 from penstock.spec.profile import read_profile
+from penstock.spec.settings import (
+    MODEL,
+    TRACE,
+    VISION,
+    Cuts,
+    Device,
+    Live,
+    PathText,
+    Policy,
+    Positive,
+    Preprocess,
+    Pretrained,
+    Rate,
+    Threads,
+    TorchProfiler,
+    WaitFor,
+    WeightsFile,
+    WholePath,
+)
 from penstock.text import counted
 
 if TYPE_CHECKING:
     from penstock.deploy.run_options import CutOptions, OnLoss
 
 SETTINGS = "settings.json"  # file in a run's folder
-Positive = Annotated[int, Meta(ge=1)]
-Rate = Annotated[float, Meta(ge=0.0)]
-# paths, stored as text: kept as given, or made absolute so that they are valid in every folder
-PathText = Annotated[str, Meta(extra={"path": "as given"})]
-WholePath = Annotated[str, Meta(extra={"path": "whole"})]
-# settings without an option: in a file (--config), or with --set
-RARE = (
-    "cache", "cache_dir", "cache_dtype", "cache_limit", "cache_views", "checkpoint_every", "checkpointing", "clip",
-    "costs", "from_cluster", "hold_out", "keep_best", "length", "lr_schedule", "num_rows", "num_workers",
-    "pack", "policy", "preprocess", "replicate", "teacher", "torch_profiler", "wait_for", "weight_decay",
-)  # fmt: skip
 # settings that a resumed run must keep: changes would invalidate its position in the data or its state
 _KEPT = (
     "model", "data", "validation", "batch_size", "length", "num_rows", "hold_out", "skip_damaged", "preprocess", "seed",
@@ -54,14 +62,20 @@ class FitSettings(ElasticChoices, frozen=True, kw_only=True, forbid_unknown_fiel
     rows of all replicas together. Without `validation`, every tenth row is kept for validation, or the last tenth of a
     text. `output` is the folder of the run. `plan` is a plan file, instead of stages, replicas, processes, schedule,
     microbatches and cuts. A field with a description, including those of `ElasticChoices`, is an option of
-    `penstock train`, or only a key of its --config (`RARE`).
+    `penstock train`, or only a key of its --config (`rare`).
     """
 
-    model: Annotated[str, Meta(extra={"default": None})]  # on the command line: that of the run with --resume
+    rare = (
+        "cache", "cache_dir", "cache_dtype", "cache_limit", "cache_views", "checkpoint_every", "checkpointing", "clip",
+        "costs", "from_cluster", "hold_out", "keep_best", "length", "lr_schedule", "num_rows", "num_workers",
+        "pack", "policy", "preprocess", "replicate", "teacher", "torch_profiler", "wait_for", "weight_decay",
+    )  # fmt: skip
+
+    model: Annotated[str, Meta(description=VISION, extra=MODEL)]  # on the command line: that of the run with --resume
     data: Annotated[str, Meta(description=f"{FORMATS_HELP}.", extra={"default": None})]
     validation: Annotated[str | None, Meta(description="Validation data. Default: every tenth row of --data.")] = None
     output: Annotated[
-        PathText, Meta(description="Folder of the run.", extra={"flags": ["--output", "-o"], "folder": "written"})
+        PathText, Meta(description="Folder of the run.", extra={"flags": ["--output", "-o"], "written": "folder"})
     ] = "runs/train"
     stages: Annotated[Positive | None, Meta(description="Number of stages, one per process.")] = None
     replicas: Annotated[Positive | None, Meta(description="Number of data-parallel pipelines.")] = None
@@ -70,10 +84,8 @@ class FitSettings(ElasticChoices, frozen=True, kw_only=True, forbid_unknown_fiel
     )
     schedule: Annotated[str, Meta(description=f"{', '.join(SCHEDULES)}, or a file.")] = DEFAULT_SCHEDULE
     microbatches: Annotated[Positive | None, Meta(description="Number of microbatches of each replica's batch.")] = None
-    policy: Annotated[str, Meta(description="Cuts: balanced, equal-blocks, equal-size or smallest-crossing.")] = (
-        "balanced"
-    )
-    cuts: list[str] | None = None
+    policy: Policy = "balanced"
+    cuts: Cuts = None
     plan: Annotated[
         WholePath | None,
         Meta(description="Plan for stages, replicas and batch.", extra={"metavar": "FILE"}),
@@ -93,10 +105,10 @@ class FitSettings(ElasticChoices, frozen=True, kw_only=True, forbid_unknown_fiel
     autocast: Annotated[bool, Meta(description="Automatic mixed precision in bfloat16.")] = False
     checkpointing: Annotated[bool, Meta(description="Recompute forwards in the backward to save memory.")] = False
     seed: Annotated[int, Meta(description="Seed of weights, dropout and order of data.")] = 0
-    weights: PathText | None = None
-    pretrained: bool = False
-    threads: Positive | None = None
-    device: str = "cpu"
+    weights: WeightsFile = None
+    pretrained: Pretrained = False
+    threads: Threads = None
+    device: Device = "cpu"
     length: Annotated[int, Meta(ge=2, description="Tokens per row of text, or most per sentence.")] = 128
     num_rows: Annotated[Positive | None, Meta(description="Number of rows to use. Default: all.")] = None
     num_workers: Annotated[int, Meta(ge=0, description="Loading processes of each training process.")] = 0
@@ -139,7 +151,7 @@ class FitSettings(ElasticChoices, frozen=True, kw_only=True, forbid_unknown_fiel
             description="Cluster to plan for with --elastic (default: measured), or --on-loss with costs.",
         ),
     ] = None
-    wait_for: Annotated[float, Meta(ge=1.0, description="Seconds to wait with --on-loss wait.")] = 300.0
+    wait_for: WaitFor = 300.0
     join: Annotated[
         str | None,
         Meta(
@@ -147,10 +159,10 @@ class FitSettings(ElasticChoices, frozen=True, kw_only=True, forbid_unknown_fiel
             extra={"metavar": "HOST:PORT"},
         ),
     ] = None
-    preprocess: Annotated[str | None, Meta(description="As in size=224x320,mean=0.5,std=0.5,crop_pct=1.")] = None
-    trace: WholePath | None = None
-    torch_profiler: Annotated[bool, Meta(description="Record torch.profiler's operations too, in --trace DIR.")] = False
-    live: bool = False
+    preprocess: Preprocess = None
+    trace: Annotated[WholePath | None, TRACE] = None
+    torch_profiler: TorchProfiler = False
+    live: Live = False
 
     @property
     def num_processes(self) -> int:
@@ -299,7 +311,7 @@ def option_of(name: str, value: Any = "") -> str:
     ('--batch-size 8', '--set clip=1.0', '--set clip')
     """
     mark = "=" if value != "" else ""
-    return f"--set {name}{mark}{value}" if name in RARE else f"--{name.replace('_', '-')} {value}".rstrip()
+    return f"--set {name}{mark}{value}" if name in FitSettings.rare else f"--{name.replace('_', '-')} {value}".rstrip()
 
 
 def _change(name: str, now: Any, was: Any) -> str:

@@ -5,7 +5,6 @@ import inspect
 import json
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal
@@ -18,6 +17,7 @@ from penstock.generate.request import Request
 from penstock.generate.sampling import ends_of
 from penstock.group.world import World
 from penstock.recipes.predictions import PredictionFile, go_on_with
+from penstock.spec.settings import LanguageSettings, TextSettings
 from penstock.terminal.notes import note
 from penstock.text import one_line
 from penstock.zoo.models.language import load_generation_config, load_tokenizer, turn_ends
@@ -28,34 +28,7 @@ _UNANSWERED = "error: "  # begins the `finish_reason` of a prompt without an ans
 _COLUMNS = ("prompt", "text", "finish_reason", "num_tokens", "logprob")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TextSettings:
-    """Settings for generation: the model, its cuts, and sampling.
-
-    `sampling` has options of `Generator.submit`; `seed` is the seed for the first prompt, and each further prompt has
-    the next seed.
-    """
-
-    model: str
-    stages: int | None = None
-    policy: str = "balanced"
-    cuts: Sequence[str] | None = None
-    plan: Path | None = None
-    slots: int | None = None
-    max_length: int | None = None
-    threads: int = 1
-    device: str = "cpu"
-    runtime: str = "eager"
-    weights: Path | None = None
-    pretrained: bool = False
-    sampling: Mapping[str, Any] = field(default_factory=dict)
-    seed: int | None = None
-    on_loss: str = "stop"
-    speculate: bool = True
-    trace: Path | None = None
-
-
-def open_generator(settings: TextSettings, world: World | None = None, *, chats: bool = False) -> Generator:
+def open_generator(settings: LanguageSettings, world: World | None = None, *, chats: bool = False) -> Generator:
     """Load a language model and its tokenizer, and deploy its stages.
 
     Raises `ModelError` if there is no tokenizer next to the model, and as `Generator` does.
@@ -78,8 +51,8 @@ def open_generator(settings: TextSettings, world: World | None = None, *, chats:
     return Generator(
         zoo.module, tokenizer, weights=zoo.weights, stages=settings.stages, policy=settings.policy, cuts=settings.cuts,
         plan=settings.plan, slots=settings.slots, max_length=settings.max_length, threads=settings.threads, world=world,
-        device=settings.device, runtime=settings.runtime, on_loss=settings.on_loss, speculate=settings.speculate,
-        trace=settings.trace,
+        device=settings.device, runtime=settings.runtime, on_loss=settings.on_loss or "stop",
+        trace=getattr(settings, "trace", None), speculate=settings.speculate,
     )  # fmt: skip
 
 
@@ -121,18 +94,16 @@ def _prompt(row: Any, place: str) -> str:
     return found
 
 
-def answer_prompts(
-    generator: Generator, prompts: Sequence[str], settings: TextSettings, output: Path | None
-) -> dict[str, Any]:
+def answer_prompts(generator: Generator, prompts: Sequence[str], settings: TextSettings) -> dict[str, Any]:
     """Answer prompts in order, many at a time, and write a row for each; returns counts and tokens per second.
 
     The row of a prompt that cannot be answered, such as one that is too long, has the reason as its `finish_reason`.
-    Existing rows in `output` are kept if they answer these prompts with the same settings; raises `UsageError` if they
-    do not.
+    Existing rows in its `output` are kept if they answer these prompts with the same settings; raises `UsageError` if
+    they do not.
     """
     began_s = perf_counter()
     rows: list[dict[str, Any]] = []
-    with open_answers(generator, prompts, settings, output) as file:
+    with open_answers(generator, prompts, settings) as file:
         before = file.done if file is not None else []
         for number, request in _in_flight(generator, prompts, len(before), settings):
             rows.append(dict(zip(_COLUMNS, (prompts[number], *_answer(request)), strict=True)))
@@ -171,16 +142,16 @@ class AnswerRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 @contextlib.contextmanager
 def open_answers(
-    generator: Generator, prompts: Sequence[str], settings: TextSettings, output: Path | None
+    generator: Generator, prompts: Sequence[str], settings: TextSettings
 ) -> Iterator[PredictionFile | None]:
     """Open a file of answers for appending; raises `UsageError` if its rows do not match."""
-    if output is None:
+    if settings.output is None:
         yield None
         return
+    output = Path(settings.output)
     about = AnswerRun(
         model=settings.model, weights=fingerprint_of(generator.weights), runtime=settings.runtime,
-        sampling=dict(settings.sampling),
-        seed=settings.seed,
+        sampling=settings.sampling, seed=settings.seed,
     )  # fmt: skip
     anew = "choose another --output"
     with PredictionFile(

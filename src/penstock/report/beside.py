@@ -183,10 +183,7 @@ def _how(named: Sequence[Named]) -> Text:
     ]
     lines += [f"{each.name}: {line}" for each in named for line in profiled_lines(each.run)]
     if missing:
-        lines.append(
-            f"No operators were recorded of {', '.join(missing)}: run again with --torch-profiler (train: --set "
-            "torch_profiler=true)."
-        )
+        lines.append(f"No operators were recorded of {', '.join(missing)}: run again with --set torch_profiler=true.")
     return Text("how", "How to read it", lines)
 
 

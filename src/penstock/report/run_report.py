@@ -196,7 +196,7 @@ def profiled_lines(run: Run) -> list[str]:
     which = f"step {min(seen)[0]}" if run.facts.kind == "training" else (
         f"microbatches {min(m for _, m in seen)} to {max(m for _, m in seen)}"
     )  # fmt: skip
-    return [f"The profiler slowed {which} down, which counts as slower compute; without --torch-profiler it would not."]
+    return [f"The profiler slowed {which} down, which counts as slower compute; without torch_profiler it would not."]
 
 
 def lead_lines(account: Account, done: str) -> list[str]:

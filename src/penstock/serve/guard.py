@@ -56,7 +56,7 @@ class AccessGuard:
         if origin is None or "*" in self._origins or origin in self._origins:
             return None
         own = origin.lower() in {f"http://{host}".lower(), f"https://{host}".lower()}
-        return None if own else f"Origin must be this server's; got {origin[:100]!r}: give --allow-origin"
+        return None if own else f"Origin must be this server's; got {origin[:100]!r}: give --set allow_origin=[...]"
 
 
 def written(error: ApiError) -> Response:

@@ -65,10 +65,10 @@ def check_origins(origins: Sequence[str]) -> None:
     """Raise `UsageError` for an origin that no browser sends."""
     for origin in origins:
         if not re.fullmatch(r"\*|null|https?://[^/\s]+", origin):
-            raise UsageError(f"--allow-origin must be * or like https://a.example:8080, without a path; got {origin!r}")
+            raise UsageError(f"allow_origin must be * or like https://a.example:8080, without a path; got {origin!r}")
 
 
-def check_tls(certificate: Path, key: Path) -> None:
+def check_tls(certificate: str, key: str) -> None:
     """Raise `UsageError` if a certificate and its key cannot be loaded."""
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
@@ -97,7 +97,7 @@ def listen_at(host: str, port: int) -> socket.socket:
 
 
 def serve(
-    app: Any, listener: socket.socket, *, drain_s: float, certificate: Path | None = None, key: Path | None = None,
+    app: Any, listener: socket.socket, *, drain_s: float, certificate: str | None = None, key: str | None = None,
     begun: Callable[[], None] = lambda: None, failed: Callable[[], bool] = lambda: False,
 ) -> bool:  # fmt: skip
     """Serve until SIGTERM or Ctrl-C, then refuse new requests and finish those in flight within `drain_s` seconds.

@@ -4,16 +4,15 @@ import contextlib
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 from penstock.deploy.run_options import CutOptions, ModelCall, OnLoss, RunOptions
-from penstock.errors import RunError
+from penstock.errors import RunError, UsageError
 from penstock.group.world import World
 from penstock.plan.check import read_plan
 from penstock.recipes.classify import check_head, example_call
-from penstock.recipes.texts import TextSettings, answer_ends, open_generator
+from penstock.recipes.texts import answer_ends, open_generator
 from penstock.runtime.registry import parse_runtime
 from penstock.serve.admission import Admission
 from penstock.serve.app import Served, make_app
@@ -21,6 +20,7 @@ from penstock.serve.classes import ClassService
 from penstock.serve.metrics import Metrics
 from penstock.serve.server import addresses, serve
 from penstock.serve.texts import TextService
+from penstock.spec.settings import ServeSettings
 from penstock.stream.pushed import PushedStream
 from penstock.stream.streaming_pipeline import StreamingPipeline
 from penstock.stream.survival import StreamChange
@@ -31,37 +31,23 @@ from penstock.zoo.models.language import is_language_model
 from penstock.zoo.models.models import load_model
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServeSettings:
-    """Options of `penstock serve`; `placed` has the options of the model and its stages."""
-
-    placed: TextSettings
-    name: str | None = None
-    keys: Sequence[str] = ()
-    most_waiting: int = 256
-    deadline_s: float = 600.0
-    drain_s: float = 30.0
-    most_bytes: int = 4 << 20
-    certificate: Path | None = None
-    certificate_key: Path | None = None
-    origins: Sequence[str] = ()
-    strict: bool = False
-    preprocess: str | None = None
-
-
-def serve_model(settings: ServeSettings, host: str, listener: socket.socket, world: World | None = None) -> bool:
+def serve_model(
+    settings: ServeSettings, keys: Sequence[str], listener: socket.socket, world: World | None = None
+) -> bool:
     """Load a model, deploy its stages and serve until SIGTERM or Ctrl-C; return whether Ctrl-C ended it.
 
     A transformers language model answers OpenAI's completions and chats; an image model of the zoo classifies images.
     Errors of loading and placing the model propagate.
 
     Example:
-        settings = ServeSettings(placed=TextSettings(model="hf:models/smollm2"))
-        serve_model(settings, "127.0.0.1", listen_at("127.0.0.1", 8000))
+        serve_model(ServeSettings(model="hf:models/smollm2"), ["a key"], listen_at("127.0.0.1", 8000))
     """
     metrics = Metrics()
-    name = settings.name or _name_of(settings.placed.model)
-    open_service = _texts if is_language_model(settings.placed.model) else _classes
+    name = settings.name or _name_of(settings.model)
+    speaks = is_language_model(settings.model)
+    if wrong := settings.preprocess if speaks else settings.slots:
+        raise UsageError(f"slots are for language models, preprocess for others; got {wrong} for {settings.model}")
+    open_service = _texts if speaks else _classes
     with (
         world if world is not None else contextlib.nullcontext(), open_service(settings, metrics, world) as opened
     ):  # fmt: skip
@@ -71,22 +57,22 @@ def serve_model(settings: ServeSettings, host: str, listener: socket.socket, wor
         )  # fmt: skip
         metrics.watch_stages(opened.states, lambda: opened.num_lost)
         served = Served(
-            name=name, service=opened.service, metrics=metrics, keys=settings.keys, most_bytes=settings.most_bytes,
+            name=name, service=opened.service, metrics=metrics, keys=keys, most_bytes=int(settings.max_body * 2**20),
             problem=opened.problem, stages=opened.stages, changes=opened.told_changes, joins_at=lambda: opened.joins_at,
-            created=int(time.time()), origins=settings.origins, strict=settings.strict,
+            created=int(time.time()), origins=settings.allow_origin, strict=settings.strict,
         )  # fmt: skip
         scheme = "https" if settings.certificate else "http"
-        address, port = addresses(host, listener)
+        address, port = addresses(settings.host, listener)
 
         def begun() -> None:
             say(f"{name} answers at {scheme}://{address}:{port}")
             if world is not None and (place := opened.joins_at) is not None:
                 note(f"to add a device, run penstock worker --join {place}")
-            if not settings.keys:
+            if not keys:
                 note("--open: every process on this machine may send requests")
 
         interrupted = serve(
-            make_app(served), listener, drain_s=settings.drain_s, certificate=settings.certificate,
+            make_app(served), listener, drain_s=settings.drain, certificate=settings.certificate,
             key=settings.certificate_key, begun=begun, failed=lambda: opened.problem() is not None,
         )  # fmt: skip
         if (problem := opened.problem()) is not None:
@@ -149,17 +135,17 @@ class _Opened:
 @contextlib.contextmanager
 def _texts(settings: ServeSettings, metrics: Metrics, world: World | None) -> Iterator[_Opened]:
     with working("deploying the stages"):
-        generator = open_generator(settings.placed, world)
+        generator = open_generator(settings, world)
     if getattr(generator.tokenizer, "chat_template", None) is None:
-        note(f"the tokenizer of {settings.placed.model} has no chat template: chats are refused, completions answered")
+        note(f"the tokenizer of {settings.model} has no chat template: chats are refused, completions answered")
     with contextlib.closing(generator):  # on failure its requests have already been failed, so just close it
         with working("running a first token"):
             # checks and compilation happen in the first call, before the server reports that it is ready
             generator.submit([0], max_new_tokens=1, do_sample=False).result()
         admission = Admission(slots=generator.num_slots, most_waiting=settings.most_waiting)
         metrics.watch_guesses(lambda: generator.num_guesses)
-        ends = answer_ends(generator, settings.placed.model)
-        service = TextService(generator, admission, metrics, deadline_s=settings.deadline_s, ends=ends)
+        ends = answer_ends(generator, settings.model)
+        service = TextService(generator, admission, metrics, deadline_s=settings.deadline, ends=ends)
         service.trial.start()
         with contextlib.closing(service.trial):
             yield _Opened(service, generator.pipeline, lambda: generator.failure)
@@ -167,30 +153,29 @@ def _texts(settings: ServeSettings, metrics: Metrics, world: World | None) -> It
 
 @contextlib.contextmanager
 def _classes(settings: ServeSettings, metrics: Metrics, world: World | None) -> Iterator[_Opened]:
-    placed = settings.placed
     with working("loading the model"):
         zoo = load_model(
-            placed.model, weights=placed.weights, pretrained=placed.pretrained, preprocess=settings.preprocess
+            settings.model, weights=settings.weights, pretrained=settings.pretrained, preprocess=settings.preprocess
         )
     zoo.pictures()
     check_head(zoo)
     args, kwargs = example_call(zoo, 1)
     call = ModelCall(model=zoo.module, args=args, kwargs=kwargs, weights=zoo.weights)
-    plan = read_plan(placed.plan) if placed.plan is not None else None
-    cut = CutOptions(stages=placed.stages, policy=placed.policy, cuts=placed.cuts, plan=plan)
+    plan = read_plan(settings.plan) if settings.plan is not None else None
+    cut = CutOptions(stages=settings.stages, policy=settings.policy, cuts=settings.cuts, plan=plan)
     if plan is None:
         cut = replace(cut, stages=cut.count(len(world.devices) if world else 2))
     with working("deploying the stages"):
         pipeline = StreamingPipeline(
             call, cut,
-            RunOptions(threads=placed.threads, device=placed.device, runtime=parse_runtime(placed.runtime),
-                       on_loss=OnLoss(placed.on_loss)),
+            RunOptions(threads=settings.threads, device=settings.device, runtime=parse_runtime(settings.runtime),
+                       on_loss=OnLoss(settings.on_loss or "stop")),
             world, owns_world=world is None,
         )  # fmt: skip
     with contextlib.closing(pipeline), PushedStream(pipeline) as stream:
         # enough images in flight to keep every stage busy
         admission = Admission(slots=4 * len(pipeline.world.devices), most_waiting=settings.most_waiting)
-        service = ClassService(stream, zoo, admission, metrics, deadline_s=settings.deadline_s)
+        service = ClassService(stream, zoo, admission, metrics, deadline_s=settings.deadline)
         yield _Opened(service, pipeline, lambda: stream.failure)
 
 

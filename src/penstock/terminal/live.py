@@ -71,7 +71,7 @@ class LiveView:
         if self._shown and self._console.is_terminal:
             self._live.start()
         elif self._shown:
-            self._console.print("--live needs a terminal; continuing without it", markup=False)
+            self._console.print("a live view needs a terminal; continuing without it", markup=False)
         return self
 
     def __exit__(self, *_error: object) -> None:

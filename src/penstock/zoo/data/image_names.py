@@ -89,7 +89,7 @@ def _listed(path: Path) -> ImageSet:
     if base is None:
         raise DataError(
             f"{lines[0]}, line 1 of {path}, not found in {Path.cwd()} or {path.parent}; each line must be the path of "
-            "an image, a folder or an archive, and labels are given with --labels"
+            "an image, a folder or an archive, and labels are given with --set labels=FILE"
         )
     paths = [base / line for line in lines]
     if any(each.is_dir() or each.name.lower().endswith(ARCHIVES) for each in paths):

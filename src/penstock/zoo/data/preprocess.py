@@ -45,7 +45,7 @@ def write_preprocess(text: str | None) -> dict[str, str]:
 
 
 def read_preprocess(text: str | None) -> Preprocess:
-    """Read the options of `--preprocess`.
+    """Read the options of `preprocess`.
 
     >>> read_preprocess("mean=0.5,0.4,0.3,size=224x320").size
     (224, 320)
@@ -68,7 +68,7 @@ def read_preprocess(text: str | None) -> Preprocess:
             given["size"] = size.split("x") if "x" in size else [size, size]
         return msgspec.convert(given, Preprocess, strict=False)
     except (ValueError, IndexError) as problem:
-        raise ModelError(f"--preprocess must be as in {_EXAMPLE}; got {text!r} ({one_line(problem)})") from None
+        raise ModelError(f"preprocess must be as in {_EXAMPLE}; got {text!r} ({one_line(problem)})") from None
 
 
 def timm_transform(module: nn.Module, options: Preprocess, input_size: tuple[int, ...] | None = None) -> Transform:
@@ -145,7 +145,7 @@ def _other_arguments(processor: Any, options: Preprocess, channels: int, size: t
         if options.crop_mode == "border" or (not squashed and height != width):
             raise ModelError(
                 f"transformers cannot crop to {height}x{width} with borders or from the shorter edge; give "
-                "crop_mode=squash in --preprocess"
+                "crop_mode=squash in preprocess"
             )
         scaled = [math.floor(each / (options.crop_pct or 1.0)) for each in size]
         resized = {"height": scaled[0], "width": scaled[1]} if squashed else {"shortest_edge": scaled[0]}
@@ -160,7 +160,7 @@ def _for_channels(
 ) -> tuple[float, ...]:  # fmt: skip
     """Return a number for each channel: one is for all, and the model's own are averaged for other channels."""
     if given is not None and len(given) not in (1, channels):
-        raise ModelError(f"--preprocess {name} must be one number or {channels}; got {len(given)}")
+        raise ModelError(f"preprocess {name} must be one number or {channels}; got {len(given)}")
     numbers = tuple(given or own)
     return numbers if len(numbers) == channels else (sum(numbers) / len(numbers),) * channels
 

@@ -222,7 +222,7 @@ def pictures_of(
     shape = tuple(example.shape[1:]) if isinstance(example, Tensor) and example.dim() == 4 else None
     if made.transform is not None:
         if given:
-            raise ModelError(f"{name} returned its own transform of images; leave --preprocess out")
+            raise ModelError(f"{name} returned its own transform of images; leave preprocess out")
         return guarded(made.transform, name), made.class_names
     preset = torchvision_preset(function, chosen)
     if preset is not None:
@@ -230,7 +230,7 @@ def pictures_of(
         if chosen is None and not given:
             note(
                 f"images are prepared as for torchvision's {weights} (resized to "
-                f"{int(known['input_size'][1] / known['crop_pct'])}, {known['interpolation']}); --preprocess changes it"
+                f"{int(known['input_size'][1] / known['crop_pct'])}, {known['interpolation']}); preprocess changes it"
             )
         size = how.size or known["input_size"][1:]
         return config_transform({**known, "input_size": (3, *size)}, how), made.class_names or names
@@ -245,7 +245,7 @@ def pictures_of(
         return transform, made.class_names or hf_class_names(config, module)
     if how.size is None or how.mean is None or how.std is None:
         if given:
-            raise ModelError(f"--preprocess needs size, mean and std for {name}, which has no transform of its own")
+            raise ModelError(f"preprocess needs size, mean and std for {name}, which has no transform of its own")
         return None, made.class_names
     channels = shape[0] if shape else max(len(how.mean), len(how.std), 3 if len(how.mean) == 1 else 1)
     own = {"input_size": (channels, *how.size), "crop_pct": 1.0, "crop_mode": "center", "mean": how.mean,

@@ -85,7 +85,7 @@ class ZooModel:
                 raise ModelError(f"{self.name} does not take images; give an image classification model")
             raise ModelError(
                 f"{self.name} returned no transform of images; return a dict with module and transform (and example, "
-                "class_names), or give --preprocess with size, mean and std"
+                "class_names), or give --set preprocess=... with size, mean and std"
             )
         shape = self.picture_shape
         try:
@@ -105,7 +105,7 @@ class ZooModel:
 
 
 def load_model(
-    name: str, *, weights: Path | None = None, pretrained: bool = False, seed: int = 0, whole: bool = False,
+    name: str, *, weights: str | Path | None = None, pretrained: bool = False, seed: int = 0, whole: bool = False,
     head: hf.Head | None = None, preprocess: str | None = None,
 ) -> ZooModel:  # fmt: skip
     """Load a model by name, without its weights in memory unless `whole`.
@@ -122,7 +122,7 @@ def load_model(
     when they are first loaded. `head` overrides the head in an `hf:`
     model's configuration. Weights with class names in their metadata determine the model's number of classes, and their
     names; a config.json next to them may name as many classes as the model has. `preprocess` has the options of
-    `--preprocess`; weights that were trained with some keep them.
+    `preprocess`; weights that were trained with some keep them.
 
     >>> model = load_model("timm:vit_tiny_patch16_224,depth=2,num_classes=10")
     >>> model.example_args[0].shape, model.weights.shape("head.weight")
@@ -130,6 +130,7 @@ def load_model(
 
     Raises `ModelError` if the name is unknown, a library is missing, or the weights cannot be read or do not fit.
     """
+    weights = Path(weights) if weights is not None else None
     if weights is not None and pretrained:
         raise ModelError("only one source of weights is possible; give either --weights or --pretrained")
     source, colon, rest = name.partition(":")

@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.fuzz.targets import Target, clear
 from penstock.errors import OutOfMemory, PenstockError
-from penstock.transport import limits
+from penstock.transport import messages
 
 Case = tuple[str, int]
 # what readers are told that they may take, and what they can take at all
@@ -107,7 +107,7 @@ def _run_child(cases: Sequence[Case], targets: Mapping[str, Target], seed: int, 
 def _work(cases: Sequence[Case], targets: Mapping[str, Target], seed: int, folder: Path) -> None:
     with open(os.devnull, "w") as nothing:
         os.dup2(nothing.fileno(), 2)
-    vars(limits)["allowed_bytes"] = lambda: BOUND_BYTES
+    vars(messages)["allowed_bytes"] = lambda: BOUND_BYTES
     taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (taken + _LIMIT_BYTES,) * 2)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -32,8 +32,8 @@ from penstock.errors import ClusterError, ProgramError, RunError
 from penstock.graph.capture import capture
 from penstock.graph.program import StageProgram, read_program, write_program
 from penstock.graph.stages import divide
+from penstock.group.board import Verdict, read_verdict
 from penstock.group.join import Hello, check_hello
-from penstock.group.verdict import Verdict, read_verdict
 from penstock.group.world import Leave
 from penstock.plan.check import check_plan
 from penstock.runtime.eager import Runtime

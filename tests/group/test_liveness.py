@@ -9,9 +9,8 @@ import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from penstock.errors import DeviceLost, OutOfMemory, RunError
-from penstock.group.board import connect_store, serve_store
+from penstock.group.board import connect_store, prepare_board, serve_store
 from penstock.group.liveness import Boards, Health
-from penstock.group.verdict import prepare_board
 
 LOOPBACK = "127.0.0.1"
 NAMES = ["feeder", "host1", "host2"]

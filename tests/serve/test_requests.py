@@ -7,7 +7,7 @@ import h11
 import pytest
 from openai.types.chat import ChatCompletionMessage
 
-from penstock.serve.ignored import IGNORED
+from penstock.serve.options import IGNORED
 from tests.serve.apps import App, app_fixture
 
 app = app_fixture(keys=["a-key-of-this-test"], origins=["https://a.example"])

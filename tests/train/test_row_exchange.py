@@ -19,9 +19,9 @@ from penstock import trees
 from penstock.errors import TransportError, UsageError
 from penstock.group.world import World
 from penstock.random_states import RandomStates
+from penstock.train.agreement import data_identity
 from penstock.train.captured import Captured
 from penstock.train.captured_values import captured_values
-from penstock.train.data_identity import data_identity
 from penstock.train.evaluate import evaluate, predict
 from penstock.train.loader import Loader
 from penstock.train.stand_in import Absent, StandIn

@@ -146,7 +146,7 @@ def forged(sizes: int, strides: list[int]) -> Tensor:
 def test_headers_that_claim_more_than_the_job_has(
     batch: int, strides: list[int], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.transport.limits.allowed_bytes", lambda: 2**30)
+    monkeypatch.setattr("penstock.transport.messages.allowed_bytes", lambda: 2**30)
     with pytest.raises(TransportError, match=words):
         FORMAT.read(forged(batch, strides))
 

@@ -21,7 +21,7 @@ from penstock.deploy.policies import best_blocks, choose_cuts
 from penstock.deploy.programs import divide_by_sets
 from penstock.deploy.run_options import RunOptions
 from penstock.deploy.state import load_state
-from penstock.engine.deployed_pipeline import DeployedPipeline
+from penstock.engine.driver import DeployedPipeline
 from penstock.engine.tracers import FeederTracer
 from penstock.errors import RunError
 from penstock.graph.capture import capture

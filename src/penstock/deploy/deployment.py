@@ -11,8 +11,7 @@ from penstock.deploy.jobs import FromModules, Source, send_stages
 from penstock.deploy.programs import check_operators
 from penstock.deploy.run_options import RunOptions
 from penstock.engine.counters import ACTIVATIONS, Counters
-from penstock.engine.deployed_pipeline import DeployedPipeline
-from penstock.engine.driver import JOIN_S, Driver, Microbatch, finish_stream, stream_through
+from penstock.engine.driver import JOIN_S, DeployedPipeline, Driver, Microbatch, finish_stream, stream_through
 from penstock.engine.executor import OwnStages
 from penstock.engine.job import StagesJob
 from penstock.engine.observer import StreamReport

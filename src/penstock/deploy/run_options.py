@@ -15,9 +15,9 @@ from penstock.errors import UsageError
 from penstock.group.direct import check_way
 from penstock.runtime.registry import EAGER, RuntimeChoice
 from penstock.spec.cluster import Cluster, read_cluster
-from penstock.spec.on_loss import ON_LOSS
 from penstock.spec.plan import Plan
 from penstock.spec.profile import Profile, read_profile
+from penstock.spec.settings import ON_LOSS
 from penstock.zoo.weights.weights import Weights
 
 

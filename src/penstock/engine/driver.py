@@ -5,24 +5,60 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
 from penstock.engine.channels import LocalChannel
-from penstock.engine.counters import ACTIVATIONS
-from penstock.engine.deployed_pipeline import DeployedPipeline
+from penstock.engine.counters import ACTIVATIONS, Counters
+from penstock.engine.job import StagesJob
 from penstock.engine.observer import StageReport, StreamReport
+from penstock.engine.stall import StallWatch
+from penstock.engine.tracers import FeederTracer
+from penstock.engine.wiring import Channels
 from penstock.errors import ConnectionBroken, PenstockError, RunError, TransportError, UsageError
+from penstock.group.world import World
 from penstock.plan.schedule.round_robin import RoundRobin
 from penstock.tensors import HOST, copy_exactly
 from penstock.tracing.record import FEEDER_STAGE
+from penstock.tracing.trace import StreamTrace
 from penstock.transport.messages import CLOSE, DATA, END, Message
 
 Microbatch = tuple[Sequence[Tensor], Mapping[str, int]]
 _POLL_S = 0.1
 # timeout for a thread to end once nothing blocks it
 JOIN_S = 5.0
+
+
+@dataclass(slots=True)
+class DeployedPipeline:
+    """A pipeline's ranks, the driver's ends of it with their counters, and the last stream's report.
+
+    `stage_bytes` and `cache_bytes` are the bytes of each stage's weights and caches. Microbatches use the programs in
+    `order`, which repeats. `window` limits those in flight; `counters` count the driver's sent and taken messages.
+    """
+
+    world: World
+    job: StagesJob
+    symbols: Sequence[str]
+    order: tuple[int, ...]
+    stage_bytes: Sequence[int]
+    cache_bytes: Sequence[int]
+    channels: Channels
+    watch: StallWatch
+    counters: Counters
+    window: int
+    tracer: FeederTracer | None = None
+    errors: "queue.Queue[BaseException]" = field(default_factory=queue.Queue)  # errors of this process's stages
+    executor: threading.Thread | None = None  # runs this process's stages, if any
+    driver: "Driver | None" = None  # driver of the running stream
+    report: StreamReport = field(default_factory=StreamReport)  # report on the last stream
+    traces: Sequence[StreamTrace] = field(default_factory=list)  # traces of its processes, if recorded
+
+    def give_up(self) -> None:
+        """Abort every wait of this process after a failure, so that its threads end."""
+        self.world.transport.abort()
+        self.channels.abort()
 
 
 class Driver:

@@ -8,13 +8,13 @@ from penstock.engine.counters import ACTIVATIONS, Counters, Heartbeat, by_stage,
 from penstock.engine.observer import Observer
 from penstock.engine.placement import Replica
 from penstock.engine.wiring import StageLink
+from penstock.group.board import Verdict
 from penstock.group.calls import describe_wait, find_mismatch
-from penstock.group.verdict import Verdict
 from penstock.group.world import World
 from penstock.terminal.live import StageState
 from penstock.terminal.notes import note
 from penstock.tracing.record import FEEDER_STAGE
-from penstock.transport.metered import MeteredTransport
+from penstock.transport.base import MeteredTransport
 from penstock.wire import FEEDER, NUM_BUFFERS
 
 STALL_S = 60.0

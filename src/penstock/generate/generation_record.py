@@ -2,7 +2,7 @@
 
 import time
 
-from penstock.engine.deployed_pipeline import DeployedPipeline
+from penstock.engine.driver import DeployedPipeline
 from penstock.engine.observer import StageReport, StreamReport
 from penstock.engine.tracers import FeederTracer
 from penstock.generate.lanes import Lanes, Step

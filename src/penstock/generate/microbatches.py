@@ -5,8 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from penstock.engine.deployed_pipeline import DeployedPipeline
-from penstock.engine.driver import Driver, finish_stream, open_stream
+from penstock.engine.driver import DeployedPipeline, Driver, finish_stream, open_stream
 from penstock.generate.lanes import Lanes, Step, room_of
 from penstock.graph.call import bind_inputs, build_output
 from penstock.graph.graph import Graph

@@ -15,7 +15,7 @@ from penstock.errors import CaptureError
 from penstock.graph.callbacks import Callback
 from penstock.graph.decoders import is_cache, share_heads
 from penstock.graph.encoding import STAGE_DEVICE
-from penstock.graph.export_reason import place_of
+from penstock.graph.exporting import place_of
 from penstock.graph.graph import Call, Graph, Output, Plain, Visit
 from penstock.graph.live_module import Reads
 from penstock.graph.nodes import from_sympy, is_idle, module_calls

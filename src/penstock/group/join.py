@@ -24,11 +24,10 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from penstock.errors import DeviceLost, RunError
 from penstock.graph.schema import marks_of_operators, unlike_operators
-from penstock.group.board import PatientStore, read_if_there
+from penstock.group.board import PatientStore, prepare_board, read_if_there
 from penstock.group.links import Links, close_store
 from penstock.group.liveness import Boards
 from penstock.group.roll_call import Rendezvous
-from penstock.group.verdict import prepare_board
 from penstock.terminal.notes import note
 from penstock.terminal.progress import working
 from penstock.text import first_line

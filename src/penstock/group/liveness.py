@@ -21,8 +21,16 @@ import msgspec
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
 from penstock.errors import DeviceLost, OutOfMemory, RunError
-from penstock.group.board import lookup_s
-from penstock.group.verdict import MAX_MESSAGE, VERDICT_KEY, Verdict, beat_key, gone_key, read_verdict, write_verdict
+from penstock.group.board import (
+    MAX_MESSAGE,
+    VERDICT_KEY,
+    Verdict,
+    beat_key,
+    gone_key,
+    lookup_s,
+    read_verdict,
+    write_verdict,
+)
 from penstock.memory import is_out_of_memory
 from penstock.transport.base import SILENCE_S
 from penstock.wire import FEEDER

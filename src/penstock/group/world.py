@@ -16,11 +16,11 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from penstock.errors import ConnectionBroken, PenstockError, TransportError, UsageError
 from penstock.group.addresses import PrivateFolder
+from penstock.group.board import Verdict
 from penstock.group.launcher import WorkerExit
 from penstock.group.links import close_store
 from penstock.group.liveness import Health
 from penstock.group.roll_call import Membership
-from penstock.group.verdict import Verdict
 from penstock.random_states import RandomStates
 from penstock.tracing.record import Clock
 from penstock.transport.base import WORD_BYTES, Transport, receive_bytes, send_bytes

@@ -20,9 +20,9 @@ from penstock.serve.classes import ClassService
 from penstock.serve.desk import SMALL_BYTES, lane_of
 from penstock.serve.documents import Documents
 from penstock.serve.guard import AccessGuard, written
-from penstock.serve.ignored import IGNORED, IgnoredFields
 from penstock.serve.metrics import Metrics
 from penstock.serve.openapi import openapi
+from penstock.serve.options import IGNORED, IgnoredFields
 from penstock.serve.protocol import (
     ApiError,
     ChatBody,

@@ -1,6 +1,6 @@
 """Settings of the verbs that run a model; each is a key of a file for --config, and an option unless it is rare."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 from msgspec import Meta
@@ -234,3 +234,7 @@ class BenchSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         PathText | None,
         Meta(description="Page that compares the rows.", extra={"metavar": "PAGE.html", "written": "file"}),
     ] = None
+
+
+OnLoss = Literal["stop", "continue", "wait"]
+ON_LOSS: tuple[str, ...] = get_args(OnLoss)

@@ -25,8 +25,7 @@ from penstock.group.regroup import regroup, wait_for_newcomers
 from penstock.group.world import World
 from penstock.spec.plan import Plan
 from penstock.stream.feed import Feed
-from penstock.stream.replanner import Replanner
-from penstock.stream.speeds import Count, ObservedSpeeds
+from penstock.stream.replanner import Count, ObservedSpeeds, Replanner
 from penstock.terminal.notes import note
 from penstock.tracing.trace import StreamTrace
 from penstock.wire import FEEDER

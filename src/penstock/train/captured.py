@@ -23,8 +23,8 @@ from penstock.graph.freeze import check_apart, find_layers, freeze_prefix, sourc
 from penstock.graph.graph import Graph
 from penstock.graph.live_module import LiveModule
 from penstock.graph.ops import BATCH_NORM
+from penstock.graph.prepare import check_unwrapped
 from penstock.graph.training_parts import TrainingPart, divide_for_training
-from penstock.graph.wrappers import check_unwrapped
 from penstock.runtime.registry import EAGER
 from penstock.tensors import HOST
 from penstock.terminal.notes import note

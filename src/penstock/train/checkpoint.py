@@ -32,10 +32,9 @@ from penstock.train.checkpoint_folder import (
     write_index,
     write_stages,
 )
-from penstock.train.group_settings import load_schedulers, merged
 from penstock.train.held_tensors import holding
 from penstock.train.loader import Loader
-from penstock.train.named_optimizer import NamedOptimizer
+from penstock.train.named_optimizer import NamedOptimizer, load_schedulers, merged
 from penstock.train.outcome import everywhere
 from penstock.train.plain_values import encode
 from penstock.train.trainer import Trainer

@@ -19,7 +19,7 @@ from penstock.train.outcome import step_document
 from penstock.train.placed_stages import PlacedStages
 from penstock.train.row_cut import RowCut
 from penstock.train.step_rows import StepContext
-from penstock.transport.metered import MeteredTransport
+from penstock.transport.base import MeteredTransport
 
 
 class ForwardBackward:

@@ -10,8 +10,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from penstock.errors import DataError, UsageError
+from penstock.train.agreement import check_same_data, data_identity
 from penstock.train.arrangement import Arrangement
-from penstock.train.data_identity import check_same_data, data_identity
 from penstock.train.data_order import SampledOrder, SeededOrder, order_of
 from penstock.train.features import Follower, JoinPlace, LoadedBatch
 from penstock.train.iterations import Iteration, Iterations

@@ -28,8 +28,8 @@ from penstock.train.evaluation import Evaluation
 from penstock.train.features import Features
 from penstock.train.held_tensors import HeldTensors, written_buffers
 from penstock.train.own_loss import OwnLoss
+from penstock.transport.base import MeteredTransport
 from penstock.transport.messages import DATA, Message
-from penstock.transport.metered import MeteredTransport
 
 _CHANNELS = 256  # sets of tags that each placement reserves; each opening of its channels uses the next
 

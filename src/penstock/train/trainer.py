@@ -40,8 +40,8 @@ from penstock.train.row_cut import RowCut
 from penstock.train.row_exchange import RowExchange
 from penstock.train.step_rows import StepContext, StepRows
 from penstock.train.training_tracer import TrainingTracer, training_facts
+from penstock.transport.base import MeteredTransport
 from penstock.transport.collectives import all_gather
-from penstock.transport.metered import MeteredTransport
 
 
 class Trainer:

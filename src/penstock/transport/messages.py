@@ -15,14 +15,25 @@ is never unpickled or evaluated.
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from penstock.errors import RunError, TransportError
-from penstock.tensors import ALIGNMENT, aligned, num_payload_bytes, place, sum_words, unpack
-from penstock.transport.limits import Layout, check_layouts
+from penstock.memory import allowed_bytes
+from penstock.tensors import (
+    ALIGNMENT,
+    aligned,
+    is_dense,
+    num_payload_bytes,
+    num_spread_bytes,
+    place,
+    stored_shape,
+    sum_words,
+    unpack,
+)
+from penstock.units import format_bytes
 from penstock.values import Value
 
 _MAGIC = 0x504E53544F434B32  # "PNSTOCK2"
@@ -272,3 +283,45 @@ def _keep(kept: dict[_Key, _T], key: _Key, item: _T) -> None:
     if len(kept) >= _KEPT_LAYOUTS:
         kept.pop(next(iter(kept)))
     kept[key] = item
+
+
+class Layout(NamedTuple):
+    """A tensor's validated layout from a header; `in_place` is set if unpacking needs no separate memory."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    num_bytes: int
+    in_place: bool
+
+
+def check_layouts(
+    index: int, values: Sequence[Value], symbols: Sequence[str], largest: Sequence[int], numbers: Sequence[int]
+) -> list[Layout]:
+    """Decode the layouts of a message's tensors from its numbers: sizes up to `largest`, then all strides.
+
+    Raises `TransportError` for sizes beyond the job's, negative strides, and gaps too large for this process's memory.
+    """
+    for symbol, size, most in zip(symbols, numbers, largest, strict=False):
+        if not 0 <= size <= most:
+            raise TransportError(
+                f"message {index} claims the size {size} for {symbol!r}, the job has at most {most}; "
+                "create the pipeline with the largest microbatch as its example, and the same version everywhere"
+            )
+    sizes = dict(zip(symbols, numbers, strict=False))
+    layouts: list[Layout] = []
+    position, num_spread = len(symbols), 0
+    for value in values:
+        shape = value.evaluate(sizes)
+        strides = tuple(numbers[position : position + len(shape)])
+        position += len(shape)
+        if any(stride < 0 for stride in strides):
+            raise TransportError(f"message {index} claims a negative stride for {value.name}; start again")
+        num_spread += num_spread_bytes(shape, strides, value.dtype.itemsize)
+        num_bytes = num_payload_bytes(shape, strides, value.dtype.itemsize)
+        layouts.append(Layout(shape, strides, num_bytes, is_dense(stored_shape(shape, strides), strides)))
+    if num_spread and num_spread > (allowed := allowed_bytes()):
+        raise TransportError(
+            f"message {index} claims strides that take {format_bytes(num_spread)}, but this process may take "
+            f"{format_bytes(allowed)}; cut the model at tensors without gaps"
+        )
+    return layouts

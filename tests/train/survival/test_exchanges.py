@@ -8,16 +8,16 @@ import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from penstock.errors import ConnectionBroken, DeviceLost, PenstockError
+from penstock.group.board import Verdict
 from penstock.group.links import PlainLinks
 from penstock.group.liveness import Boards, Health
 from penstock.group.roll_call import Membership, Rendezvous
-from penstock.group.verdict import Verdict
 from penstock.group.world import World
 from penstock.train.survival import exchanges as module
 from penstock.train.survival.exchanges import Exchanges
+from penstock.transport.base import MeteredTransport
 from penstock.transport.collectives import all_gather
 from penstock.transport.memory_network import MemoryNetwork
-from penstock.transport.metered import MeteredTransport
 from tests.trainers import on_each_rank
 
 RENDEZVOUS = Rendezvous(PlainLinks(), HashStore, "nowhere", 1, "nowhere", "a thread")

@@ -22,7 +22,7 @@ from penstock.train.survival.exchanges import Exchanges
 from penstock.train.survival.rearrange import read_grid
 from penstock.train.survival.survivors import Survivors
 from penstock.train.trainer import Trainer
-from penstock.transport.metered import MeteredTransport
+from penstock.transport.base import MeteredTransport
 from penstock.wire import FEEDER, NUM_BUFFERS
 
 

@@ -15,8 +15,8 @@ from typing import Any, NoReturn
 from penstock.errors import PenstockError
 from penstock.group.following import Following
 from penstock.group.world import World
+from penstock.transport.base import MeteredTransport
 from penstock.transport.collectives import all_gather
-from penstock.transport.metered import MeteredTransport
 from penstock.wire import FEEDER
 
 Objects = list[dict[str, Any]]

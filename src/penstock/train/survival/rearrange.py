@@ -1,4 +1,4 @@
-"""Assignment of parts to devices so that few bytes move, and encoding of grids.
+"""The grid for the processes that remain: chosen by the planner or their number, and placed so that few bytes move.
 
 A part is the stages that one rank holds in a placement.
 """
@@ -8,14 +8,24 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+from penstock.deploy.placing import name_devices
+from penstock.deploy.policies import choose_cuts
+from penstock.deploy.run_options import OnLoss
 from penstock.engine.placement import Grid, Replica
 from penstock.errors import CutError, DeviceLost
 from penstock.graph.cuts import Cut, Cuts
 from penstock.graph.freeze import sources_in
-from penstock.spec.cluster import Device
+from penstock.plan.choose import cluster_among
+from penstock.plan.cost.frozen import keep_cuts
+from penstock.plan.cost.training_step import ADAMW_STATE
+from penstock.spec.cluster import Cluster, Device
+from penstock.spec.profile import Profile
 from penstock.train.arrangement import Arrangement
 from penstock.train.captured import Captured
 from penstock.train.held_tensors import HeldTensors
+from penstock.train.planned import common_cuts, grid_of_plan, plan_training
+from penstock.train.trainer import Trainer
+from penstock.wire import FEEDER
 
 _ALIKE = 0.05  # relative measurement error of speeds and memory sizes
 
@@ -112,3 +122,44 @@ def cuts_here(captured: Captured, names: Sequence[str]) -> list[Cut]:
         return Cuts(captured.graph).find_all(names)
     except CutError as error:
         raise DeviceLost(f"this process cannot apply the placement of rank 0: {error}") from error
+
+
+def choose_grid(trainer: Trainer, begun: Arrangement, options: OnLoss) -> tuple[Grid, Sequence[Cut]]:
+    """Return grid and cuts for the current group, with parts assigned to ranks that already hold most of their tensors.
+
+    Raises `PlanError` if no plan fits the devices.
+    """
+    ranks = list(range(trainer.world.transport.size))
+    groups: Sequence[Sequence[int]] = [ranks]
+    if options.profile is not None and options.cluster is not None:
+        grid, cuts, groups = _planned(trainer, begun, options.profile, options.cluster)
+    else:
+        grid, cuts = _by_number(trainer, begun, len(ranks))
+    placed = begun.moved(grid, cuts, rank=FEEDER)
+    taken = assign(missing_bytes(placed, trainer.captured, trainer.tensors, ranks, ADAMW_STATE), groups)
+    return grid.renumbered(dict(zip(ranks, taken, strict=True))), cuts
+
+
+def _planned(
+    trainer: Trainer, begun: Arrangement, profile: Profile, known: Cluster
+) -> tuple[Grid, Sequence[Cut], Sequence[Sequence[int]]]:
+    """Return the planner's grid and cuts for these devices, and groups of ranks that may swap parts."""
+    ranks = name_devices(trainer.world)
+    cluster = cluster_among(known, list(ranks), feeder=trainer.world.hosts[FEEDER])
+    batch = trainer.data.trained
+    rows = profile.rows[-1] if batch is None else max(1, len(batch.samples) // begun.all_microbatches)
+    costs = keep_cuts(profile, common_cuts(trainer.captured))
+    plan = plan_training(costs, cluster, begun, rows=rows, state_factor=ADAMW_STATE)
+    return *grid_of_plan(trainer.captured.graph, plan, ranks), interchangeable(cluster.devices)
+
+
+def _by_number(trainer: Trainer, begun: Arrangement, num_processes: int) -> tuple[Grid, Sequence[Cut]]:
+    """Return a grid for a number of processes, and its cuts: the initial grid, or as many replicas as fit."""
+    grid = begun.grid if num_processes == len(begun.grid.ranks) else begun.shape(num_processes)
+    first = grid.replicas[0]
+    if len(first.stages) == begun.num_stages:
+        return grid, begun.cuts
+    graph = trainer.captured.graph
+    return grid, choose_cuts(
+        graph, Cuts(graph), stages=len(first.stages), places=[first.devices.index(rank) for rank in first.stages]
+    )

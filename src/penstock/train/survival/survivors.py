@@ -15,8 +15,8 @@ from typing import Any
 
 from penstock.deploy.run_options import OnLoss
 from penstock.errors import DeviceLost, PenstockError, PlanError, UsageError
+from penstock.group.board import Verdict
 from penstock.group.regroup import wait_for_newcomers
-from penstock.group.verdict import Verdict
 from penstock.terminal.notes import note
 from penstock.text import counted
 from penstock.train.arrangement import Arrangement
@@ -28,8 +28,7 @@ from penstock.train.named_optimizer import NamedOptimizer, restore_settings
 from penstock.train.outcome import TrainingChange, everywhere
 from penstock.train.plain_values import decode
 from penstock.train.survival.exchanges import Exchanges, Objects
-from penstock.train.survival.rearrange import cuts_here, lost_names, read_grid, write_grid
-from penstock.train.survival.regrid import choose_grid
+from penstock.train.survival.rearrange import choose_grid, cuts_here, lost_names, read_grid, write_grid
 from penstock.train.trainer import Trainer
 from penstock.transport.collectives import all_gather
 from penstock.wire import FEEDER

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel
 
 from penstock.errors import UsageError
-from penstock.graph.wrappers import check_unwrapped
+from penstock.graph.prepare import check_unwrapped
 from penstock.pipeline import Pipeline
 
 

@@ -1,7 +1,7 @@
 """Speeds of devices from what their heartbeats count."""
 
 from penstock.errors import TransportError
-from penstock.stream.speeds import Count, ObservedSpeeds
+from penstock.stream.replanner import Count, ObservedSpeeds
 
 
 class Watched:

@@ -1,0 +1,35 @@
+"""Weights in the blocks of GGUF: the numbers of the `gguf` package, bit by bit."""
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.packing import PACKINGS, is_packable, packed_shape, unpacked
+
+# where a block has its floats in half precision
+_FLOATS = {"Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0], "Q4_K": [0, 2], "Q5_K": [0, 2],
+           "Q6_K": [208]}  # fmt: skip
+
+
+def raw_weight(packing: str, rows: int, inputs: int, scale: float = 1.0) -> Tensor:
+    """Return random blocks, with scales that are numbers."""
+    form = PACKINGS[packing]
+    generator = np.random.default_rng(rows + inputs)
+    raw = generator.integers(0, 256, packed_shape(packing, (rows, inputs)), dtype=np.uint8)
+    blocks = raw.reshape(rows, -1, form.num_bytes)
+    for at in _FLOATS[packing]:
+        floats = (scale * generator.normal(size=blocks.shape[:2])).astype(np.float16)
+        blocks[..., at : at + 2] = floats[..., None].view(np.uint8)
+    return torch.from_numpy(raw)
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_numbers_are_those_of_gguf(packing: str) -> None:
+    gguf = pytest.importorskip("gguf")
+    kind = gguf.GGMLQuantizationType[packing]
+    assert gguf.GGML_QUANT_SIZES[kind] == (PACKINGS[packing].weights, PACKINGS[packing].num_bytes)
+    raw = raw_weight(packing, 7, 768)
+    found = unpacked(raw, packing)
+    assert is_packable(found.shape, packing)
+    assert np.array_equal(found.numpy(), gguf.dequantize(raw.numpy(), kind))

@@ -94,5 +94,9 @@ def _open(model: onnx.ModelProto) -> Any:
     options.intra_op_num_threads, options.inter_op_num_threads = torch.get_num_threads(), 1
     # threads that spin while they wait would occupy the cores of a small host
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    # weights that are stored in another order are given back, instead of kept in an arena for what may come
+    options.add_session_config_entry("session.use_device_allocator_for_initializers", "1")
     options.log_severity_level = 3
-    return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    session._model_bytes = None  # kept there for other providers: a second copy of all weights
+    return session

@@ -7,9 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.runtime.onnx.blocks import BLOCK, in_blocks
+from penstock.packing import PACKINGS, unpacked
+from penstock.runtime.onnx.blocks import BLOCK, IN_FLOATS, Blocks, StoredWeight, in_blocks
 from penstock.runtime.onnx.onnx_nodes import Made, Nodes
 from penstock.runtime.onnx.onnx_runtime import compile_model
+from tests.test_packing import raw_weight
 
 
 @settings(max_examples=30, deadline=None)
@@ -28,13 +30,31 @@ def test_each_block_is_within_half_a_step(rows: int, width: int, bits: int, seed
 def test_the_engine_multiplies_with_these_numbers(bits: int, shape: tuple[int, int]) -> None:
     torch.manual_seed(0)
     blocks, inputs = in_blocks(torch.randn(shape), bits), torch.randn(3, shape[1])
+    assert error_of(blocks, inputs, blocks.weight()) < 0.02  # inputs are rounded to 8 bits
+
+
+def error_of(blocks: Blocks, inputs: Tensor, weight: Tensor) -> float:
+    """Multiply in ONNX Runtime; return the largest error relative to the largest product."""
     nodes = Nodes(packed={"linear": blocks}, operation="linear")
-    given = Made(nodes, torch.float32, (3, shape[1]), known_as="inputs")
-    product = nodes.packed_product("inputs")
-    model = nodes.model([given], [Made(nodes, torch.float32, (3, shape[0]), known_as=product)])
+    given = Made(nodes, torch.float32, tuple(inputs.shape), known_as="inputs")
+    product = nodes.packed_product(given)
+    model = nodes.model([given], [Made(nodes, torch.float32, (*inputs.shape[:-1], len(weight)), known_as=product)])
     (found,) = compile_model(model)({"inputs": inputs.numpy()})
-    wanted = (inputs @ blocks.weight().t()).numpy()
-    assert float(np.abs(found - wanted).max() / np.abs(wanted).max()) < 0.02  # inputs are rounded to 8 bits
+    wanted = (inputs @ weight.t()).numpy()
+    return float(np.abs(found - wanted).max() / np.abs(wanted).max())
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("rows", [(3,), (2, 5)])
+def test_products_in_the_blocks_of_a_file(packing: str, rows: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    raw = raw_weight(packing, 20, 512)
+    weight, inputs = unpacked(raw, packing), torch.randn(*rows, 512)
+    blocks = StoredWeight(raw, packing).blocks()
+    # with shifts, the same numbers come from integers around another zero
+    assert torch.allclose(blocks.weight(), weight, rtol=0, atol=1e-6 * float(weight.abs().max()))
+    assert error_of(StoredWeight(raw, packing, IN_FLOATS).blocks(), inputs, weight) < 1e-5
+    assert error_of(blocks, inputs, weight) < 0.02
 
 
 @pytest.mark.parametrize("weight", [torch.zeros(3, 4), torch.full((2, 40), 1e-30), torch.tensor([[3e38, -3e38]])])

@@ -45,7 +45,7 @@ def profile(
     json: opt.JsonFile = None,
 ) -> None:
     """Time the parts of a model between possible cuts, and messages; write a profile for `penstock plan`."""
-    from penstock.deploy.state import load_state
+    from penstock.deploy.state import load_state, with_packings
     from penstock.engine.reference import calibrate
     from penstock.graph.capture import capture
     from penstock.measure.costs import Timing
@@ -101,7 +101,8 @@ def profile(
             graph, load, rows=sizes, threads=threads, repeats=repeats,
             training=training, messages=messages,
         )  # fmt: skip
-        columns = measure_runtimes(graph, load, choices, Timing(made.rows, threads, repeats))
+        packed = with_packings(graph, zoo.weights, runtime or ())
+        columns = measure_runtimes(packed, load, choices, Timing(made.rows, threads, repeats))
     made = msgspec.structs.replace(
         made, model=model, loader_s_per_row=loader_s_per_row, calibration_s=calibration_s, base_bytes=base_bytes,
         script_bytes=more_bytes, runtimes=columns,

@@ -38,8 +38,9 @@ class Performance:
 
 
 def names_of_runtimes() -> list[str]:
-    """Return every runtime with each of its precisions, as written on the command line."""
-    return [str(RuntimeChoice(name, precision)) for name, kind in RUNTIMES.items() for precision in kind.precisions]
+    """Return every runtime of a float32 model with each of its precisions, as written on the command line."""
+    choices = [RuntimeChoice(name, precision) for name, kind in RUNTIMES.items() for precision in kind.precisions]
+    return [str(choice) for choice in choices if not choice.is_stored]
 
 
 class OnRuntimes:

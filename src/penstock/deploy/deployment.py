@@ -151,7 +151,10 @@ def deploy_pipeline(
     counters, depth = Counters(), job.options.depth
     pipeline = DeployedPipeline(
         world, job, programs[0][0].symbols, tuple(order),
-        stage_bytes=[sum(program.state_bytes() for program in each) for each in programs],
+        stage_bytes=[
+            sum(program.state_bytes(packed=job.runtime_of(stage).is_stored) for program in each)
+            for stage, each in enumerate(programs)
+        ],
         cache_bytes=[
             sum(state.value.num_bytes({}) for program in each for state in program.caches) for each in programs
         ],

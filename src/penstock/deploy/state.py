@@ -1,8 +1,8 @@
 """Tensors by name on any rank: read from a model, moved between ranks, kept so that training can continue."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -11,11 +11,13 @@ from torch import Tensor
 from penstock.errors import TransportError, UsageError
 from penstock.graph.graph import Graph
 from penstock.graph.ops import State
+from penstock.packing import PACKINGS, is_packable, packed_shape
+from penstock.runtime.registry import parse_runtime
 from penstock.tensors import HOST, moved, sum_words
 from penstock.transport.base import WORD_BYTES, Pending, Transport, post_receive, post_send, receive_bytes, send_bytes
 from penstock.transport.tags import CONTROL
 from penstock.wire import FEEDER
-from penstock.zoo.weights.weights import Weights
+from penstock.zoo.weights.weights import PackedWeights, Weights, origin_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +155,7 @@ def source_of(name: str) -> str:
 def load_state(graph: Graph, state: State, weights: Weights) -> Tensor:
     """Read a tensor of a model's state to the host: constants from the graph, other tensors by name from the weights.
 
-    A cache is zero.
+    A cache is zero; a tensor with a packing has the bytes of its file.
     """
     if state.kind == "cache":
         return torch.zeros(state.value.evaluate({}), dtype=state.value.dtype)
@@ -162,6 +164,10 @@ def load_state(graph: Graph, state: State, weights: Weights) -> Tensor:
     if state.kind == "buffer" and state.source not in weights.names():
         # a buffer that checkpoints leave out: computed when the model was built
         return graph.constants[state.source].cpu()
+    if state.packing:
+        source, name = origin_of(weights, state.source)
+        if isinstance(source, PackedWeights):
+            return source.load_packed(name)
     tensor = weights.load(state.source)
     wanted = state.value.evaluate({})
     if tuple(tensor.shape) != wanted:
@@ -172,8 +178,37 @@ def load_state(graph: Graph, state: State, weights: Weights) -> Tensor:
     return tensor.detach().to("cpu", state.value.dtype)
 
 
+def with_packings(graph: Graph, weights: Weights, runtimes: Collection[str]) -> Graph:
+    """Have stages receive weights in the bits of their file, if they are stored in blocks.
+
+    Raises `UsageError` if one of the runtimes is to hold such weights as `stored` and has no products in them, or if
+    there are none.
+    """
+    stored = next((name for name in sorted(runtimes) if parse_runtime(name).is_stored), "")
+    states = []
+    for state in graph.states:
+        source, name = origin_of(weights, state.source) if state.kind == "parameter" else (None, "")
+        packing = source.packing(name) if isinstance(source, PackedWeights) else ""
+        if packing and not is_packable(state.value.shape, packing):
+            if stored:
+                raise UsageError(
+                    f"{stored} has no products in {packing}, which the file has for {state.source}; use a file in "
+                    f"{', '.join(PACKINGS)}, or the runtime eager, which unpacks it"
+                )
+            packing = ""
+        states.append(replace(state, packing=packing))
+    if stored and not any(state.packing for state in states):
+        raise UsageError(
+            f"{stored} is for weights in a GGUF file's blocks, and this model has none; use onnxruntime:int8 or "
+            "onnxruntime:int4, which round floats"
+        )
+    return replace(graph, states=tuple(states))
+
+
 def room_for(state: State) -> Tensor:
-    """Allocate an empty host tensor for a tensor of a model."""
+    """Allocate an empty host tensor for a tensor of a model, or for its bytes."""
+    if state.packing:
+        return torch.empty(packed_shape(state.packing, state.value.evaluate({})), dtype=torch.uint8)
     return torch.empty(state.value.evaluate({}), dtype=state.value.dtype)
 
 

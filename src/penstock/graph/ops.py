@@ -26,13 +26,15 @@ class Ref:
 class State:
     """A tensor that a stage holds between microbatches.
 
-    A cache is initially zero, belongs to a single stage, and is never sent.
+    A cache is initially zero, belongs to a single stage, and is never sent. A tensor with a `packing` is sent as the
+    bytes of its file (see `packing.py`); `value` has the shape and dtype of its numbers.
     """
 
     value: Value
     source: str
     kind: Literal["parameter", "buffer", "constant", "cache"]
     requires_grad: bool = False  # for parameters; torch.matmul then uses another kernel, with other last bits
+    packing: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,10 @@ before its use, names, dtypes and sizes. No part of a program is ever evaluated 
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
+
+import torch
 
 from penstock.errors import ProgramError
 from penstock.graph.callbacks import Callback
@@ -24,6 +27,7 @@ from penstock.graph.operators import check_operator
 from penstock.graph.ops import GETITEM, Op, State
 from penstock.graph.schema import FORGED as _FORGED
 from penstock.graph.schema import check_call, check_product
+from penstock.packing import is_packable, packed_shape
 from penstock.values import Size, Value, check_expression
 
 FORMAT, VERSION = "penstock-program", 1
@@ -51,9 +55,12 @@ class StageProgram:
         """The states that the stage allocates itself."""
         return tuple(state for state in self.states if state.kind == "cache")
 
-    def state_bytes(self) -> int:
-        """Return the bytes of parameters, buffers, constants and caches."""
-        return sum(state.value.num_bytes({}) for state in self.states)
+    def state_bytes(self, *, packed: bool = False) -> int:
+        """Return the bytes of parameters, buffers, constants and caches; `packed` weights as in their file."""
+        return sum(
+            prod(packed_shape(state.packing, state.value.evaluate({}))) if packed and state.packing
+            else state.value.num_bytes({}) for state in self.states
+        )  # fmt: skip
 
 
 def states_of(programs: Iterable[StageProgram]) -> list[State]:
@@ -134,11 +141,17 @@ def _read_state(item: Mapping[str, Any]) -> State:
     can = value.dtype.is_floating_point or value.dtype.is_complex
     if not isinstance(requires_grad, bool) or (requires_grad and not can):
         raise ProgramError(f"requires_grad of {value.name} is {_quoted(requires_grad)}; {_FORGED}")
-    return State(value=value, source=_name(item["source"]), kind=item["kind"], requires_grad=requires_grad)
+    packing = item.get("packing", "")
+    if packing and not (value.dtype == torch.float32 and is_packable(value.shape, str(packing))):
+        raise ProgramError(f"the packing of {value.name} is {_quoted(packing)}; {_FORGED}")
+    return State(
+        value=value, source=_name(item["source"]), kind=item["kind"], requires_grad=requires_grad, packing=packing
+    )
 
 
 def _write_state(state: State) -> dict[str, Any]:
     written = _write_value(state.value) | {"source": state.source, "kind": state.kind}
+    written |= {"packing": state.packing} if state.packing else {}
     return written | ({"requires_grad": True} if state.requires_grad else {})
 
 

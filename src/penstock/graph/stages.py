@@ -63,8 +63,8 @@ def graph_fingerprint(graph: Graph) -> str:
         plan.graph == graph_fingerprint(capture(model, (image,)))
     """
     (program,) = divide(graph, [])
-    # ignore requires_grad: a plan for a model is also valid with frozen parameters
-    states = tuple(replace(_of_one(state), requires_grad=False) for state in program.states)
+    # a plan for a model is also valid with frozen parameters, and with weights in the blocks of their file
+    states = tuple(replace(_of_one(state), requires_grad=False, packing="") for state in program.states)
     return fingerprint(write_program(replace(program, states=states)))
 
 

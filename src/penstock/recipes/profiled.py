@@ -11,7 +11,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from penstock.deploy.state import load_state
+from penstock.deploy.state import load_state, with_packings
 from penstock.engine.reference import calibrate
 from penstock.errors import UsageError
 from penstock.generate.cached_decoder import BLOCK, CHUNKS, WANTED, CachedDecoder, decoder_call
@@ -95,8 +95,9 @@ def profile_generation(
         graph, load, rows=slots, threads=threads, repeats=repeats, messages=messages, sizes=step, largest=full,
         single=chunk, integer=0,
     )  # fmt: skip
+    packed = with_packings(graph, call.weights, [str(runtime) for runtime in runtimes])
     columns = measure_runtimes(
-        graph, load, runtimes, Timing(made.rows, threads, repeats, step), partial(_step_inputs, call.model, room)
+        packed, load, runtimes, Timing(made.rows, threads, repeats, step), partial(_step_inputs, call.model, room)
     )
     return msgspec.structs.replace(
         made, model=name, calibration_s=calibrate(threads=threads), base_bytes=base_bytes, script_bytes=more_bytes,

@@ -2,7 +2,7 @@
 
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
@@ -85,7 +85,7 @@ def _onnxruntime(
     from penstock.runtime.onnx.fused import JoinedRuntime
     from penstock.runtime.onnx.onnx_runtime import CachingEngine, OnnxRuntime, compile_model
 
-    if program.caches:
+    if program.caches or choice.is_stored:
         return JoinedRuntime(
             program, tensors, device, compile_model=compile_model, compile_caching=CachingEngine,
             precision=choice.precision, keep=choice.keep,
@@ -111,9 +111,9 @@ RUNTIMES: Mapping[str, RuntimeKind] = {
     "eager": RuntimeKind(load=_eager, load_training=_eager_training, precisions=("float32", "bfloat16")),
     "onnxruntime": RuntimeKind(
         load=_onnxruntime,
-        precisions=("float32", "int8", "int4"),
+        precisions=("float32", "int8", "int4", "stored", "stored32"),
         extra="onnx",
-        single_rows=frozenset({"int8", "int4"}),  # blocks of a row are summed as integers
+        single_rows=frozenset({"int8", "int4", "stored"}),  # blocks of a row are summed as integers
     ),
     "openvino": RuntimeKind(load=_openvino, precisions=("float32", "bfloat16"), extra="openvino"),
 }
@@ -150,6 +150,11 @@ class RuntimeChoice:
     def __str__(self) -> str:
         return runtime_name(self.name, self.precision, self.keep)
 
+    @property
+    def is_stored(self) -> bool:
+        """True if weights stay in the blocks of their file."""
+        return self.precision.startswith("stored")
+
     def check_machine(self) -> None:
         """Raise `PlanError` if this machine lacks the runtime's package, or instructions for its precision."""
         from penstock.runtime.bfloat16 import check_bfloat16
@@ -172,6 +177,10 @@ class RuntimeChoice:
         from penstock.tensors import HOST
 
         kind = RUNTIMES[self.name]
+        if not self.is_stored:
+            program, tensors = _unpacked(program, tensors)
+        elif not any(state.packing for state in program.states):
+            raise PlanError(f"{self} is for weights in a GGUF file's blocks, and this stage has none; use {self.name}")
         try:
             return kind.load(program, tensors, device or HOST, self)
         except ImportError as error:
@@ -190,6 +199,18 @@ class RuntimeChoice:
         if load is None or self.precision != "float32":
             raise PlanError(f"the runtime {self} cannot train; use eager")
         return load(part, tensors, device or HOST, again)
+
+
+def _unpacked(program: "StageProgram", tensors: Mapping[str, "Tensor"]) -> "tuple[StageProgram, Mapping[str, Tensor]]":
+    """Return a program whose weights are numbers, and these weights."""
+    from penstock.packing import unpacked
+
+    packed = {state.value.name: state.packing for state in program.states if state.packing}
+    if not packed:
+        return program, tensors
+    plain = tuple(replace(state, packing="") for state in program.states)
+    numbers = {name: unpacked(tensors[name], packing) for name, packing in packed.items() if name in tensors}
+    return replace(program, states=plain), {**tensors, **numbers}
 
 
 EAGER = RuntimeChoice()

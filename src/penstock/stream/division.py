@@ -19,7 +19,7 @@ from penstock.deploy.placing import name_devices, place, place_bundle, places_in
 from penstock.deploy.policies import choose_cuts
 from penstock.deploy.programs import divide_by_sets
 from penstock.deploy.run_options import Bundle, CutOptions, ModelCall, RunOptions
-from penstock.deploy.state import load_state
+from penstock.deploy.state import load_state, with_packings
 from penstock.deploy.worker import BUNDLE
 from penstock.engine.executor import OwnStages
 from penstock.engine.tracers import FeederTracer, follow_stages
@@ -73,7 +73,9 @@ def divide_model(call: ModelCall, cut: CutOptions, run: RunOptions, world: World
     with advising(call.model):
         graph = capture(call.model, call.args, call.kwargs, dynamic=call.dynamic, largest=call.largest)
     _, sizes = bind_inputs(graph, call.args, call.kwargs)
-    load = partial(load_state, graph, weights=call.weights or ModuleWeights(call.model))
+    weights = call.weights or ModuleWeights(call.model)
+    graph = with_packings(graph, weights, [str(run.runtime)] if cut.plan is None else cut.plan.runtimes)
+    load = partial(load_state, graph, weights=weights)
     if (plan := cut.plan) is not None:
         if run.runtime != EAGER:
             raise UsageError("a plan determines the runtime of its stages; leave runtime out")

@@ -10,8 +10,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from penstock.graph.ops import Op, Ref
+from penstock.packing import PACKINGS, read_packed
 
 BLOCK = 32
+# accuracy levels of MatMulNBits: the fastest rounds inputs to 8 bits by blocks
+IN_FLOATS, IN_8_BITS = 1, 4
 # argument index of the weight: [O, I] in a linear layer, [I, O] in GPT-2's layers
 _WEIGHTS = {"aten.linear.default": 1, "aten.addmm.default": 2}
 _AT_ONCE = 2**22  # elements rounded at a time, to limit temporary memory
@@ -19,9 +22,9 @@ _AT_ONCE = 2**22  # elements rounded at a time, to limit temporary memory
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """A weight [O, I] in `bits` bits: with B blocks per row, values [O, B, 4 * bits], scales and zeros per block.
+    """A weight [O, I] in `bits` bits: with B blocks per row, values [O, B, bytes], scales and zeros per block.
 
-    A number is `(value - zero) * scale`.
+    A number is `(value - zero) * scale`, plus the block's shift if there are `shifts` [O, B].
     """
 
     bits: int
@@ -29,11 +32,19 @@ class Blocks:
     values: np.ndarray[Any, Any]
     scales: np.ndarray[Any, Any]
     zeros: np.ndarray[Any, Any]
+    block: int = BLOCK
+    shifts: np.ndarray[Any, Any] | None = None
+    accuracy: int = IN_8_BITS
 
     @property
     def nbytes(self) -> int:
         """Bytes of the arrays."""
-        return self.values.nbytes + self.scales.nbytes + self.zeros.nbytes
+        shifts = 0 if self.shifts is None else self.shifts.nbytes
+        return self.values.nbytes + self.scales.nbytes + self.zeros.nbytes + shifts
+
+    def blocks(self) -> "Blocks":
+        """Return the blocks themselves."""
+        return self
 
     def weight(self) -> Tensor:
         """Return the weight as float32."""
@@ -41,7 +52,10 @@ class Blocks:
         values = _unpacked(torch.from_numpy(self.values), self.bits).float()
         zeros = _unpacked(torch.from_numpy(self.zeros), self.bits)[:, :count].float()
         scales = torch.from_numpy(self.scales).view(-1, count, 1)
-        return ((values - zeros[..., None]) * scales).flatten(1)[:, : self.shape[1]]
+        whole = (values - zeros[..., None]) * scales
+        if self.shifts is not None:
+            whole = whole + torch.from_numpy(self.shifts)[..., None]
+        return whole.flatten(1)[:, : self.shape[1]]
 
 
 def in_blocks(weight: Tensor, bits: int) -> Blocks:
@@ -59,14 +73,56 @@ def in_blocks(weight: Tensor, bits: int) -> Blocks:
     return Blocks(bits, (weight.shape[0], weight.shape[1]), values, scales.reshape(-1), zeros)
 
 
+@dataclass(frozen=True, slots=True)
+class StoredWeight:
+    """A weight as the bytes of its file, which become `Blocks` only while an engine is made."""
+
+    raw: Tensor
+    packing: str
+    accuracy: int = IN_8_BITS
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weight."""
+        return self.raw.nbytes
+
+    def blocks(self) -> Blocks:
+        """Return the same integers in the engine's order.
+
+        With shifts they are centred around a zero, so that inputs rounded to 8 bits weigh less.
+        """
+        form = PACKINGS[self.packing]
+        values, scales, shifts, zero = [], [], [], 0
+        for part in read_packed(self.raw, self.packing):
+            zero, scale = part.zero, part.scales
+            if part.shifts is not None:
+                zero = (form.most + 1) // 2
+                shifts.append(part.shifts + zero * scale)
+            values.append(_packed(part.values, form.bits))
+            scales.append(scale)
+        rows, count = len(self.raw), self.raw.shape[1] // form.num_bytes * form.weights // form.block
+        zeros = _packed(torch.full((rows, count), zero, dtype=torch.uint8), form.bits)
+        return Blocks(
+            form.bits, (rows, count * form.block), torch.cat(values).numpy(), torch.cat(scales).reshape(-1).numpy(),
+            zeros.numpy(), form.block, torch.cat(shifts).numpy() if shifts else None, self.accuracy,
+        )  # fmt: skip
+
+
 def pack(
-    ops: Iterable[Op], tensors: Mapping[str, Tensor], bits: int | None, kept: Collection[str] = ()
-) -> dict[str, Blocks]:
-    """Return the rounded weights of linear layers by operation, except for operations in `kept`."""
-    found: dict[str, Blocks] = {}
+    ops: Iterable[Op], tensors: Mapping[str, Tensor], bits: int | None, kept: Collection[str] = (),
+    packings: Mapping[str, str] | None = None, accuracy: int = IN_8_BITS,
+) -> dict[str, Blocks | StoredWeight]:  # fmt: skip
+    """Return the rounded weights of linear layers by operation, except for operations in `kept`.
+
+    Weights with an entry in `packings` are in the blocks of their file already.
+    """
+    found: dict[str, Blocks | StoredWeight] = {}
     made: dict[tuple[str, str], Blocks] = {}
     for op in ops:
         tensor = tensors.get(name) if (name := weight_of(op)) else None
+        if name is not None and tensor is not None and (packing := (packings or {}).get(name)):
+            found[op.name] = StoredWeight(tensor, packing, accuracy)
+            continue
         if bits is None or name is None or tensor is None or op.name in kept:
             continue
         if tensor.dtype == torch.float32 and tensor.dim() == 2:

@@ -57,7 +57,8 @@ class ExportedRuntime(ABC):
         self.program, self.device = program, device
         self.precision = precision
         self.kept = operations_of(program, keep)
-        self._packed = pack(program.ops, tensors, 4 if precision == "int4" else None, self.kept)
+        rounded = pack(program.ops, tensors, 4 if precision == "int4" else None, self.kept)
+        self._packed = {name: weight.blocks() for name, weight in rounded.items()}
         self._eager = Runtime(program, tensors, device)
         self._engines: dict[tuple[int, ...], Engine] = {}
 

@@ -14,10 +14,11 @@ from penstock.graph.decoders import POSITIONS, ROWS
 from penstock.graph.engine_operators import ATTENTION
 from penstock.graph.ops import CALLBACK, GETITEM, Op, Ref
 from penstock.graph.program import StageProgram
+from penstock.packing import unpacked
 from penstock.runtime.bfloat16 import check_bfloat16
 from penstock.runtime.eager import Runtime
 from penstock.runtime.layers import may_be_written, operations_of
-from penstock.runtime.onnx.blocks import Blocks, pack, weight_of
+from penstock.runtime.onnx.blocks import IN_8_BITS, IN_FLOATS, Blocks, StoredWeight, pack, weight_of
 from penstock.runtime.onnx.cached_attention import (
     caches_of,
     check_places,
@@ -44,7 +45,7 @@ class JoinedRuntime(Runtime):
     `compile_model` makes an engine from an ONNX model. With `compile_caching`, which makes an engine that writes to
     caches, attention over caches is an operation of the engine too, if it has one (`cached_attention.py`). With the
     precision `int8` or `int4`, weights of linear layers are rounded in blocks (see `blocks.py`), except in the layers
-    `keep`.
+    `keep`; with `stored` they are in the blocks of their file, and with `stored32` inputs are not rounded either.
 
     Example:
         runtime = JoinedRuntime(program, tensors, compile_model=compile_model, precision="int4")
@@ -70,7 +71,16 @@ class JoinedRuntime(Runtime):
                 program = fused(program, Shapes(program), some_sizes(program))
         shapes = Shapes(program)
         phases = phases_of(program, shapes)
-        packed = pack([op for ops in phases[1::2] for op in ops], tensors, BITS.get(precision), kept)
+        packings = {state.value.name: state.packing for state in program.states if state.packing}
+        of_engine = [op for ops in phases[1::2] for op in ops]
+        accuracy = IN_FLOATS if precision == "stored32" else IN_8_BITS
+        packed = pack(of_engine, tensors, BITS.get(precision), kept, packings, accuracy)
+        lookups = {
+            op.name: _PackedRows(op, tensors[name], packings[name]) for op, name in _lookups(program, packings, packed)
+        }
+        # of a weight in blocks only the shape is read
+        shapes_only = (state.value for state in program.states if state.packing)
+        tensors = {**tensors, **{x.name: torch.empty(x.evaluate({}), device="meta") for x in shapes_only}}
         self._parts: list[_FusedPart] = []
         order: list[Op] = []
         checked: set[str] = set()
@@ -86,7 +96,13 @@ class JoinedRuntime(Runtime):
                 order += part.as_operations(program)
         # the runtime calls an engine like a function of the caller in training
         calls = [Callback(name=part.name, run=part) for part in self._parts]
-        joined = replace(program, ops=tuple(order), callbacks=calls)
+        for number, (name, rows) in enumerate(lookups.items(), len(calls)):
+            place = [op.name for op in order].index(name)
+            order[place : place + 1] = rows.as_operations(number)
+            calls.append(Callback(name=rows.name, run=rows))
+        states = tuple(state for state in program.states if not state.packing)
+        joined = replace(program, ops=tuple(order), callbacks=calls, states=states)
+        self._lookups = lookups
         super().__init__(joined, tensors, device)
         read = {name for op in (*joined.prelude, *joined.ops) for name in op.uses()}
         for index, state in enumerate(joined.states):
@@ -126,7 +142,8 @@ class JoinedRuntime(Runtime):
     @property
     def weight_bytes(self) -> int:
         """Bytes of the runtime's tensors."""
-        return super().weight_bytes + sum(part.weight_bytes for part in self._parts)
+        tables = {rows.raw.data_ptr(): rows.raw.nbytes for rows in self._lookups.values()}
+        return super().weight_bytes + sum(part.weight_bytes for part in self._parts) + sum(tables.values())
 
     def copied(self) -> None:  # type: ignore[override]
         """Return None: it cannot be copied."""
@@ -138,7 +155,39 @@ class JoinedRuntime(Runtime):
         return self(sizes, inputs), []
 
 
-def _num_bytes(op: Op, packed: Mapping[str, Blocks], tensors: Mapping[str, Tensor]) -> int:
+def _lookups(
+    program: StageProgram, packings: Mapping[str, str], packed: Mapping[str, Blocks | StoredWeight]
+) -> Iterator[tuple[Op, str]]:
+    """Yield the lookups in weights in blocks, with the weight; raises `PlanError` for other uses than in products."""
+    for op in (*program.prelude, *program.ops):
+        for name in packings.keys() & set(op.uses()):
+            if op.target == "aten.embedding.default" and op.arguments[0] == Ref(name):
+                yield op, name
+            elif op.name not in packed or weight_of(op) != name:
+                raise PlanError(
+                    f"{op.target} ({op.name}) takes a weight in {packings[name]} blocks, which only products and "
+                    "embeddings do; use the runtime eager, which unpacks it"
+                )
+
+
+class _PackedRows:
+    """An embedding that unpacks the rows that it looks up."""
+
+    def __init__(self, op: Op, raw: Tensor, packing: str) -> None:
+        self.name, self.raw = f"{op.name}_packed", raw
+        self._op, self._packing = op, packing
+
+    def as_operations(self, number: int) -> Iterator[Op]:
+        """Yield a call of this lookup, and the operation for its result."""
+        yield Op(self.name, CALLBACK, ([self._op.arguments[1]], [], number), {})
+        yield Op(self._op.name, GETITEM, (Ref(self.name), 0), {})
+
+    def __call__(self, tensors: list[Tensor], _sizes: list[int]) -> list[Tensor]:
+        (ids,) = tensors
+        return [unpacked(self.raw[ids.reshape(-1)], self._packing).view(*ids.shape, -1)]
+
+
+def _num_bytes(op: Op, packed: Mapping[str, Blocks | StoredWeight], tensors: Mapping[str, Tensor]) -> int:
     return packed[op.name].nbytes if op.name in packed else sum(tensors[x].nbytes for x in op.uses() if x in tensors)
 
 
@@ -147,7 +196,8 @@ class _FusedPart:
 
     def __init__(
         self, number: int, program: StageProgram, ops: Sequence[Op], tensors: Mapping[str, Tensor], shapes: Shapes,
-        packed: Mapping[str, Blocks], compile_model: Callable[[onnx.ModelProto], Any], checked: Collection[str],
+        packed: Mapping[str, Blocks | StoredWeight], compile_model: Callable[[onnx.ModelProto], Any],
+        checked: Collection[str],
     ) -> None:  # fmt: skip
         self.name, self._number, self._ops, self._symbols = f"joined_{number}", number, ops, program.symbols
         self.caches = caches_of(ops)  # if there are any, the engine is an `InPlaceEngine`
@@ -215,16 +265,19 @@ class _FusedPart:
         if batch in self._for_all:
             return self._for_all[batch]
         others = {symbol: size if symbol == BATCH else size + 1 for symbol, size in sizes.items()}
-        model, other = self._written(sizes, others), self._written(others, sizes)
+        packed = {name: weight.blocks() for name, weight in self._packed.items()}
+        model, other = self._written(sizes, others, packed), self._written(others, sizes, packed)
         if model.SerializeToString(deterministic=True) == other.SerializeToString(deterministic=True):
             engine = self._for_all[batch] = self._compile(model)
             return engine
-        return self._compile(self._written(sizes, sizes))
+        return self._compile(self._written(sizes, sizes, packed))
 
-    def _written(self, sizes: Mapping[str, int], others: Mapping[str, int]) -> onnx.ModelProto:
+    def _written(
+        self, sizes: Mapping[str, int], others: Mapping[str, int], packed: Mapping[str, Blocks]
+    ) -> onnx.ModelProto:
         return write_model(
             self._ops, self.inputs, self.outputs, self._known, self._shapes.at(sizes), sizes,
-            others=self._shapes.at(others), packed=self._packed, caches=self.caches,
+            others=self._shapes.at(others), packed=packed, caches=self.caches,
         )  # fmt: skip
 
     @property

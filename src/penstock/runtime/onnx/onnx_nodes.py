@@ -10,11 +10,10 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor
 
-from penstock.runtime.onnx.blocks import BLOCK, Blocks
+from penstock.runtime.onnx.blocks import Blocks
 
 OPSET = 20
 OF_ENGINE = "com.microsoft"  # ONNX Runtime's own operators
-_IN_8_BITS = 4  # the fastest accuracy level: inputs are rounded to 8 bits in blocks
 ELEMENTS: Mapping[torch.dtype, int] = {
     torch.float32: TensorProto.FLOAT, torch.float64: TensorProto.DOUBLE, torch.float16: TensorProto.FLOAT16,
     torch.int64: TensorProto.INT64, torch.int32: TensorProto.INT32, torch.int16: TensorProto.INT16,
@@ -96,16 +95,26 @@ class Nodes:
             self.made[what, of] = make()
         return self.made[what, of]
 
-    def packed_product(self, inputs: str) -> str | None:
+    def packed_product(self, inputs: "Made") -> str | None:
         """Add the product of the inputs with the operation's weight, if the weight is in blocks."""
         weight = self.packed.get(self.operation)
         if weight is None:
             return None
         constants = (weight.values, weight.scales, weight.zeros.reshape(-1))
-        return self.add(
-            "MatMulNBits", [inputs, *(self.constant(array) for array in constants)], domain=OF_ENGINE,
-            K=weight.shape[1], N=weight.shape[0], bits=weight.bits, block_size=BLOCK, accuracy_level=_IN_8_BITS,
+        product = self.add(
+            "MatMulNBits", [inputs.name, *(self.constant(array) for array in constants)], domain=OF_ENGINE,
+            K=weight.shape[1], N=weight.shape[0], bits=weight.bits, block_size=weight.block,
+            accuracy_level=weight.accuracy,
         )  # fmt: skip
+        if weight.shifts is None:
+            return product
+
+        def sums() -> str:
+            shape = self.numbers([*[0] * (len(inputs.shape) - 1), -1, weight.block])
+            return self.add("ReduceSum", [self.add("Reshape", [inputs.name, shape]), self.numbers([-1])], keepdims=0)
+
+        blocks = self.once(f"sums of {weight.block}", inputs.name, sums)
+        return self.add("Add", [product, self.add("MatMul", [blocks, self.constant(weight.shifts.T)])])
 
     def constant(self, value: Tensor | np.ndarray[Any, Any]) -> str:
         """Add a constant; returns its name."""

@@ -166,7 +166,7 @@ def slice_axis(nodes: Nodes, given: Made, axis: int, begin: int, end: int, step:
 @_operator("linear.default")
 def _linear(call: OnnxCall) -> str:
     weight, bias = call["weight"], call["bias"]
-    product = call.nodes.packed_product(call["input"].name)
+    product = call.nodes.packed_product(call["input"])
     if product is None:
         if weight.value is not None:
             turned = call.nodes.constant(weight.value.t())
@@ -178,7 +178,7 @@ def _linear(call: OnnxCall) -> str:
 
 @_operator("addmm.default")
 def _addmm(call: OnnxCall) -> str:
-    product = call.nodes.packed_product(call["mat1"].name)
+    product = call.nodes.packed_product(call["mat1"])
     if product is None:
         product = call.add("MatMul", [call["mat1"].name, call["mat2"].name])
     return call.add(

@@ -226,15 +226,13 @@ def _untie(module: nn.Module, given: Weights) -> None:
 def _load_gguf(name: str, weights: Path | None, pretrained: bool) -> ZooModel:
     if weights is not None or pretrained:
         raise ModelError(f"{name} has its weights in the file; leave --weights and --pretrained out")
-    module = load_gguf(name)
-    meta.parameter_shapes(module)
-    found = ModuleWeights(module)
-    meta.move_to_meta(module)
+    module, given = load_gguf(name)
+    found = _fitted(module, given)
     example, task = hf.hf_example(name, module.config, module, 0)
+    whole = _complete(module, found)
     return ZooModel(
-        name=name, module=module, example_args=(), example_kwargs=dict(example), weights=found, initial=found,
-        task=task,
-    )  # fmt: skip
+        name=name, module=module, example_args=(), example_kwargs=dict(example), weights=whole, initial=whole, task=task
+    )
 
 
 def _load_function(name: str, weights: Path | None, pretrained: bool, seed: int, how: Preprocess) -> ZooModel:

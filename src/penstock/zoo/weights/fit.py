@@ -8,7 +8,7 @@ from torch import Tensor
 
 from penstock.errors import ModelError
 from penstock.text import nearest
-from penstock.zoo.weights.weights import ByName, Expected, Shape, Weights
+from penstock.zoo.weights.weights import ByName, Expected, Shape, Weights, origin_of
 
 _NUM_SHOWN = 3
 # buffers that older checkpoints store, and modules compute
@@ -102,6 +102,9 @@ class _Checked(ByName[str]):
 
     def load(self, name: str) -> Tensor:
         return self._weights.load(self._find(name)).to(self._dtypes[name])
+
+    def origin(self, name: str) -> tuple[Weights, str]:
+        return origin_of(self._weights, self._find(name))
 
 
 def _sources(present: set[str], expected: Expected, aliases: Mapping[str, str]) -> dict[str, str]:

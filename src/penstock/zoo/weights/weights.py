@@ -1,6 +1,7 @@
 """Sources of a model's tensors, loaded one at a time."""
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from functools import cached_property
 from typing import Generic, Protocol, TypeVar
@@ -48,7 +49,9 @@ def fingerprint_of(weights: Weights) -> str:
     digest = hashlib.sha256()
     for name in sorted(weights.names()):
         digest.update(f"{name} {weights.dtype(name)} {list(weights.shape(name))}".encode())
-        beginning = weights.load(name).detach().reshape(-1)[:_FINGERPRINT_VALUES]
+        source, own = origin_of(weights, name)
+        begin = source.beginning(own) if isinstance(source, PackedWeights) else weights.load(name)
+        beginning = begin.detach().reshape(-1)[:_FINGERPRINT_VALUES]
         digest.update(beginning.contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]
 
@@ -66,10 +69,35 @@ class ByName(Generic[_Known]):
         """Return every name that can be loaded."""
         return self._known.keys()
 
+    def origin(self, name: str) -> tuple[Weights, str]:
+        """Return the weights that hold a tensor, and its name there."""
+        return self, name  # type: ignore[return-value]
+
     def _find(self, name: str) -> _Known:
         if name not in self._known:
             raise ModelError(f"{self._holder} no tensor {name}{nearest(name, self._known)}")
         return self._known[name]
+
+
+def origin_of(weights: Weights, name: str) -> tuple[Weights, str]:
+    """Return the weights that hold a tensor of these weights, and its name there."""
+    return weights.origin(name) if isinstance(weights, (ByName, PrefixedWeights)) else (weights, name)
+
+
+class PackedWeights(ABC, ByName[_Known]):
+    """Weights that a stage may hold in the bits of their file; see `packing.py`."""
+
+    @abstractmethod
+    def packing(self, name: str) -> str:
+        """Return the block format of a tensor; empty if it must be loaded as numbers."""
+
+    @abstractmethod
+    def load_packed(self, name: str) -> Tensor:
+        """Return the bytes of a tensor with a block format, [O, bytes]."""
+
+    @abstractmethod
+    def beginning(self, name: str) -> Tensor:
+        """Return the first stored bytes of a tensor."""
 
 
 class TensorWeights(ByName[Tensor]):
@@ -173,6 +201,10 @@ class JoinedWeights(ByName[Weights]):
         """Return one tensor."""
         return self._find(name).load(name)
 
+    def origin(self, name: str) -> tuple[Weights, str]:
+        """Return the weights that hold a tensor, and its name there."""
+        return origin_of(self._find(name), name)
+
 
 class PrefixedWeights:
     """A model's weights with a prefix, as part of another module.
@@ -201,3 +233,7 @@ class PrefixedWeights:
     def load(self, name: str) -> Tensor:
         """Return one tensor, fresh or memory-mapped."""
         return self._weights.load(name.removeprefix(self._prefix))
+
+    def origin(self, name: str) -> tuple[Weights, str]:
+        """Return the weights that hold a tensor, and its name there."""
+        return origin_of(self._weights, name.removeprefix(self._prefix))

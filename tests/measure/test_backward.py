@@ -54,17 +54,15 @@ def test_all_cuts_give_the_gradients_of_none(build: str) -> None:
 def test_kept_bytes_by_hand() -> None:
     model = Chain().train()
     graph = capture(model, (torch.randn(2, 4),))
-    load = partial(load_state, graph, weights=ModuleWeights(model))
     # the model's input, the square's input and its result; weights do not count
-    assert [unit.kept_per_row for unit in unit_bytes(graph, load, list(Cuts(graph)))] == [ROW, ROW, ROW]
-    assert [unit.kept_per_row for unit in unit_bytes(graph, load, [])] == [3 * ROW]
+    assert [unit.kept_per_row for unit in unit_bytes(graph, list(Cuts(graph)))] == [ROW, ROW, ROW]
+    assert [unit.kept_per_row for unit in unit_bytes(graph, [])] == [3 * ROW]
 
 
 def test_what_the_loss_holds() -> None:
     model = Chain().train()
     graph = capture(model, (torch.randn(2, 4),))
-    load = partial(load_state, graph, weights=ModuleWeights(model))
-    found = loss_bytes(graph, load, lambda outputs, _rows: (outputs[0] ** 2).sum())
+    found = loss_bytes(graph, lambda outputs, _rows: (outputs[0] ** 2).sum())
     # two outputs for each of two rows, and their sum; the square's backward makes gradients of as many bytes or more
     assert found.kept_per_row == 8 + 4 / 2
     assert found.working_per_row >= 8
@@ -73,8 +71,7 @@ def test_what_the_loss_holds() -> None:
 def test_a_backward_makes_gradients_beside_those_that_are_there() -> None:
     model = Chain().train()
     graph = capture(model, (torch.randn(2, 4),))
-    load = partial(load_state, graph, weights=ModuleWeights(model))
-    first, _, second = unit_bytes(graph, load, list(Cuts(graph)))
+    first, _, second = unit_bytes(graph, list(Cuts(graph)))
     assert first.working == 4 * 4 * 4  # the weight's; nothing goes back to the input
     assert (second.working, second.working_per_row) == (4 * 2 * 4, ROW)
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from msgspec.structs import asdict
 
 from penstock.errors import UsageError
 from penstock.graph.stages import graph_fingerprint
@@ -11,9 +12,11 @@ from penstock.plan.candidates import PlanRequest
 from penstock.plan.choose import make_plan
 from penstock.recipes import profiled
 from penstock.recipes.data_formats import make_task
-from penstock.recipes.profiled import profile_task
+from penstock.recipes.profiled import count_inference, count_training, profile_generation, profile_task
 from penstock.recipes.settings import FitSettings
+from penstock.spec.profile import Profile
 from penstock.train.captured import Captured
+from tests.generate.tokens import save_model
 from tests.recipes.test_data import BERT, TREES
 from tests.recipes.test_fit import VIT
 from tests.spec.samples import make_cluster
@@ -40,6 +43,20 @@ def test_a_profile_of_what_penstock_train_trains(tmp_path: Path) -> None:
     assert all(unit.backward_s is not None for unit in profile.units)
     plan = make_plan(profile, make_cluster(1, 1), PlanRequest(schedule="1f1b", batch_rows=8))
     assert plan.batch_rows == 8
+
+
+def bytes_of(profile: Profile) -> list[dict[str, object]]:
+    return [{name: value for name, value in asdict(unit).items() if not name.endswith("_s")} for unit in profile.units]
+
+
+def test_counted_bytes_are_those_of_a_profile(tmp_path: Path) -> None:
+    asked = FitSettings(model=VIT, data="digits", output=str(tmp_path))
+    counted = count_training(asked)
+    assert bytes_of(counted) == bytes_of(profile_task(asked, rows=(1,), repeats=3))
+    assert counted.units[-1].kept_bytes_per_row > 0
+    save_model(tmp_path)
+    measured = profile_generation(f"hf:{tmp_path}", slots=(1,), max_length=64, repeats=3)
+    assert bytes_of(count_inference(f"hf:{tmp_path}", max_length=64)) == bytes_of(measured)
 
 
 def test_the_loss_is_the_last_unit_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -166,7 +166,7 @@ def test_what_is_missing_for_pictures_is_named(source: str, name: str, said: str
 
 
 def test_a_preparation_that_is_not_used_or_not_whole(source: str) -> None:
-    with pytest.raises(ModelError, match="its own transform of images; leave --preprocess out"):
+    with pytest.raises(ModelError, match="its own transform of images; leave preprocess out"):
         load_model(f"{source}:whole", preprocess="mean=0.5")
     with pytest.raises(ModelError, match="needs size, mean and std"):
         load_model(f"{source}:bare", preprocess="mean=0.5")

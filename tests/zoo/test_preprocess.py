@@ -47,7 +47,7 @@ def test_options_are_read(text: str | None, expected: Preprocess) -> None:
      "crop_pct=1.1", "interpolation=cubic", "crop_mode=resize", "input_size=3", "crop_pct=0.5,0.6"],
 )  # fmt: skip
 def test_options_that_cannot_be_are_one_line(text: str) -> None:
-    with pytest.raises(ModelError, match="--preprocess must be") as caught:
+    with pytest.raises(ModelError, match="preprocess must be") as caught:
         read_preprocess(text)
     assert "\n" not in str(caught.value)
 

@@ -25,7 +25,7 @@ GROUPS = {
     """,
     "Aim": "aim target max-drop accuracy-floor target-speedup max-error",
     "Candidates": "rows alternate ratio importance everywhere round-to optimizer-state explain",
-    "Measuring": "repeats passes serial-images peer generate",
+    "Measuring": "repeats passes serial-images peer generate one-call train profile",
     "Training": """
         epochs steps optimizer lr lr-schedule weight-decay clip autocast checkpointing teacher hold-out num-workers
         checkpoint-every keep-best
@@ -34,7 +34,7 @@ GROUPS = {
         elastic freeze pack replicate cache cache-dir cache-limit cache-dtype cache-views
     """,
     "Several trainings": "compare",
-    "Machines": "cluster on-loss wait-for join costs from-cluster bind key patience",
+    "Machines": "cluster on on-loss wait-for join costs from-cluster bind key patience",
     "Recording": "trace torch-profiler live track report",
 }
 _GROUP_OF = {f"--{name}": title for title, names in GROUPS.items() for name in names.split()}

@@ -25,6 +25,7 @@ _HELP = {
     "demo": "The whole workflow on this machine, no downloads.",
     "split": "Show the cuts of a model, and compare policies.",
     "convert": "Convert a checkpoint to safetensors.",
+    "fits": "Count what each machine needs, before a start.",
     "profile": "Measure the cost of every part of a model.",
     "bundle": "Write each device's programs and weights.",
     "infer": "Classify images through a pipeline.",

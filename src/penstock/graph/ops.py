@@ -2,10 +2,12 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any, Literal, TypeAlias
 
 import torch
 
+from penstock.packing import packed_shape
 from penstock.values import Value
 
 GETITEM = "operator.getitem"
@@ -35,6 +37,12 @@ class State:
     kind: Literal["parameter", "buffer", "constant", "cache"]
     requires_grad: bool = False  # for parameters; torch.matmul then uses another kernel, with other last bits
     packing: str = ""
+
+    def num_bytes(self, *, packed: bool = False) -> int:
+        """Return the bytes of the tensor; if `packed`, of its file if it has a packing."""
+        if packed and self.packing:
+            return prod(packed_shape(self.packing, self.value.evaluate({})))
+        return self.value.num_bytes({})
 
 
 @dataclass(frozen=True, slots=True)

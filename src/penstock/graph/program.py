@@ -15,7 +15,6 @@ before its use, names, dtypes and sizes. No part of a program is ever evaluated 
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from penstock.graph.operators import check_operator
 from penstock.graph.ops import GETITEM, Op, State
 from penstock.graph.schema import FORGED as _FORGED
 from penstock.graph.schema import check_call, check_product
-from penstock.packing import is_packable, packed_shape
+from penstock.packing import is_packable
 from penstock.values import Size, Value, check_expression
 
 FORMAT, VERSION = "penstock-program", 1
@@ -57,10 +56,7 @@ class StageProgram:
 
     def state_bytes(self, *, packed: bool = False) -> int:
         """Return the bytes of parameters, buffers, constants and caches; `packed` weights as in their file."""
-        return sum(
-            prod(packed_shape(state.packing, state.value.evaluate({}))) if packed and state.packing
-            else state.value.num_bytes({}) for state in self.states
-        )  # fmt: skip
+        return sum(state.num_bytes(packed=packed) for state in self.states)
 
 
 def states_of(programs: Iterable[StageProgram]) -> list[State]:

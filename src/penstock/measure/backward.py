@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from penstock.graph.cuts import Cut
 from penstock.graph.graph import Graph
@@ -77,17 +78,17 @@ class Trainable:
 
     def kept_bytes(self, sizes: Mapping[str, int]) -> list[int]:
         """Return the bytes that each part keeps from forward to backward, without parameters; tensors count once."""
-        held = {tensor.untyped_storage().data_ptr() for tensor in self._tensors.values()}
+        held = {storage_key(tensor.untyped_storage()) for tensor in self._tensors.values()}
         found: list[list[int]] = [[]]
 
         def keep(tensor: Tensor) -> Tensor:
             storage = tensor.untyped_storage()
-            if storage.data_ptr() not in held:
-                held.add(storage.data_ptr())
+            if storage_key(storage) not in held:
+                held.add(storage_key(storage))
                 found[-1].append(storage.nbytes())
             return tensor
 
-        passed = []  # keeps storages alive, so that their addresses are not reused
+        passed = []  # keeps storages alive, so that their keys are not reused
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             for _, given, outputs in self._forward(sizes, lambda: 0.0):
                 passed.append((given, outputs))
@@ -115,6 +116,11 @@ class Trainable:
             seconds = clock() - begin
             yield seconds, given, outputs
             crossing = outputs
+
+
+def storage_key(storage: UntypedStorage) -> int:
+    """Return what tells storages that exist apart, also those of tensors without values."""
+    return int(StorageWeakRef(storage).cdata)
 
 
 def _leaf(tensor: Tensor, trained: bool) -> Tensor:

@@ -50,6 +50,8 @@ def random_input(
     return torch.full(shape, integer, dtype=value.dtype)
 
 
+# memory of a runtime that holds weights in blocks, per byte of the file: these bytes, and the engine's order of them
+_COPIES = 2.1
 # passes are repeated while the range of their totals exceeds this fraction of the median
 STEADY = 0.03
 # limits on the repetitions: how many times, and how many seconds per batch size
@@ -158,8 +160,13 @@ def cached_by_units(graph: Graph, positions: Sequence[int]) -> list[float]:
 def held_by_units(graph: Graph, positions: Sequence[int]) -> list[tuple[tuple[str, int], ...]]:
     """Return names and bytes of the state used by the units between neighbouring positions, including tables but not
     caches.
+
+    Weights in the blocks of their file are counted with an engine's copies of them.
     """
-    sizes = {state.value.name: state.value.num_bytes({}) for state in graph.states if state.kind != "cache"}
+    sizes = {
+        state.value.name: round(state.num_bytes(packed=True) * (_COPIES if state.packing else 1))
+        for state in graph.states if state.kind != "cache"
+    }  # fmt: skip
     sources: dict[str, set[str]] = {}
     for op in graph.prelude:  # every stage computes the tables that it needs, from their state
         sources[op.name] = {name for used in op.uses() for name in sources.get(used, {used} & sizes.keys())}

@@ -1,35 +1,96 @@
-"""A profile without measurements: costs are counted from shapes."""
+"""A profile without measurements: seconds and bytes are counted from shapes."""
 
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 
-from penstock.graph.cuts import Cuts
+import msgspec
+
+from penstock.graph.cuts import Cut, Cuts
 from penstock.graph.graph import Graph
 from penstock.graph.stages import graph_fingerprint
 from penstock.graph.work import SECONDS_PER_CROSSING_BYTE, count_work
-from penstock.measure.costs import held_by_units
-from penstock.measure.profiler import boundaries_of
-from penstock.spec.profile import Profile, Unit
+from penstock.measure.backward import Loss
+from penstock.measure.costs import cached_by_units, held_by_units, line_through, working_bytes
+from penstock.measure.training_memory import TrainingBytes, loss_bytes, unit_bytes
+from penstock.spec.profile import Boundary, Profile, Unit
 
 
-def counted_profile(graph: Graph, rows: int) -> Profile:
+def counted_profile(graph: Graph, rows: int, counted: Sequence[Unit] | None = None) -> Profile:
     """Return a profile of a graph for microbatches of n rows, in seconds of a nominal core.
 
-    They are roughly proportional to real times, which suffices because device speeds are observed relative to the same
-    counts.
+    Units have the bytes of `counted`, by default only those of parameters. Seconds are roughly proportional to real
+    times, which suffices because device speeds are observed relative to the same counts.
 
     Example:
         plan = make_plan(counted_profile(graph, rows=1), cluster)
     """
     rows = graph.fixed_batch or rows
     cuts = list(Cuts(graph))
-    positions = [0, *(cut.position for cut in cuts), len(graph.ops)]
+    positions = _positions(graph, cuts)
     reached = [0.0, *accumulate(count_work(graph, graph.sizes(rows)))]
+    counted = counted or [Unit(forward_s=(0.0,), parameters=held) for held in held_by_units(graph, positions)]
     units = tuple(
-        Unit(forward_s=(reached[stop] - reached[start],), parameters=held)
-        for (start, stop), held in zip(pairwise(positions), held_by_units(graph, positions), strict=True)
+        msgspec.structs.replace(unit, forward_s=(reached[stop] - reached[start],))
+        for (start, stop), unit in zip(pairwise(positions), counted, strict=True)
     )
     return Profile(
         model=graph.model, graph=graph_fingerprint(graph), device="counted", threads=1, rows=(rows,),
         boundaries=boundaries_of(graph, cuts), units=units,
         send_s_per_byte=SECONDS_PER_CROSSING_BYTE, receive_s_per_byte=SECONDS_PER_CROSSING_BYTE,
     )  # fmt: skip
+
+
+def units_in_bytes(
+    graph: Graph, cuts: Sequence[Cut], rows: int, *, largest: Mapping[str, int] | None = None,
+    single: Mapping[str, int] | None = None, training: bool = False, loss: Loss | None = None,
+) -> tuple[Unit, ...]:  # fmt: skip
+    """Return the units between cuts with their bytes, and without seconds; for the arguments, see `profile_graph`.
+
+    Example:
+        sum(unit.kept_bytes_per_row for unit in units_in_bytes(graph, list(Cuts(graph)), rows=4, training=True))
+    """
+    positions, boundaries = _positions(graph, cuts), boundaries_of(graph, cuts)
+    held, cached = held_by_units(graph, positions), cached_by_units(graph, positions)
+    one, two = (working_bytes(graph, positions, count, largest) for count in (1, 2))
+    least = working_bytes(graph, positions, 1, single) if single is not None else [0.0] * len(one)
+    units = [
+        Unit(
+            forward_s=(0.0,), parameters=held[index], kept_bytes_per_row=cached[index],
+            working_bytes_per_row=two[index] - one[index], working_bytes=max(least[index], 2 * one[index] - two[index]),
+        )
+        for index in range(len(positions) - 1)
+    ]  # fmt: skip
+    if training:
+        needs = zip(units, unit_bytes(graph, cuts), boundaries[1:], strict=True)
+        units = [_with_bytes(unit, need, rows, after) for unit, need, after in needs]
+    if loss is not None:
+        units[-1] = _with_bytes(units[-1], loss_bytes(graph, loss), rows)
+    return tuple(units)
+
+
+def _positions(graph: Graph, cuts: Sequence[Cut]) -> list[int]:
+    return [0, *(cut.position for cut in cuts), len(graph.ops)]
+
+
+def _with_bytes(unit: Unit, needs: TrainingBytes, rows: int, after: Boundary | None = None) -> Unit:
+    """Add the bytes kept until a backward, and use the backward's working memory if larger, for `rows` rows.
+
+    The backward of a unit begins with the gradients of the values that cross after it.
+    """
+    per_row, constant = needs.working_per_row, needs.working
+    if after is not None:
+        per_row, constant = per_row + after.bytes_per_row, constant + after.constant_bytes
+    if unit.working_bytes_per_row * rows + unit.working_bytes < per_row * rows + constant:
+        unit = msgspec.structs.replace(unit, working_bytes_per_row=per_row, working_bytes=constant)
+    return msgspec.structs.replace(unit, kept_bytes_per_row=unit.kept_bytes_per_row + needs.kept_per_row)
+
+
+def boundaries_of(graph: Graph, cuts: Sequence[Cut]) -> tuple[Boundary, ...]:
+    """Return the boundaries of a graph, its ends and cuts, with the bytes that cross there."""
+    results = [graph.values[output.name] for output in graph.outputs if hasattr(output, "name")]
+    groups = [("input", graph.tensor_inputs()), *((cut.name, cut.crossing) for cut in cuts), ("output", results)]
+    boundaries = []
+    for name, values in groups:
+        per_row, constant = line_through(values, graph)
+        boundaries.append(Boundary(name=name, bytes_per_row=max(0.0, per_row), constant_bytes=max(0.0, constant)))
+    return tuple(boundaries)

@@ -24,18 +24,10 @@ from penstock.measure.backward import (
     measure_training,
     measure_update_s_per_byte,
 )
-from penstock.measure.costs import (
-    Timing,
-    UnitSeconds,
-    cached_by_units,
-    held_by_units,
-    line_through,
-    measure_seconds,
-    working_bytes,
-)
-from penstock.measure.training_memory import TrainingBytes, loss_bytes, unit_bytes
+from penstock.measure.costs import Timing, UnitSeconds, measure_seconds
+from penstock.measure.counts import boundaries_of, units_in_bytes
 from penstock.memory import anonymous_bytes
-from penstock.spec.profile import Boundary, Profile, Unit
+from penstock.spec.profile import Profile, Unit
 from penstock.zoo.data.image_set import ImageSet
 from penstock.zoo.models.models import ZooModel
 
@@ -78,13 +70,12 @@ def profile_graph(
     rows = (graph.fixed_batch,) if graph.fixed_batch else tuple(sorted(set(rows)))
     timing = Timing(rows, threads, repeats, sizes or {}, integer)
     boundaries = boundaries_of(graph, cuts)
-    units = _units(graph, load, cuts, timing, largest or sizes or {}, single, training=training)
-    if training:
-        found = zip(units, unit_bytes(graph, load, cuts), boundaries[1:], strict=True)
-        units = tuple(_with_bytes(unit, needs, rows[-1], after) for unit, needs, after in found)
+    counted = units_in_bytes(
+        graph, cuts, rows[-1], largest=largest or sizes, single=single, training=training, loss=loss
+    )
+    units = _timed(counted, graph, load, cuts, timing, training=training)
     if loss is not None:
-        last = _with_bytes(units[-1], loss_bytes(graph, load, loss), rows[-1])
-        units = (*units[:-1], _with_loss(last, measure_loss(graph, load, loss, timing)))
+        units = (*units[:-1], _with_loss(units[-1], measure_loss(graph, load, loss, timing)))
     return Profile(
         model=graph.model, graph=graph_fingerprint(graph), device=device_kind(), threads=threads, rows=rows,
         boundaries=boundaries, units=units, **asdict(messages or MessageCosts()),
@@ -93,16 +84,10 @@ def profile_graph(
     )  # fmt: skip
 
 
-def _units(
-    graph: Graph,
-    load: Callable[[State], Tensor],
-    cuts: list[Cut],
-    timing: Timing,
-    largest: Mapping[str, int],
-    single: Mapping[str, int] | None,
-    *,
+def _timed(
+    counted: Sequence[Unit], graph: Graph, load: Callable[[State], Tensor], cuts: list[Cut], timing: Timing, *,
     training: bool,
-) -> tuple[Unit, ...]:
+) -> tuple[Unit, ...]:  # fmt: skip
     positions = [0, *(cut.position for cut in cuts), len(graph.ops)]
     backward: list[UnitSeconds] | None = None
     if training:
@@ -110,21 +95,15 @@ def _units(
         forward, backward = [seconds.forward for seconds in both], [seconds.backward for seconds in both]
     else:
         forward = measure_seconds(graph, load, positions, timing)
-    held, cached = held_by_units(graph, positions), cached_by_units(graph, positions)
-    one, two = (working_bytes(graph, positions, count, largest) for count in (1, 2))
-    least = working_bytes(graph, positions, 1, single) if single is not None else [0.0] * len(one)
     return tuple(
-        Unit(
+        msgspec.structs.replace(
+            unit,
             forward_s=tuple(seconds.median_s[index] for seconds in forward),
             forward_spread_s=tuple(seconds.spread_s[index] for seconds in forward),
             backward_s=tuple(seconds.median_s[index] for seconds in backward) if backward else None,
             backward_spread_s=tuple(seconds.spread_s[index] for seconds in backward) if backward else (),
-            parameters=held[index],
-            kept_bytes_per_row=cached[index],
-            working_bytes_per_row=two[index] - one[index],
-            working_bytes=max(least[index], 2 * one[index] - two[index]),
         )
-        for index in range(len(positions) - 1)
+        for index, unit in enumerate(counted)
     )
 
 
@@ -132,30 +111,6 @@ def _with_loss(unit: Unit, seconds: Sequence[tuple[float, float]]) -> Unit:
     forward_s = tuple(own + more for own, (more, _) in zip(unit.forward_s, seconds, strict=True))
     backward_s = tuple(own + more for own, (_, more) in zip(unit.backward_s or (), seconds, strict=True))
     return msgspec.structs.replace(unit, forward_s=forward_s, backward_s=backward_s)
-
-
-def _with_bytes(unit: Unit, needs: TrainingBytes, rows: int, after: Boundary | None = None) -> Unit:
-    """Add the bytes kept until a backward, and use the backward's working memory if larger, for `rows` rows.
-
-    The backward of a unit begins with the gradients of the values that cross after it.
-    """
-    per_row, constant = needs.working_per_row, needs.working
-    if after is not None:
-        per_row, constant = per_row + after.bytes_per_row, constant + after.constant_bytes
-    if unit.working_bytes_per_row * rows + unit.working_bytes < per_row * rows + constant:
-        unit = msgspec.structs.replace(unit, working_bytes_per_row=per_row, working_bytes=constant)
-    return msgspec.structs.replace(unit, kept_bytes_per_row=unit.kept_bytes_per_row + needs.kept_per_row)
-
-
-def boundaries_of(graph: Graph, cuts: Sequence[Cut]) -> tuple[Boundary, ...]:
-    """Return the boundaries of a graph, its ends and cuts, with the bytes that cross there."""
-    results = [graph.values[output.name] for output in graph.outputs if hasattr(output, "name")]
-    groups = [("input", graph.tensor_inputs()), *((cut.name, cut.crossing) for cut in cuts), ("output", results)]
-    boundaries = []
-    for name, values in groups:
-        per_row, constant = line_through(values, graph)
-        boundaries.append(Boundary(name=name, bytes_per_row=max(0.0, per_row), constant_bytes=max(0.0, constant)))
-    return tuple(boundaries)
 
 
 def device_kind() -> str:

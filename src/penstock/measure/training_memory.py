@@ -1,18 +1,21 @@
-"""Memory of training beyond weights, gradients and optimizer state: bytes of tensors by unit."""
+"""Memory of training beyond weights, gradients and optimizer state: bytes of tensors, counted without their values."""
 
+import contextlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, UntypedStorage
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.graph.cuts import Cut
 from penstock.graph.graph import Graph
 from penstock.graph.ops import State
-from penstock.measure.backward import Loss, Trainable
+from penstock.measure.backward import Loss, Trainable, storage_key
 
 
 class LiveBytes(TorchDispatchMode):
@@ -48,15 +51,15 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation and count its results."""
         result = func(*args, **(kwargs or {}))
-        given = {tensor.untyped_storage().data_ptr() for tensor in _tensors((args, kwargs))}
+        given = {storage_key(tensor.untyped_storage()) for tensor in _tensors((args, kwargs))}
         for tensor in _tensors(result):
             storage = tensor.untyped_storage()
-            if storage.data_ptr() not in given | self._known:
+            if storage_key(storage) not in given | self._known:
                 self._hold(storage)
         return result
 
     def _hold(self, storage: UntypedStorage) -> None:
-        place, num_bytes = storage.data_ptr(), storage.nbytes()
+        place, num_bytes = storage_key(storage), storage.nbytes()
         self._known.add(place)
         self.held += num_bytes
         self._most = max(self._most, self.held)
@@ -83,9 +86,21 @@ class TrainingBytes:
     working: float
 
 
-def unit_bytes(graph: Graph, load: Callable[[State], Tensor], cuts: Sequence[Cut]) -> list[TrainingBytes]:
-    """Measure the memory of every unit in a step that accumulates into existing gradients, as after the first step."""
-    units = Trainable(graph, load, cuts)
+@contextlib.contextmanager
+def _without_values() -> Iterator[None]:
+    """Have operations compute shapes only: tensors take no memory, and autograd saves those that it would save."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        yield
+
+
+def _empty(state: State) -> Tensor:
+    return torch.empty(state.value.evaluate({}), dtype=state.value.dtype)
+
+
+@_without_values()
+def unit_bytes(graph: Graph, cuts: Sequence[Cut]) -> list[TrainingBytes]:
+    """Count the memory of every unit in a step that accumulates into existing gradients, as after the first step."""
+    units = Trainable(graph, _empty, cuts)
     kept = _lines(graph, lambda rows: units.kept_bytes(graph.sizes(rows)))
 
     def backwards(rows: int) -> list[float]:
@@ -97,9 +112,10 @@ def unit_bytes(graph: Graph, load: Callable[[State], Tensor], cuts: Sequence[Cut
     return [TrainingBytes(k, *line) for (k, _), line in zip(kept, _lines(graph, backwards), strict=True)]
 
 
-def loss_bytes(graph: Graph, load: Callable[[State], Tensor], loss: Loss) -> TrainingBytes:
-    """Measure the memory of the loss and of the model's outputs: both are kept until the backward."""
-    whole = Trainable(graph, load, [])
+@_without_values()
+def loss_bytes(graph: Graph, loss: Loss) -> TrainingBytes:
+    """Count the memory of the loss and of the model's outputs: both are kept until the backward."""
+    whole = Trainable(graph, _empty, [])
 
     def measured(rows: int) -> list[float]:
         given = [x.detach().requires_grad_(x.is_floating_point()) for x in whole.outputs(graph.sizes(rows))]

@@ -12,6 +12,7 @@ from penstock.plan.candidates import Candidate, PlanRequest
 from penstock.plan.choose import Choice, choose
 from penstock.plan.cost.predict import divisions_of
 from penstock.plan.cost.training_step import play_step
+from penstock.plan.needs import with_one_more
 from penstock.spec.cluster import Cluster, Device, Link
 from penstock.spec.plan import Plan
 from penstock.spec.profile import Profile
@@ -152,7 +153,7 @@ def _changes(choice: Choice, cluster: Cluster) -> list[tuple[str, Callable[[], C
     if any(device.bandwidth_bytes_per_s for device in devices) or cluster.links:
         changes.append(("links ten times as fast", partial(_with_faster_links, cluster)))
     like = max(devices, key=lambda device: device.speed)
-    changes.append((f"one device more like {like.name}", partial(_with_one_more, cluster, like)))
+    changes.append((f"one device more like {like.name}", partial(with_one_more, cluster, like)))
     used = {load.device: load.memory_bytes for load in choice.plan.prediction.devices}
     # more memory can help only if the memory is nearly full, or if a device is unused for lack of memory
     full = [d for d in devices if used.get(d.name, d.memory_bytes) >= 0.5 * d.memory_bytes][:_MAX_TRIED_DEVICES]
@@ -176,14 +177,6 @@ def _with_faster_links(cluster: Cluster) -> Cluster:
 
     devices, links = tuple(map(faster, cluster.devices)), tuple(map(faster, cluster.links))
     return msgspec.structs.replace(cluster, devices=devices, links=links)
-
-
-def _with_one_more(cluster: Cluster, like: Device) -> Cluster:
-    names = {device.name for device in cluster.devices}
-    name = next(f"{like.name}+{number}" for number in range(1, len(names) + 2) if f"{like.name}+{number}" not in names)
-    more = msgspec.structs.replace(like, name=name, address="")
-    # keep the driver, even if it is the first device only by default
-    return msgspec.structs.replace(cluster, devices=(*cluster.devices, more), feeder=cluster.feeding.name)
 
 
 def _with(cluster: Cluster, device: Device, **changes: float) -> Cluster:

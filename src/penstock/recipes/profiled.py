@@ -18,20 +18,23 @@ from penstock.generate.cached_decoder import BLOCK, CHUNKS, WANTED, CachedDecode
 from penstock.generate.sampling import Sampler, read_config
 from penstock.graph.call import build_output
 from penstock.graph.capture import capture
+from penstock.graph.cuts import Cuts
 from penstock.graph.graph import Graph
 from penstock.measure.backward import Loss
 from penstock.measure.costs import Timing
+from penstock.measure.counts import counted_profile, units_in_bytes
 from penstock.measure.hosts import measure_messages
 from penstock.measure.profiler import measure_rows, profile_graph, script_bytes, worker_bytes
 from penstock.measure.runtime_columns import measure_runtimes
 from penstock.recipes.data_formats import make_task
 from penstock.recipes.settings import FitSettings
-from penstock.recipes.tasks import Task
-from penstock.runtime.registry import RuntimeChoice
+from penstock.recipes.tasks import Task, logits_of
+from penstock.runtime.registry import EAGER, RuntimeChoice, parse_runtime
 from penstock.spec.plan import Generation
 from penstock.spec.profile import Profile
-from penstock.train.loss_convention import call_loss
-from penstock.zoo.models.models import load_model
+from penstock.zoo.models.language import is_language_model
+from penstock.zoo.models.models import ZooModel, load_model
+from penstock.zoo.weights.weights import Weights
 
 
 def profile_task(settings: FitSettings, *, rows: Sequence[int], repeats: int = 7) -> Profile:
@@ -80,29 +83,110 @@ def profile_generation(
     caches = Generation(slots=max(slots), lanes=1, max_length=max_length)
     messages, base_bytes = measure_messages(), worker_bytes()
     zoo = load_model(name, weights=weights, pretrained=pretrained, head="language")
-    call = decoder_call(zoo.module, caches, zoo.weights)
-    if not isinstance(call.model, CachedDecoder) or call.weights is None:
-        raise UsageError(f"{name} has no weights to measure; give --weights or --pretrained")
-    graph = capture(call.model, call.args, call.kwargs, dynamic=call.dynamic, largest=call.largest)
+    decoder, given, graph = _captured_decoder(zoo, caches)
     more_bytes = script_bytes(base_bytes)
-    room = -(-caches.max_length // (2 * BLOCK)) * BLOCK
-    # the encoder does nothing in a decoding step
-    step = {"room": room, "source": 0, "source_room": room}
-    full = {**step, "room": max_length, "source_room": max_length}
-    chunk = {**full, "step": CHUNKS[-1], "wanted": WANTED, "source": max_length}
-    load = partial(load_state, graph, weights=call.weights)
+    room, step, full, chunk = _step_sizes(max_length)
+    load = partial(load_state, graph, weights=given)
     made = profile_graph(
         graph, load, rows=slots, threads=threads, repeats=repeats, messages=messages, sizes=step, largest=full,
         single=chunk, integer=0,
     )  # fmt: skip
-    packed = with_packings(graph, call.weights, [str(runtime) for runtime in runtimes])
+    packed = with_packings(graph, given, [str(runtime) for runtime in runtimes])
     columns = measure_runtimes(
-        packed, load, runtimes, Timing(made.rows, threads, repeats, step), partial(_step_inputs, call.model, room)
+        packed, load, runtimes, Timing(made.rows, threads, repeats, step), partial(_step_inputs, decoder, room)
     )
     return msgspec.structs.replace(
         made, model=name, calibration_s=calibrate(threads=threads), base_bytes=base_bytes, script_bytes=more_bytes,
         loader_s_per_row=_sampling_s(zoo.module), generation=caches, runtimes=columns,
     )  # fmt: skip
+
+
+def _captured_decoder(zoo: ZooModel, caches: Generation) -> tuple[CachedDecoder, Weights, Graph]:
+    call = decoder_call(zoo.module, caches, zoo.weights)
+    if not isinstance(call.model, CachedDecoder) or call.weights is None:
+        raise UsageError(f"{zoo.name} has no weights to measure; give --weights or --pretrained")
+    graph = capture(call.model, call.args, call.kwargs, dynamic=call.dynamic, largest=call.largest)
+    return call.model, call.weights, graph
+
+
+def _step_sizes(max_length: int) -> tuple[int, dict[str, int], dict[str, int], dict[str, int]]:
+    """Return the attended length of a step to measure; sizes of this step, of the largest, and of a prompt's chunk."""
+    room = -(-max_length // (2 * BLOCK)) * BLOCK
+    # the encoder does nothing in a decoding step
+    step = {"room": room, "source": 0, "source_room": room}
+    full = {**step, "room": max_length, "source_room": max_length}
+    return room, step, full, {**full, "step": CHUNKS[-1], "wanted": WANTED, "source": max_length}
+
+
+def count_inference(name: str, *, max_length: int, runtime: str = "eager", whole: bool = False) -> Profile:
+    """Count the costs of a model's inference without its weights: of a language model, those of generation.
+
+    Bytes are those that `profile_generation` finds; seconds are of a nominal core. Weights count as `runtime` holds
+    them, which is `eager` or a runtime for weights in blocks. With `whole`, a language model is run as one call.
+
+    Example:
+        count_inference("gguf:model.gguf", max_length=512).units[0].kept_bytes_per_row
+
+    Raises `UsageError` for other runtimes, and as `load_model` does.
+    """
+    choice = parse_runtime(runtime)
+    if not (choice == EAGER or choice.is_stored):
+        raise UsageError(f"memory is counted for eager and onnxruntime:stored; got {runtime}; use one of these")
+    base_bytes = worker_bytes()
+    if is_language_model(name) and not whole:
+        caches = Generation(slots=1, lanes=1, max_length=max_length)
+        _, weights, graph = _captured_decoder(load_model(name, head="language"), caches)
+        _, _, full, chunk = _step_sizes(max_length)
+    else:
+        zoo = load_model(name)
+        caches, full, chunk, weights = None, {}, None, zoo.weights
+        graph = capture(zoo.module, zoo.example_args, zoo.example_kwargs)
+    more_bytes = script_bytes(base_bytes)
+    if choice.is_stored:
+        graph = with_packings(graph, weights, [runtime])
+    made = counted_profile(graph, 1, units_in_bytes(graph, list(Cuts(graph)), 1, largest=full, single=chunk))
+    return msgspec.structs.replace(made, model=name, base_bytes=base_bytes, script_bytes=more_bytes, generation=caches)
+
+
+def count_training(settings: FitSettings) -> Profile:
+    """Count the costs of training a model: bytes as `profile_task` finds them, and seconds of a nominal core.
+
+    Without data, rows are the model's example inputs, which language models have at `settings.length` tokens.
+
+    Example:
+        count_training(FitSettings(model="timm:vit_tiny_patch16_224", data="digits"))
+
+    Raises as `make_task` and `load_model` do.
+    """
+    base_bytes = worker_bytes()
+    if settings.data:
+        task = make_task(settings)
+        graph = capture(task.module, *task.example, dynamic=task.dynamic)
+        loss = _loss(task, graph)
+    else:
+        zoo = load_model(settings.model)
+        kwargs = {name: _longer(value, settings.length) for name, value in zoo.example_kwargs.items()}
+        graph = capture(zoo.module.train(), zoo.example_args, kwargs)
+        loss = partial(_loss_of_classes, graph)
+    more_bytes = script_bytes(base_bytes)
+    counted = units_in_bytes(graph, list(Cuts(graph)), 1, training=True, loss=loss)
+    made = counted_profile(graph, 1, counted)
+    # a backward takes about twice the forward's work
+    units = tuple(msgspec.structs.replace(unit, backward_s=tuple(2 * s for s in unit.forward_s)) for unit in made.units)
+    return msgspec.structs.replace(
+        made, model=settings.model, units=units, base_bytes=base_bytes, script_bytes=more_bytes
+    )
+
+
+def _longer(value: Any, length: int | None) -> Any:
+    if length is None or not isinstance(value, Tensor) or value.dim() != 2 or value.is_floating_point():
+        return value
+    return value.repeat(1, -(-length // value.shape[1]))[:, :length]
+
+
+def _loss_of_classes(graph: Graph, outputs: Sequence[Tensor], rows: int) -> Tensor:
+    logits = logits_of(build_output(graph, list(outputs), graph.sizes(rows))).flatten(0, -2).float()
+    return torch.nn.functional.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.int64), reduction="sum")
 
 
 def _step_inputs(decoder: CachedDecoder, room: int, rows: int, number: int, generator: torch.Generator) -> list[Tensor]:
@@ -136,6 +220,6 @@ def _loss(task: Task, graph: Graph) -> Loss:
     def loss(outputs: Sequence[Tensor], rows: int) -> Tensor:
         given = torch.utils.data.default_collate(labels * rows)
         output = build_output(graph, list(outputs), graph.sizes(rows))
-        return call_loss(task.loss_fn, output, given)[0]
+        return task.loss_fn(output, given)[0]  # type: ignore[no-any-return]
 
     return loss

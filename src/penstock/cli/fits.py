@@ -1,0 +1,118 @@
+"""`penstock fits`: what a model needs on each machine, before anything is started."""
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Column, Table
+
+from penstock.cli import options as opt
+from penstock.errors import UsageError
+from penstock.memory import allowed_bytes
+from penstock.plan.candidates import PlanRequest
+from penstock.plan.cost.training_step import ADAMW_STATE
+from penstock.plan.needs import Fit, StageNeeds, fit
+from penstock.spec.cluster import Cluster, Device, read_cluster
+from penstock.spec.profile import Profile, read_profile
+from penstock.terminal.progress import working
+from penstock.text import counted
+from penstock.units import format_bytes
+
+_LENGTH = 512  # the default of generate
+
+
+def fits(
+    model: opt.AnyModel,
+    on: Annotated[
+        Path | None, typer.Option("--on", metavar="CLUSTER", help="Cluster or lab file. Default: this machine.")
+    ] = None,
+    rows: Annotated[
+        int | None, typer.Option(min=1, help="Rows of a microbatch, or slots of a lane. Default: the most that fit.")
+    ] = None,
+    max_length: Annotated[int | None, typer.Option(min=1, help="Tokens of a sequence. Default: 512.")] = None,
+    one_call: Annotated[bool, typer.Option("--one-call", help="One call of a language model, not generation.")] = False,
+    runtime: Annotated[str, typer.Option(help="Runtime of inference: eager or onnxruntime:stored.")] = "eager",
+    train: Annotated[bool, typer.Option("--train", help="Training, with AdamW.")] = False,
+    data: Annotated[str | None, typer.Option(help="Training data. Default: the model's example inputs.")] = None,
+    microbatches: Annotated[int, typer.Option(min=1, help="Microbatches of a training step.")] = 8,
+    schedule: Annotated[str, typer.Option(help="Schedule of training: 1f1b or gpipe.")] = "1f1b",
+    profile: Annotated[Path | None, typer.Option(help="Measured costs, for rows or tokens per second.")] = None,
+    json: opt.JsonFile = None,
+) -> None:
+    """Print what each stage needs in memory, the largest batch or number of slots, and what another machine brings.
+
+    The exit status is 1 if the model does not fit.
+    """
+    if train and (one_call or runtime != "eager"):
+        raise UsageError("--one-call and --runtime are of inference; leave them or --train out")
+    if data is not None and not train:
+        raise UsageError("--data is for training; add --train")
+    if schedule not in {"1f1b", "gpipe"}:
+        raise UsageError(f"--schedule must be 1f1b or gpipe; got {schedule!r}; for others, use `penstock plan`")
+    cluster = this_machine() if on is None else read_cluster(on)
+    request = PlanRequest(replicas=False, alternate=False)
+    if train:
+        request = PlanRequest(
+            replicas=False, schedule=schedule, num_microbatches=microbatches, optimizer_state_factor=ADAMW_STATE
+        )
+    console = opt.make_console()
+    with working("counting the model's bytes") as say:
+        costs = read_profile(profile) if profile else _counted(model, train, data, max_length, runtime, one_call)
+        say(f"planning for {counted(len(cluster.devices), 'machine')}")
+        found = fit(costs, cluster, request, rows)
+    what = "slots of a lane" if costs.generation else "rows of a microbatch"
+    if found.reason:
+        console.print(found.reason, markup=False, soft_wrap=True)
+        more = counted(found.more, "machine") if found.more else "no number of machines"
+        console.print(f"{more} more like {found.like} would do", markup=False, soft_wrap=True)
+    else:
+        console.print(_table(found.stages))
+        for line in _lines(found, what, request, measured=profile is not None):
+            console.print(line, markup=False, soft_wrap=True)
+    opt.write_json(json, {"model": model, "fits": not found.reason, **asdict(found)})
+    if found.reason:
+        raise typer.Exit(1)
+
+
+def this_machine() -> Cluster:
+    """Return a cluster of this machine alone, with the memory that this process may allocate."""
+    return Cluster(devices=(Device(name="this-machine", speed=1.0, memory_bytes=allowed_bytes()),))
+
+
+def _counted(
+    model: str, train: bool, data: str | None, max_length: int | None, runtime: str, one_call: bool
+) -> Profile:
+    from penstock.recipes.profiled import count_inference, count_training
+    from penstock.recipes.settings import FitSettings
+
+    if train:
+        settings = FitSettings(model=model, data=data or "")
+        return count_training(settings if max_length is None else settings.replace(length=max_length))
+    return count_inference(model, max_length=max_length or _LENGTH, runtime=runtime, whole=one_call)
+
+
+def _table(stages: list[StageNeeds]) -> Table:
+    trains = stages[0].recomputed is not None
+    names = ["weights", *(["gradients and optimizer", "activations"] if trains else ["caches"]), "working", "process"]
+    table = Table("machine", "from", "to", *(Column(name, justify="right") for name in (*names, "in all", "of")))
+    for stage in stages:
+        parts = [stage.weights, *([stage.training] if trains else []), stage.kept, stage.working, stage.process]
+        numbers = map(format_bytes, (*parts, stage.total, stage.memory))
+        table.add_row(stage.device, stage.begin, stage.end, *numbers)
+    return table
+
+
+def _lines(found: Fit, what: str, request: PlanRequest, *, measured: bool) -> Iterator[str]:
+    step = f", {request.num_microbatches} microbatches a step" if request.num_microbatches else ""
+    yield f"{found.rows} {what}{step}; at most {found.most_rows} fit"
+    if any(stage.recomputed for stage in found.stages):
+        most, less = max(stage.total for stage in found.stages), max(stage.recomputed or 0.0 for stage in found.stages)
+        yield f"with checkpointing the fullest machine needs {format_bytes(less)} instead of {format_bytes(most)}"
+    if measured:
+        yield f"{found.rows_per_s:.4g} {'tokens' if 'slots' in what else 'rows'} per second, by the profile"
+    yield (
+        f"with one machine more like {found.like} at most {found.most_with_more} fit, and {found.rows} take "
+        f"{1 / found.faster:.0%} of the time" + ("" if measured else ", by counted work")
+    )

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.planning.cases import lab_rows
+from benchmarks.planning.fits import NAME as FITS
+from benchmarks.planning.fits import fits_rows
 from benchmarks.planning.instances import best_by_force, small, transformer, unequal_devices
 from benchmarks.planning.memory import NAME as MEMORY
 from benchmarks.planning.memory import errors, memory_rows
@@ -47,6 +49,8 @@ def main() -> None:
         rows += training_rows(given.only)
     if not given.quick:
         rows += memory_rows(given.only)
+    if not given.quick or given.only:
+        rows += fits_rows(given.only, quick=given.quick)
     result = {"summary": summarize(rows), "environment": environment(), "rows": rows}
     given.json.write_text(json.dumps(result, indent=2) + "\n")
     print_table(rows)
@@ -109,6 +113,7 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
     seconds = {row["num_devices"]: row["seconds"] for row in rows if row["case"] == "growth"}
     off = [abs(row["off"]) for row in rows if row["case"] == "prediction"]
     memory = [abs(part) for row in rows if row["case"] == MEMORY for part in errors(row).values()]
+    counted = [abs(part) for row in rows if row["case"] == FITS for part in errors(row).values()]
     trained = [abs(row["predicted"] / row["measured"] - 1) for row in rows if row["case"] == "training prediction"]
     figures = {name: value for row in rows for name, value in row.get("summary", {}).items()}
     return {
@@ -117,6 +122,8 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "prediction_error_worst": max(off) if off else None,
         "training_error_median": statistics.median(trained) if trained else None,
         "training_error_worst": max(trained) if trained else None,
+        "fits_error_median": statistics.median(counted) if counted else None,
+        "fits_error_worst": max(counted) if counted else None,
         "uneven_efficiency": figures.get("uneven_efficiency"),
         "alternating_efficiency": figures.get("alternating_efficiency"),
         "alternating_vs_torch_4": figures.get("alternating_vs_torch_4"),

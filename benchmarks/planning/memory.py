@@ -54,7 +54,7 @@ def memory_rows(only: str | None = None) -> list[dict[str, Any]]:
                 validate=False, save=False, output=str(Path(folder) / "run"),
             )  # fmt: skip
             profile = _profile(settings, Path(folder) / "profile.json")
-            rows += [_measure(settings, profile, shape, schedule) for shape, schedule in shapes]
+            rows += [measure_training(settings, profile, shape, schedule) for shape, schedule in shapes]
     return rows
 
 
@@ -73,7 +73,8 @@ def _profile(settings: FitSettings, file: Path) -> Profile:
     return read_profile(file)
 
 
-def _measure(settings: FitSettings, profile: Profile, shape: tuple[int, ...], schedule: str) -> dict[str, Any]:
+def measure_training(settings: FitSettings, profile: Profile, shape: tuple[int, ...], schedule: str) -> dict[str, Any]:
+    """Train as the best plan of a shape says; return predicted and measured bytes of each device."""
     devices = tuple(Device(name=f"host{index}", speed=1.0, memory_bytes=2**36) for index in range(sum(shape)))
     plan = plan_of_shape(profile, Cluster(devices=devices), shape, BATCH, schedule)
     file = Path(settings.output).with_suffix(".plan.json")

@@ -35,7 +35,7 @@ def test_slots_of_a_language_model(
     assert "3 slots of a lane" in out
     found = json.loads((tmp_path / "fits.json").read_text())
     assert found["fits"]
-    # keys and values of three layers with two heads of 12 numbers, for 3 slots of each lane: 100 tokens in blocks of 64,
+    # keys and values of three layers with two heads of 12 numbers, for 3 slots a lane: 100 tokens in blocks of 64,
     # and a place for what is not kept
     lanes = len(found["stages"]) + (len(found["stages"]) > 1)
     assert sum(stage["kept"] for stage in found["stages"]) == 3 * lanes * 129 * 3 * 2 * 2 * 12 * 4

@@ -34,6 +34,33 @@ def test_bits_do_not_depend_on_cuts_or_company(name: str) -> None:
         assert logprobs == [found[index].logprobs for index in range(len(given))]
 
 
+@pytest.mark.parametrize(("cache_dtype", "part"), [("bfloat16", 1 / 2), ("int8", 1 / 3)])  # heads of 12 numbers and a scale
+def test_keys_and_values_in_fewer_bits(cache_dtype: Any, part: float) -> None:
+    model, given = decoder("llama"), prompts(*LENGTHS)
+    caches: list[int] = []
+    logprobs: list[list[list[float]]] = []
+    for stages, kept in ((1, None), (1, cache_dtype), (2, cache_dtype)):
+        with Generator(model, stages=stages, lanes=1, slots=2, max_length=128, cache_dtype=kept) as made:
+            order = random.Random(stages).sample(range(len(given)), len(given))
+            found = {index: made.submit(given[index], max_new_tokens=20) for index in order}
+            answers = [found[index].result() for index in range(len(given))]
+            alone = made.submit(given[2], max_new_tokens=20)
+            assert (alone.result(), alone.logprobs) == (answers[2], found[2].logprobs)
+            logprobs.append([found[index].logprobs for index in range(len(given))])
+            (pipeline,) = made.pipeline.deployment.pipelines
+            caches.append(sum(pipeline.cache_bytes))
+    assert caches[1] == caches[2] == round(caches[0] * part)
+    assert logprobs[1] == logprobs[2] != logprobs[0]
+    for few, exact in zip(logprobs[1], logprobs[0], strict=True):
+        assert few[0] == pytest.approx(exact[0], abs=0.02)
+
+
+def test_a_cache_dtype_that_there_is_not() -> None:
+    wrong: Any = "int4"
+    with pytest.raises(UsageError, match="int4"):
+        Generator(decoder("llama"), cache_dtype=wrong)
+
+
 @pytest.mark.parametrize("name", ["mamba", "t5"])
 def test_a_device_that_is_lost_changes_no_bit(name: str) -> None:
     model, given = decoder(name), prompts(*LENGTHS)

@@ -40,9 +40,9 @@ def save_model(folder: Path, *, ends: bool = True, **sizes: int) -> None:
     made = tokenizer()
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=len(made), num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
-        max_position_embeddings=512, bos_token_id=0, eos_token_id=0, pad_token_id=0,
-        **{"hidden_size": 48, "intermediate_size": 96, **sizes},
+        vocab_size=len(made), bos_token_id=0, eos_token_id=0, pad_token_id=0,
+        **{"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+           "num_key_value_heads": 2, "max_position_embeddings": 512, **sizes},
     )  # fmt: skip
     model = transformers.LlamaForCausalLM(config).eval()
     with torch.no_grad():

@@ -33,6 +33,7 @@ def fits(
     ] = None,
     max_length: Annotated[int | None, typer.Option(min=1, help="Tokens of a sequence. Default: 512.")] = None,
     one_call: Annotated[bool, typer.Option("--one-call", help="One call of a language model, not generation.")] = False,
+    cache_dtype: opt.CacheDtypeName = "model",
     runtime: Annotated[str, typer.Option(help="Runtime of inference: eager or onnxruntime:stored.")] = "eager",
     train: Annotated[bool, typer.Option("--train", help="Training, with AdamW.")] = False,
     data: Annotated[str | None, typer.Option(help="Training data. Default: the model's example inputs.")] = None,
@@ -57,9 +58,21 @@ def fits(
         request = PlanRequest(
             replicas=False, schedule=schedule, num_microbatches=microbatches, optimizer_state_factor=ADAMW_STATE
         )
+    kept = opt.cache_dtype(cache_dtype)
+
+    def counted_costs() -> Profile:
+        from penstock.recipes.profiled import count_inference, count_training
+        from penstock.recipes.settings import FitSettings
+
+        if train:
+            settings = FitSettings(model=model, data=data or "")
+            return count_training(settings if max_length is None else settings.replace(length=max_length))
+        length = max_length or _LENGTH
+        return count_inference(model, max_length=length, runtime=runtime, cache_dtype=kept, whole=one_call)
+
     console = opt.make_console()
     with working("counting the model's bytes") as say:
-        costs = read_profile(profile) if profile else _counted(model, train, data, max_length, runtime, one_call)
+        costs = read_profile(profile) if profile else counted_costs()
         say(f"planning for {counted(len(cluster.devices), 'machine')}")
         found = fit(costs, cluster, request, rows)
     what = "slots of a lane" if costs.generation else "rows of a microbatch"
@@ -79,18 +92,6 @@ def fits(
 def this_machine() -> Cluster:
     """Return a cluster of this machine alone, with the memory that this process may allocate."""
     return Cluster(devices=(Device(name="this-machine", speed=1.0, memory_bytes=allowed_bytes()),))
-
-
-def _counted(
-    model: str, train: bool, data: str | None, max_length: int | None, runtime: str, one_call: bool
-) -> Profile:
-    from penstock.recipes.profiled import count_inference, count_training
-    from penstock.recipes.settings import FitSettings
-
-    if train:
-        settings = FitSettings(model=model, data=data or "")
-        return count_training(settings if max_length is None else settings.replace(length=max_length))
-    return count_inference(model, max_length=max_length or _LENGTH, runtime=runtime, whole=one_call)
 
 
 def _table(stages: list[StageNeeds]) -> Table:

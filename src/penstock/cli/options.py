@@ -4,7 +4,7 @@ import json as json_module
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast, get_args
 
 import msgspec
 import typer
@@ -13,6 +13,7 @@ from penstock.cli.paths import Written
 from penstock.errors import UsageError
 from penstock.files import write_whole
 from penstock.group.addresses import BIND, is_everywhere, listen
+from penstock.spec.plan import CacheDtype
 from penstock.terminal.console import PlainConsole
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="timm:NAME, hf:NAME_OR_PATH or package.module:function.")]
@@ -28,6 +29,9 @@ CutNames = Annotated[
     list[str] | None, typer.Option("--cut", metavar="PATH:after", help="Position of a cut; may be repeated.")
 ]
 MicrobatchSize = Annotated[int, typer.Option(min=1, help="Rows per microbatch.")]
+CacheDtypeName = Annotated[
+    str, typer.Option("--cache-dtype", help="Keys and values: model, float16, bfloat16 or int8.")
+]
 Threads = Annotated[int | None, typer.Option(min=1, help="Threads per stage.")]
 Bind = Annotated[
     str | None,
@@ -91,3 +95,10 @@ def parse_numbers(text: str, option: str) -> list[int]:
     if not numbers or min(numbers) < 1:
         raise UsageError(f"{option} must be integers of at least 1, separated by commas; got {text!r}")
     return numbers
+
+
+def cache_dtype(name: str) -> CacheDtype:
+    """Return the dtype of keys and values that was given; raises `UsageError` for others."""
+    if name not in get_args(CacheDtype):
+        raise UsageError(f"--cache-dtype must be one of {', '.join(get_args(CacheDtype))}; got {name!r}")
+    return cast(CacheDtype, name)

@@ -34,6 +34,7 @@ def profile(
         bool, typer.Option("--generate", help="Measure a language model's generation, a token per row.")
     ] = False,
     max_length: Annotated[int, typer.Option(min=2, help="With --generate: limit on prompt and answer tokens.")] = 512,
+    cache_dtype: opt.CacheDtypeName = "model",
     threads: Annotated[int, typer.Option(min=1, help="Threads per stage.")] = 1,
     repeats: Annotated[int, typer.Option(min=3, help="Passes at the smallest size, more if they vary.")] = 7,
     runtime: Annotated[
@@ -69,7 +70,8 @@ def profile(
             raise UsageError("generation is measured with generated tokens; leave --training, --data and --images out")
         with working(f"measuring generation of {model} with {rows} sequences per step"):
             made = profile_generation(
-                model, slots=sizes, max_length=max_length, runtimes=choices, weights=weights, pretrained=pretrained,
+                model, slots=sizes, max_length=max_length, cache_dtype=opt.cache_dtype(cache_dtype), runtimes=choices,
+                weights=weights, pretrained=pretrained,
                 threads=threads, repeats=repeats,
             )  # fmt: skip
         _show(console, made, output, json)

@@ -15,10 +15,10 @@ from penstock.deploy.run_options import ModelCall
 from penstock.errors import UsageError
 from penstock.generate.masks import MaskFunction, as_added, is_causal, mask_of_rows, masks_by, sees_everything
 from penstock.generate.positions import positions_of_rows, rotary_limit, takes_positions
-from penstock.generate.slot_cache import Slots, SlotState, slot_cache, states_in, written_back
+from penstock.generate.slot_cache import Slots, SlotState, kept_as, slot_cache, states_in, written_back
 from penstock.graph.capture import fake_parameters
 from penstock.graph.decoders import add_cache
-from penstock.spec.plan import Generation
+from penstock.spec.plan import CacheDtype, Generation
 from penstock.text import one_line
 from penstock.zoo.optional import optional_import
 from penstock.zoo.weights.weights import ModuleWeights, PrefixedWeights, Weights
@@ -49,10 +49,11 @@ class CachedDecoder(nn.Module):
     A `recurrent` model has some states that each token replaces: S is 1, and rows without a token use an extra dummy
     slot, the last one. A sequence begins at position 0 with states of zeros.
 
-    `length` is the maximum number of tokens per sequence. Raises `UsageError` for a model that does not work this way.
+    `length` is the maximum number of tokens per sequence; keys and values are kept in `cache_dtype`. Raises
+    `UsageError` for a model that does not work this way.
     """
 
-    def __init__(self, model: Any, *, slots: int, length: int) -> None:
+    def __init__(self, model: Any, *, slots: int, length: int, cache_dtype: CacheDtype = "model") -> None:
         super().__init__()
         _check(model)
         _check_positions(model, length)
@@ -63,7 +64,10 @@ class CachedDecoder(nn.Module):
         self._selects = "logits_to_keep" in parameters
         self._takes = "past_key_values" if "past_key_values" in parameters else "cache_params"
         self._eager = model.config.get_text_config(decoder=True)._attn_implementation == "eager"
-        self._kept = self._probe()
+        self._kept = {
+            prefix: [[kept for state in layer for kept in kept_as(state, cache_dtype)] for layer in layers]
+            for prefix, layers in self._probe().items()
+        }
         extends = [state.extended for layers in self._kept.values() for layer in layers for state in layer]
         self.recurrent = not all(extends)
         if any(extends) and not takes_positions(model, length):
@@ -199,7 +203,8 @@ def decoder_call(model: Any, caches: Generation, weights: Weights | None = None)
     """
     if (host := _on_host(model)) is not model:
         weights = weights or ModuleWeights(model)
-    decoder = CachedDecoder(host, slots=caches.slots * caches.lanes, length=caches.max_length).eval()
+    slots = caches.slots * caches.lanes
+    decoder = CachedDecoder(host, slots=slots, length=caches.max_length, cache_dtype=caches.cache_dtype).eval()
     return ModelCall(
         model=decoder, kwargs=decoder.example(caches.slots, CHUNKS[-1]), dynamic=decoder.dynamic,
         largest=decoder.largest, weights=None if weights is None else PrefixedWeights(weights, "model."),

@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ from penstock.group.entry import under_torchrun
 from penstock.group.world import World
 from penstock.plan.check import read_plan
 from penstock.runtime.registry import parse_runtime
-from penstock.spec.plan import Generation, Plan, num_lanes
+from penstock.spec.plan import CacheDtype, Generation, Plan, num_lanes
 from penstock.stream.streaming_pipeline import StreamingPipeline
 from penstock.zoo.weights.weights import ModuleWeights, Weights
 
@@ -57,10 +57,12 @@ class Generator:
     so tokens may depend on the other requests in flight. With `on_loss="continue"` a lost machine only pauses
     generation: the survivors take over its stages, and requests in flight are replayed in the same shapes, so that
     their tokens stay the same. Idle stages run draft tokens, guessed from repetitions in the sequence (speculative
-    decoding); `speculate=False` turns this off. With `trace`, a folder for `penstock report` is written at the end.
-    Options that are not listed here are those of `penstock.Pipeline`. Under torchrun rank 0 samples and, unless a plan
-    says otherwise, also holds the last stage; the other ranks hold the other stages. Otherwise local workers hold the
-    stages, and this process only samples; a single stage is held in this process, unless `on_loss` is "continue".
+    decoding); `speculate=False` turns this off. With a `cache_dtype` of `float16`, `bfloat16` or `int8`, keys and
+    values take less memory, and answers differ in their last bits or more from those of `model.generate`. With
+    `trace`, a folder for `penstock report` is written at the end. Options that are not listed here are those of
+    `penstock.Pipeline`. Under torchrun rank 0 samples and, unless a plan says otherwise, also holds the last stage;
+    the other ranks hold the other stages. Otherwise local workers hold the stages, and this process only samples; a
+    single stage is held in this process, unless `on_loss` is "continue".
 
     Raises `UsageError` for a model whose state is not in transformers' cache, and the errors of `penstock.Pipeline`.
     """
@@ -71,7 +73,10 @@ class Generator:
         cuts: Sequence[str] | None = None, plan: Plan | str | os.PathLike[str] | None = None,
         threads: int = 1, device: str | torch.device = "cpu", runtime: str = "eager", weights: Weights | None = None,
         world: World | None = None, on_loss: str = "stop", speculate: bool = True, trace: str | Path | None = None,
+        cache_dtype: CacheDtype | None = None,
     ) -> None:  # fmt: skip
+        if cache_dtype not in {None, *get_args(CacheDtype)}:
+            raise UsageError(f"cache_dtype must be one of {', '.join(get_args(CacheDtype))}; got {cache_dtype!r}")
         for name, value, least in (("slots", slots, 1), ("lanes", lanes, 1), ("max_length", max_length, 2)):
             if value is not None and value < least:
                 raise UsageError(f"{name} must be at least {least}, not {value}")
@@ -82,12 +87,13 @@ class Generator:
         plan = read_plan(plan) if isinstance(plan, (str, os.PathLike)) else plan
         cut = CutOptions(stages=stages, policy=policy, cuts=cuts, plan=plan)
         if plan is not None:
-            caches, count = _caches_of(plan, slots, lanes, max_length), len(plan.pipelines[0].stages)
+            caches, count = _caches_of(plan, slots, lanes, max_length, cache_dtype), len(plan.pipelines[0].stages)
         else:
             count = cut.count(_num_devices(world))
             cut = replace(cut, stages=count)
             caches = Generation(
-                slots=slots or SLOTS, lanes=lanes or num_lanes(count), max_length=max_length or MAX_LENGTH
+                slots=slots or SLOTS, lanes=lanes or num_lanes(count), max_length=max_length or MAX_LENGTH,
+                cache_dtype=cache_dtype or "model",
             )  # fmt: skip
         self.max_length = caches.max_length
         self._num_slots = caches.slots * caches.lanes
@@ -322,12 +328,16 @@ class Generator:
         return list(self.tokenizer(prompt)["input_ids"])
 
 
-def _caches_of(plan: Plan, slots: int | None, lanes: int | None, max_length: int | None) -> Generation:
+def _caches_of(
+    plan: Plan, slots: int | None, lanes: int | None, max_length: int | None, cache_dtype: CacheDtype | None
+) -> Generation:
     """Return the caches that a plan was made for; raises `UsageError` if the arguments differ from them."""
     caches = plan.generation
     if caches is None:
         raise UsageError("this plan has no slots and lanes; profile the model with --generate, and plan again")
-    for name, asked in (("slots", slots), ("lanes", lanes), ("max_length", max_length)):
+    for name, asked in (
+        ("slots", slots), ("lanes", lanes), ("max_length", max_length), ("cache_dtype", cache_dtype),
+    ):  # fmt: skip
         if asked not in {None, getattr(caches, name)}:
             raise UsageError(f"the plan was made for {name}={getattr(caches, name)}; leave {name} out, or plan again")
     return caches

@@ -2,16 +2,18 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from penstock.errors import UsageError
+from penstock.spec.plan import CacheDtype
 from penstock.zoo.optional import optional_import
 
 _EXTENDED = {"keys", "values"}
+_SCALES, _LARGEST = "_scales", 127  # of keys and values in 8 bits: a scale for each head of a token
 _BOTH = "LinearAttentionAndFullAttentionLayer"
 _NOTHING = "DummyLayer"
 # layers of transformers that keep only keys, values, convolution states and recurrent states
@@ -70,11 +72,22 @@ def states_in(cache: Any, model: str) -> list[list[SlotState]]:
     return found
 
 
+def kept_as(state: SlotState, cache_dtype: CacheDtype) -> list[SlotState]:
+    """Return the states that hold keys or values in another dtype; other states, and integers, stay as they are."""
+    if cache_dtype == "model" or not state.extended or not state.dtype.is_floating_point:
+        return [state]
+    stored = replace(state, dtype=getattr(torch, cache_dtype))
+    if cache_dtype != "int8":
+        return [stored]
+    return [stored, replace(state, name=f"{state.name}{_SCALES}", shape=(*state.shape[:-1], 1))]
+
+
 def slot_cache(layers: Sequence[Mapping[str, Tensor]], slots: Slots) -> Any:
     """Make the cache of one call from each layer's states by name; keys and values are [slots, T, H, D]."""
     utils = optional_import("transformers.cache_utils", "text")
     extending, replacing = (_layer_class(utils, name) for name in ("CacheLayerMixin", _BOTH))
-    return utils.Cache(layers=[(extending if each.keys() <= _EXTENDED else replacing)(each, slots) for each in layers])
+    names = _EXTENDED | {f"{name}{_SCALES}" for name in _EXTENDED}
+    return utils.Cache(layers=[(extending if each.keys() <= names else replacing)(each, slots) for each in layers])
 
 
 @contextlib.contextmanager
@@ -119,10 +132,21 @@ def _layer_class(utils: Any, name: str) -> Any:
             return self._extend("keys", keys), self._extend("values", values)
 
         def _extend(self, name: str, new: Tensor) -> Tensor:
+            new = new.transpose(1, 2)
+            if (scales := self.states.get(f"{name}{_SCALES}")) is None:
+                return self._kept(name, new.to(self.states[name].dtype)).to(new.dtype).transpose(1, 2)
+            most = new.abs().amax(-1, keepdim=True)
+            scale = torch.where(most > 0, most / _LARGEST, 1.0)
+            integers = self._kept(name, (new / scale).round().to(torch.int8))
+            scale = self._kept(f"{name}{_SCALES}", scale.to(scales.dtype))
+            return (integers.to(new.dtype) * scale).transpose(1, 2)
+
+        def _kept(self, name: str, new: Tensor) -> Tensor:
+            """Write at this call's positions, and read all of its rows' tokens."""
             rows, places = self.slots.rows, self.slots.places
-            self.states[name].index_put_((rows[:, None], self.slots.positions), new.transpose(1, 2))
+            self.states[name].index_put_((rows[:, None], self.slots.positions), new)
             # ten times as fast as indexing rows and places, which copies element by element
-            return self.states[name].narrow(1, 0, places.shape[0]).index_select(0, rows).transpose(1, 2)
+            return self.states[name].narrow(1, 0, places.shape[0]).index_select(0, rows)
 
         def update_conv_state(self, new: Tensor, state_idx: int = 0, **_named: Any) -> Tensor:
             old = self.conv_states[state_idx]

@@ -43,6 +43,9 @@ def explain(choice: Choice, cluster: Cluster, helps: list[Help]) -> list[str]:
     """
     lines = [summary(choice.plan), *load_lines(choice.plan, cluster)]
     lines.append(f"the pace is set by {choice.plan.prediction.limit}")
+    if (caches := choice.plan.generation) is not None:
+        kept = float(choice.best.problem.costs.kept_bytes[-1]) / choice.best.rows / caches.max_length
+        lines.append(f"a token of a sequence takes {format_bytes(kept)} of caches (cache_dtype: {caches.cache_dtype})")
     if choice.plan.trains:
         lines.append(_step_line(choice.best))
     lines.append(_bound_line(choice))

@@ -30,7 +30,7 @@ from penstock.recipes.data_formats import make_task
 from penstock.recipes.settings import FitSettings
 from penstock.recipes.tasks import Task, logits_of
 from penstock.runtime.registry import EAGER, RuntimeChoice, parse_runtime
-from penstock.spec.plan import Generation
+from penstock.spec.plan import CacheDtype, Generation
 from penstock.spec.profile import Profile
 from penstock.zoo.models.language import is_language_model
 from penstock.zoo.models.models import ZooModel, load_model
@@ -67,8 +67,9 @@ def profile_task(settings: FitSettings, *, rows: Sequence[int], repeats: int = 7
 
 
 def profile_generation(
-    name: str, *, slots: Sequence[int], max_length: int, runtimes: Sequence[RuntimeChoice] = (),
-    weights: Path | None = None, pretrained: bool = False, threads: int = 1, repeats: int = 7,
+    name: str, *, slots: Sequence[int], max_length: int, cache_dtype: CacheDtype = "model",
+    runtimes: Sequence[RuntimeChoice] = (), weights: Path | None = None, pretrained: bool = False, threads: int = 1,
+    repeats: int = 7,
 ) -> Profile:  # fmt: skip
     """Measure a decoding step of a language model: a token per sequence of a lane, at half of the maximum length.
 
@@ -80,7 +81,7 @@ def profile_generation(
 
     Raises `UsageError` if a generator does not support the model.
     """
-    caches = Generation(slots=max(slots), lanes=1, max_length=max_length)
+    caches = Generation(slots=max(slots), lanes=1, max_length=max_length, cache_dtype=cache_dtype)
     messages, base_bytes = measure_messages(), worker_bytes()
     zoo = load_model(name, weights=weights, pretrained=pretrained, head="language")
     decoder, given, graph = _captured_decoder(zoo, caches)
@@ -118,7 +119,9 @@ def _step_sizes(max_length: int) -> tuple[int, dict[str, int], dict[str, int], d
     return room, step, full, {**full, "step": CHUNKS[-1], "wanted": WANTED, "source": max_length}
 
 
-def count_inference(name: str, *, max_length: int, runtime: str = "eager", whole: bool = False) -> Profile:
+def count_inference(
+    name: str, *, max_length: int, runtime: str = "eager", cache_dtype: CacheDtype = "model", whole: bool = False
+) -> Profile:
     """Count the costs of a model's inference without its weights: of a language model, those of generation.
 
     Bytes are those that `profile_generation` finds; seconds are of a nominal core. Weights count as `runtime` holds
@@ -134,7 +137,7 @@ def count_inference(name: str, *, max_length: int, runtime: str = "eager", whole
         raise UsageError(f"memory is counted for eager and onnxruntime:stored; got {runtime}; use one of these")
     base_bytes = worker_bytes()
     if is_language_model(name) and not whole:
-        caches = Generation(slots=1, lanes=1, max_length=max_length)
+        caches = Generation(slots=1, lanes=1, max_length=max_length, cache_dtype=cache_dtype)
         _, weights, graph = _captured_decoder(load_model(name, head="language"), caches)
         _, _, full, chunk = _step_sizes(max_length)
     else:

@@ -57,12 +57,19 @@ class DeviceLoad(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     memory_bytes: float
 
 
+CacheDtype = Literal["model", "float16", "bfloat16", "int8"]
+
+
 class Generation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The caches of a language model that generates: `lanes` of `slots` sequences of at most `max_length` tokens."""
+    """The caches of a language model that generates: `lanes` of `slots` sequences of at most `max_length` tokens.
+
+    Keys and values have the dtype `cache_dtype`, by default the model's; `int8` has a scale for each head of a token.
+    """
 
     slots: Annotated[int, msgspec.Meta(ge=1)]
     lanes: Annotated[int, msgspec.Meta(ge=1)]
     max_length: Annotated[int, msgspec.Meta(ge=2)]
+    cache_dtype: CacheDtype = "model"
 
 
 def num_lanes(num_stages: int) -> int:

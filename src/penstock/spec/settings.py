@@ -6,6 +6,7 @@ import msgspec
 from msgspec import Meta
 
 from penstock.errors import UsageError
+from penstock.spec.plan import CacheDtype
 
 Positive = Annotated[int, Meta(ge=1)]
 Rate = Annotated[float, Meta(ge=0.0)]
@@ -40,7 +41,7 @@ TRACE = Meta(
     extra={"metavar": "DIR", "written": "folder"},
 )
 _RARE_TEXT = (
-    "bind", "policy", "seed", "slots", "speculate", "top_k", "top_p", "trace", "weights",
+    "bind", "cache_dtype", "policy", "seed", "slots", "speculate", "top_k", "top_p", "trace", "weights",
 )  # fmt: skip
 
 
@@ -112,6 +113,9 @@ class LanguageSettings(RunSettings, frozen=True, kw_only=True, forbid_unknown_fi
         Annotated[int, Meta(ge=2)] | None,
         Meta(description="Limit on prompt and answer tokens. Default: 512, chats 2048."),
     ] = None
+    cache_dtype: Annotated[
+        CacheDtype | None, Meta(description="Keys and values in float16, bfloat16 or int8. Default: the model's.")
+    ] = None
     speculate: Annotated[
         bool, Meta(description="Speculative decoding while stages are idle; answers do not change.")
     ] = True
@@ -174,8 +178,8 @@ class ServeSettings(LanguageSettings, frozen=True, kw_only=True, forbid_unknown_
     """Settings of `penstock serve`."""
 
     rare = (
-        "allow_origin", "bind", "deadline", "drain", "max_body", "most_waiting", "name", "policy", "preprocess",
-        "slots", "speculate", "strict", "weights",
+        "allow_origin", "bind", "cache_dtype", "deadline", "drain", "max_body", "most_waiting", "name", "policy",
+        "preprocess", "slots", "speculate", "strict", "weights",
     )  # fmt: skip
 
     model: Annotated[

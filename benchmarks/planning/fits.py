@@ -1,0 +1,127 @@
+"""What `penstock fits` counts against what processes hold: inference and answers in two processes, training in two.
+
+Everything is counted in a process of its own, before a run, from the model's name alone; weights are random.
+"""
+
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from benchmarks.planning.memory import BATCH, measure_training
+from penstock.group.entry import WORKER
+from penstock.memory import anonymous_bytes
+from penstock.plan.candidates import PlanRequest
+from penstock.plan.choose import choose
+from penstock.plan.needs import stage_needs
+from penstock.recipes.settings import FitSettings
+from penstock.spec.cluster import Cluster, Device
+from penstock.spec.plan import write_plan
+from penstock.spec.profile import Profile, read_profile
+from tests.generate.tokens import save_model
+
+NAME = "fits"
+IMAGES = (
+    "vit_tiny_patch16_224", "vit_small_patch16_224", "deit_tiny_patch16_224", "deit_base_patch16_224", "resnet18",
+    "resnet50", "convnext_tiny", "mobilenetv3_small_100", "efficientnet_b0", "swin_tiny_patch4_window7_224",
+    "mixer_s32_224", "regnety_004", "densenet121", "vgg11", "beit_base_patch16_224", "cait_xxs24_224",
+    "poolformer_s12", "resmlp_12_224", "xcit_nano_12_p16_224", "levit_128s",
+)  # fmt: skip
+_VIT = "timm:vit_tiny_patch16_224,img_size=64,patch_size=8,num_classes=10,depth="
+_GPT2 = "hf:gpt2,n_embd=384,n_head=6,vocab_size=4096,n_positions=128,n_layer="
+TRAININGS = tuple(
+    (f"{model}{depth}", schedule)
+    for schedule, shallow, deep in (("1f1b", 4, 12), ("gpipe", 6, 8))
+    for model, depth in ((_VIT, shallow), (_VIT, deep), (_GPT2, 2), (_GPT2, 4), (_GPT2, 6))
+)
+# hidden size, layers, slots, tokens of a sequence
+DECODERS: tuple[tuple[int, int, int, int], ...] = (
+    (256, 4, 1, 256), (256, 8, 4, 512), (512, 4, 1, 512), (512, 8, 8, 512), (512, 12, 2, 1024),
+    (768, 6, 1, 256), (768, 12, 4, 512), (1024, 6, 2, 512), (1024, 8, 1, 2048), (1024, 12, 4, 256),
+)  # fmt: skip
+_TWO = Cluster(devices=tuple(Device(name=name, speed=1.0, memory_bytes=2**36) for name in "ab"))
+_COUNT = """
+import sys
+from penstock.recipes.profiled import count_inference, count_training
+from penstock.recipes.settings import FitSettings
+from penstock.spec.profile import write_profile
+file, model, data, length = sys.argv[1:]
+found = count_training(FitSettings(model=model, data=data)) if data else count_inference(model, max_length=int(length))
+write_profile(file, found)
+"""
+
+
+def fits_rows(only: str | None = None, *, quick: bool = False) -> list[dict[str, Any]]:
+    """Count and run every model; a row for each."""
+    if only is not None and NAME not in only.split(","):
+        return []
+    some = slice(None, None, 5 if quick else None)
+    with tempfile.TemporaryDirectory(prefix="penstock-bench-") as name:
+        folder = Path(name)
+        (folder / "images").mkdir()
+        for number in range(24):
+            Image.effect_noise((256, 256), number).convert("RGB").save(folder / f"images/{number}.jpg")
+        rows = [_stream(f"timm:{model}", folder, ["infer", "--images", str(folder / "images")])
+                for model in IMAGES[some]]  # fmt: skip
+        for hidden, layers, slots, length in DECODERS[some]:
+            sizes: dict[str, Any] = {
+                "num_hidden_layers": layers,
+                "num_attention_heads": hidden // 64,
+                "max_position_embeddings": 2048,
+            }
+            save_model(folder, hidden_size=hidden, intermediate_size=3 * hidden, **sizes)
+            prompts = [word for number in range(4 * slots) for word in ("--prompt", f"Pipe {number} " * 20)]
+            command = ["generate", *prompts, "--max-new-tokens", "32", "--max-length", str(length)]
+            rows.append(_stream(f"hf:{folder}", folder, command, slots, length))
+        for model, schedule in TRAININGS[some]:
+            settings = FitSettings(
+                model=model, data="digits" if "vit" in model else str(Path("README.md").resolve()), batch_size=BATCH,
+                steps=4, epochs=1, threads=1, validate=False, save=False, output=str(folder / "run"),
+            )  # fmt: skip
+            rows.append(measure_training(settings, _counted(folder, model, settings.data), (2,), schedule))
+    return [row | {"case": NAME} for row in rows]
+
+
+def _counted(folder: Path, model: str, data: str = "", length: int = 1) -> Profile:
+    command = [sys.executable, "-c", _COUNT, str(folder / "profile.json"), model, data, str(length)]
+    subprocess.run(command, check=True, stdout=sys.stderr)
+    return read_profile(folder / "profile.json")
+
+
+def _stream(model: str, folder: Path, command: list[str], rows: int = 1, length: int = 1) -> dict[str, Any]:
+    profile = _counted(folder, model, length=length)
+    choice = choose(profile, _TWO, PlanRequest(rows=(rows,), replicas=False, alternate=False))
+    write_plan(folder / "plan.json", choice.plan)
+    verb, *options = command
+    if profile.generation:
+        options = [x for x in options if x not in {"--max-length", str(length)}]
+    run = [sys.executable, "-m", "penstock", verb, model, *options, "--plan", str(folder / "plan.json")]
+    peaks: dict[str, int] = {}
+    with subprocess.Popen(run, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        while process.poll() is None:
+            for device, pid in (("a", process.pid), *(("b", worker) for worker in _workers_of(process.pid))):
+                peaks[device] = max(peaks.get(device, 0), anonymous_bytes(pid) or 0)
+            time.sleep(0.01)
+        said = process.stderr.read() if process.stderr else ""
+    if process.returncode:
+        sys.exit(f"{model}: {said}")
+    predicted = {needs.device: needs.total for needs in stage_needs(choice, profile)}
+    measured = {device: peaks[device] for device in predicted}
+    row = {"name": model, "predicted": predicted, "measured": measured}
+    print(model, {name: round(predicted[name] / peak - 1, 3) for name, peak in measured.items()}, file=sys.stderr)
+    return row
+
+
+def _workers_of(parent: int) -> Iterator[int]:
+    for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
+        try:
+            command = Path(f"/proc/{pid}/cmdline").read_text()
+        except OSError:
+            continue
+        if WORKER in command:
+            yield int(pid)

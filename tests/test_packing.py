@@ -1,4 +1,4 @@
-"""Weights in the blocks of GGUF: the numbers of the `gguf` package, bit by bit."""
+"""Weights in the blocks of files; of GGUF with the numbers of the `gguf` package, bit by bit."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from penstock.packing import PACKINGS, is_packable, packed_shape, unpacked
 
-# where a block has its floats in half precision
+# where a block has its floats: in half precision, or in float32 at its beginning
 _FLOATS = {"Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0], "Q4_K": [0, 2], "Q5_K": [0, 2],
            "Q6_K": [208]}  # fmt: skip
 
@@ -18,13 +18,16 @@ def raw_weight(packing: str, rows: int, inputs: int, scale: float = 1.0) -> Tens
     generator = np.random.default_rng(rows + inputs)
     raw = generator.integers(0, 256, packed_shape(packing, (rows, inputs)), dtype=np.uint8)
     blocks = raw.reshape(rows, -1, form.num_bytes)
-    for at in _FLOATS[packing]:
-        floats = (scale * generator.normal(size=blocks.shape[:2])).astype(np.float16)
-        blocks[..., at : at + 2] = floats[..., None].view(np.uint8)
+    for at in _FLOATS.get(packing, [0]):
+        kind: type = np.float16 if packing in _FLOATS else np.float32
+        floats = (scale * generator.normal(size=blocks.shape[:2])).astype(kind)[..., None].view(np.uint8)
+        blocks[..., at : at + floats.shape[-1]] = floats
+    if packing.startswith("U4"):
+        blocks[..., 4] &= 15
     return torch.from_numpy(raw)
 
 
-@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("packing", _FLOATS)
 def test_numbers_are_those_of_gguf(packing: str) -> None:
     gguf = pytest.importorskip("gguf")
     kind = gguf.GGMLQuantizationType[packing]

@@ -1,10 +1,13 @@
-"""Weights in the bits of their file: the block formats of GGUF, as integers with a scale and a shift for each block.
+"""Weights in the bits of their file: blocks of integers, each with a scale, and a shift or a zero point.
 
     Q4_0, Q5_0, Q8_0            integer * scale
     Q4_1, Q5_1                  integer * scale + shift
     Q4_K, Q5_K, Q6_K            the same in blocks of 32 or 16, whose scales and shifts share two floats per 256 weights
+    U4_32, U8_128, ...          (integer - zero point) * scale, in blocks of 32, 64 or 128
+    F8_128                      float of 8 bits * scale
 
-The layouts are those of ggml (`block_q4_0` and the others in ggml-common.h).
+Layouts with Q are those of ggml (`block_q4_0` and the others in ggml-common.h). The others are for quantized
+safetensors: a scale in float32, a zero point of a byte (not for F8), and the numbers.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,23 +20,24 @@ _AT_ONCE = 2**22  # weights unpacked at a time, to limit temporary memory
 
 
 class Integers(NamedTuple):
-    """Rows of a weight: integers [O, B, block] of at most 8 bits, less `zero`, times scales [O, B], plus shifts."""
+    """Rows of a weight: numbers [O, B, block] of at most 8 bits, less `zero`, times scales [O, B], plus shifts."""
 
     values: Tensor
-    zero: int
+    zero: int | Tensor
     scales: Tensor
     shifts: Tensor | None
 
     def floats(self) -> Tensor:
         """Return the weight [O, I] in float32."""
-        whole = (self.values.float() - self.zero) * self.scales[..., None]
+        zero = self.zero[..., None] if isinstance(self.zero, Tensor) else self.zero
+        whole = (self.values.float() - zero) * self.scales[..., None]
         return (whole if self.shifts is None else whole + self.shifts[..., None]).flatten(1)
 
 
 class Packing(NamedTuple):
     """A block format: `weights` of them take `num_bytes`; integers up to `most` by blocks of `block` inputs.
 
-    Products hold the integers in `bits` bits.
+    Products hold the integers in `bits` bits; 0 if the engine has no such products.
     """
 
     weights: int
@@ -74,7 +78,7 @@ def read_packed(raw: Tensor, packing: str) -> Iterator[Integers]:
 
 
 def unpacked(raw: Tensor, packing: str) -> Tensor:
-    """Return a weight in float32, with the bits that `gguf.dequantize` gives."""
+    """Return a weight in float32; of GGUF with the bits that `gguf.dequantize` gives."""
     form = PACKINGS[packing]
     made = torch.empty(raw.shape[0], raw.shape[1] // form.num_bytes * form.weights)
     row = 0
@@ -82,6 +86,31 @@ def unpacked(raw: Tensor, packing: str) -> Tensor:
         made[row : row + len(part.values)] = part.floats()
         row += len(part.values)
     return made
+
+
+def packed_blocks(values: Tensor, zeros: Tensor, scales: Tensor, packing: str) -> Tensor:
+    """Return the bytes [O, bytes] of a weight in one of the formats with U or F, from what `Integers` has of it.
+
+    >>> ones = torch.ones(1, 1, 32, dtype=torch.uint8)
+    >>> unpacked(packed_blocks(ones, torch.tensor([[3]]), torch.tensor([[0.5]]), "U4_32"), "U4_32")[0, :2]
+    tensor([-1., -1.])
+    """
+    form = PACKINGS[packing]
+    half = form.block // 2
+    parts = [values[..., :half] | values[..., half:] << 4 if form.bits == 4 else values.view(torch.uint8)]
+    if form.bits:
+        parts.insert(0, zeros[..., None].to(torch.uint8))
+    return torch.cat([bytes_of(scales), *parts], -1).flatten(1)
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """Return the bytes of each element, in a further dimension.
+
+    >>> bytes_of(torch.tensor([258], dtype=torch.int32))
+    tensor([[2, 1, 0, 0]], dtype=torch.uint8)
+    """
+    # `contiguous` leaves the strides of dimensions of one element, and `view` refuses some
+    return tensor.clone(memory_format=torch.contiguous_format)[..., None].view(torch.uint8)
 
 
 def _floats(raw: Tensor, at: int) -> Tensor:
@@ -148,6 +177,22 @@ def _q6_k(raw: Tensor) -> Integers:
     return Integers(values, 32, scales.flatten(1), None)
 
 
+def _scales(raw: Tensor) -> Tensor:
+    return raw[..., :4].clone(memory_format=torch.contiguous_format).view(torch.float32).squeeze(-1)
+
+
+def _u4(raw: Tensor) -> Integers:
+    return Integers(_halves(raw[..., 5:]), raw[..., 4], _scales(raw), None)
+
+
+def _u8(raw: Tensor) -> Integers:
+    return Integers(raw[..., 5:], raw[..., 4], _scales(raw), None)
+
+
+def _f8(raw: Tensor) -> Integers:
+    return Integers(raw[..., 4:].contiguous().view(torch.float8_e4m3fn), 0, _scales(raw), None)
+
+
 PACKINGS: Mapping[str, Packing] = {
     "Q4_0": Packing(32, 18, 15, 4, 32, _q4_0),
     "Q4_1": Packing(32, 20, 15, 4, 32, _q4_1),
@@ -157,4 +202,7 @@ PACKINGS: Mapping[str, Packing] = {
     "Q4_K": Packing(256, 144, 15, 4, 32, _q4_k),
     "Q5_K": Packing(256, 176, 31, 8, 32, _q5_k),
     "Q6_K": Packing(256, 210, 63, 8, 16, _q6_k),
+    **{f"U4_{block}": Packing(block, 5 + block // 2, 15, 4, block, _u4) for block in (32, 64, 128)},
+    **{f"U8_{block}": Packing(block, 5 + block, 255, 8, block, _u8) for block in (32, 64, 128)},
+    "F8_128": Packing(128, 132, 0, 0, 128, _f8),
 }

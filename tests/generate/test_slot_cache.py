@@ -34,7 +34,8 @@ def test_bits_do_not_depend_on_cuts_or_company(name: str) -> None:
         assert logprobs == [found[index].logprobs for index in range(len(given))]
 
 
-@pytest.mark.parametrize(("cache_dtype", "part"), [("bfloat16", 1 / 2), ("int8", 1 / 3)])  # heads of 12 numbers and a scale
+# 8-bit heads have 12 numbers of a byte, and a scale of 4
+@pytest.mark.parametrize(("cache_dtype", "part"), [("bfloat16", 1 / 2), ("int8", 1 / 3)])
 def test_keys_and_values_in_fewer_bits(cache_dtype: Any, part: float) -> None:
     model, given = decoder("llama"), prompts(*LENGTHS)
     caches: list[int] = []

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from penstock.errors import ModelError
 from penstock.zoo.weights.weight_files import FileWeights, save_weights
-from penstock.zoo.weights.weights import TensorWeights
+from penstock.zoo.weights.weights import RenamedWeights, TensorWeights
 
 
 @pytest.fixture
@@ -41,11 +41,11 @@ def test_a_directory_holds_a_file(file: Path) -> None:
 
 
 def test_names_may_be_changed(file: Path) -> None:
-    weights = FileWeights(file, {"head.weight": "fc.weight"})
-    assert sorted(weights.names()) == ["fc.bias", "head.weight"]
+    weights = RenamedWeights(FileWeights(file), {"head.weight": "fc.weight", "head.bias": "fc.wieght"})
+    assert sorted(weights.names()) == ["head.bias", "head.weight"]
     assert weights.shape("head.weight") == (2, 3)
     with pytest.raises(ModelError, match=r"fc\.wieght.*; did you mean fc\.weight"):
-        FileWeights(file, {"head.weight": "fc.wieght"})
+        weights.load("head.bias")
 
 
 def test_shards_are_one(tmp_path: Path) -> None:

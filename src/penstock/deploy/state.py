@@ -187,19 +187,21 @@ def with_packings(graph: Graph, weights: Weights, runtimes: Collection[str]) -> 
     stored = next((name for name in sorted(runtimes) if parse_runtime(name).is_stored), "")
     states = []
     for state in graph.states:
-        source, name = origin_of(weights, state.source) if state.kind == "parameter" else (None, "")
+        is_number = state.kind == "parameter" and state.value.dtype == torch.float32
+        source, name = origin_of(weights, state.source) if is_number else (None, "")
         packing = source.packing(name) if isinstance(source, PackedWeights) else ""
-        if packing and not is_packable(state.value.shape, packing):
-            if stored:
-                raise UsageError(
-                    f"{stored} has no products in {packing}, which the file has for {state.source}; use a file in "
-                    f"{', '.join(PACKINGS)}, or the runtime eager, which unpacks it"
-                )
-            packing = ""
+        fits = is_packable(state.value.shape, packing)
+        if packing and stored and not (fits and PACKINGS[packing].bits):
+            raise UsageError(
+                f"{stored} has no products in {packing}, which the file has for {state.source}; use a file in "
+                f"{', '.join(name for name, form in PACKINGS.items() if form.bits)}, or the runtime eager, which "
+                "unpacks it"
+            )
+        packing = packing if fits else ""
         states.append(replace(state, packing=packing))
     if stored and not any(state.packing for state in states):
         raise UsageError(
-            f"{stored} is for weights in a GGUF file's blocks, and this model has none; use onnxruntime:int8 or "
+            f"{stored} is for weights in a file's blocks, and this model has none; use onnxruntime:int8 or "
             "onnxruntime:int4, which round floats"
         )
     return replace(graph, states=tuple(states))

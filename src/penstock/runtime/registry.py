@@ -180,7 +180,7 @@ class RuntimeChoice:
         if not self.is_stored:
             program, tensors = _unpacked(program, tensors)
         elif not any(state.packing for state in program.states):
-            raise PlanError(f"{self} is for weights in a GGUF file's blocks, and this stage has none; use {self.name}")
+            raise PlanError(f"{self} is for weights in a file's blocks, and this stage has none; use {self.name}")
         try:
             return kind.load(program, tensors, device or HOST, self)
         except ImportError as error:

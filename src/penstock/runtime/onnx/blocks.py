@@ -1,4 +1,4 @@
-"""Weights in 4 or 8 bits by blocks of 32 inputs, in the format of ONNX Runtime's operator MatMulNBits."""
+"""Weights in 4 or 8 bits by blocks of inputs, in the format of ONNX Runtime's operator MatMulNBits."""
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -92,7 +92,7 @@ class StoredWeight:
         With shifts they are centred around a zero, so that inputs rounded to 8 bits weigh less.
         """
         form = PACKINGS[self.packing]
-        values, scales, shifts, zero = [], [], [], 0
+        values, scales, shifts, zeros = [], [], [], []
         for part in read_packed(self.raw, self.packing):
             zero, scale = part.zero, part.scales
             if part.shifts is not None:
@@ -100,11 +100,12 @@ class StoredWeight:
                 shifts.append(part.shifts + zero * scale)
             values.append(_packed(part.values, form.bits))
             scales.append(scale)
+            each = zero if isinstance(zero, Tensor) else torch.full(scale.shape, zero, dtype=torch.uint8)
+            zeros.append(_packed(each, form.bits))
         rows, count = len(self.raw), self.raw.shape[1] // form.num_bytes * form.weights // form.block
-        zeros = _packed(torch.full((rows, count), zero, dtype=torch.uint8), form.bits)
         return Blocks(
             form.bits, (rows, count * form.block), torch.cat(values).numpy(), torch.cat(scales).reshape(-1).numpy(),
-            zeros.numpy(), form.block, torch.cat(shifts).numpy() if shifts else None, self.accuracy,
+            torch.cat(zeros).numpy(), form.block, torch.cat(shifts).numpy() if shifts else None, self.accuracy,
         )  # fmt: skip
 
 
@@ -121,7 +122,8 @@ def pack(
     for op in ops:
         tensor = tensors.get(name) if (name := weight_of(op)) else None
         if name is not None and tensor is not None and (packing := (packings or {}).get(name)):
-            found[op.name] = StoredWeight(tensor, packing, accuracy)
+            if PACKINGS[packing].bits:
+                found[op.name] = StoredWeight(tensor, packing, accuracy)
             continue
         if bits is None or name is None or tensor is None or op.name in kept:
             continue

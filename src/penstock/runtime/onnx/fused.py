@@ -165,8 +165,8 @@ def _lookups(
                 yield op, name
             elif op.name not in packed or weight_of(op) != name:
                 raise PlanError(
-                    f"{op.target} ({op.name}) takes a weight in {packings[name]} blocks, which only products and "
-                    "embeddings do; use the runtime eager, which unpacks it"
+                    f"{op.target} ({op.name}) takes a weight in {packings[name]} blocks, which this engine does not "
+                    "have; use the runtime eager, which unpacks it"
                 )
 
 

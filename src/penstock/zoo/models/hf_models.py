@@ -133,20 +133,6 @@ def check_claims(name: str, fields: Mapping[str, Any], num_tensors: int | None =
                     raise ModelError(f"{key} of {name} is {each:.10g}, but {has} has at most {limit}; correct it")
 
 
-def refuse_quantized(name: str, config: Any) -> None:
-    """Raise `ModelError` for a model whose weights are quantized: their scales are not read."""
-    found = getattr(config, "quantization_config", None)
-    if found is not None:
-        given = found if isinstance(found, Mapping) else found.to_dict()
-        method = given.get("quant_method") or next(
-            (key for key in given if key.startswith("load_in_")), "unknown method"
-        )
-        raise ModelError(
-            f"the weights of {name} are quantized ({getattr(method, 'value', method)}), which cannot be read; give an "
-            "unquantized checkpoint, or a GGUF file as gguf:FILE, and quantize with --runtime onnxruntime:int8"
-        )
-
-
 def _tokens_outside(known: Any, options: Mapping[str, object]) -> dict[str, None]:
     """Return the special tokens that a smaller vocabulary does not have, each with None instead of its number."""
     size = options.get("vocab_size")

@@ -34,11 +34,11 @@ from penstock.zoo.models.functions import (
     pictures_of,
 )
 from penstock.zoo.models.gguf_models import load_gguf
-from penstock.zoo.models.hf_models import refuse_quantized
 from penstock.zoo.models.names import LIBRARIES, classes_in, count_classes, parse_hf, parse_name, with_classes
 from penstock.zoo.weights.classes import names_beside, read_classes
 from penstock.zoo.weights.fit import check_weights
 from penstock.zoo.weights.hf_weights import hf_weights
+from penstock.zoo.weights.quantized import read_quantized, take_quantization
 from penstock.zoo.weights.shapes import KEY, narrow, read_sizes
 from penstock.zoo.weights.weight_files import FileWeights
 from penstock.zoo.weights.weights import JoinedWeights, ModuleWeights, TensorWeights, Weights
@@ -184,17 +184,18 @@ def _load_hf(
     base, options = parse_hf(name.removeprefix("hf:"))
     directory = hf.hf_directory(base, pretrained)
     config = hf.hf_config(base, directory, options)
+    quantization, own = take_quantization(config), weights is None
     if weights is None and directory is not None and _has_weights(directory):
-        refuse_quantized(name, config)
         weights = directory
     found, source = None, FileWeights(weights) if weights is not None else None
+    checkpoint = None if source is None else read_quantized(name, source, quantization, own=own)
     hf.check_claims(name, config.to_dict(), None if source is None else len(source.names()))
     module, drawn = hf.build_hf(base, config, seed, head)
-    if source is not None and weights is not None:
+    if source is not None and checkpoint is not None:
         # names in a narrowed model's checkpoint never need to be mapped
-        given = source if KEY in source.metadata else hf_weights(module, weights)
-        _untie(module, given)
-        found = _fitted(module, given)
+        named = source if KEY in source.metadata else hf_weights(module, checkpoint)
+        _untie(module, named)
+        found = _fitted(module, named)
     example, task = hf.hf_example(base, config, module, seed, how.size)
     return ZooModel(
         name=name, module=module, example_args=(), example_kwargs=dict(example),

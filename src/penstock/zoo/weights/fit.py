@@ -8,7 +8,7 @@ from torch import Tensor
 
 from penstock.errors import ModelError
 from penstock.text import nearest
-from penstock.zoo.weights.weights import ByName, Expected, Shape, Weights, origin_of
+from penstock.zoo.weights.weights import Expected, RenamedWeights, Shape, Weights
 
 _NUM_SHOWN = 3
 # buffers that older checkpoints store, and modules compute
@@ -66,16 +66,19 @@ def check_weights(
     return _Checked(weights, sources, {name: dtype for name, (_, dtype) in expected.items()})
 
 
-def refuse_unused(unused: Collection[str], expected: Collection[str], ignored: Collection[str] = ()) -> None:
+def refuse_unused(
+    unused: Collection[str], expected: Collection[str], ignored: Collection[str] = (), *, quantized: bool = False
+) -> None:
     """Raise `ModelError` for a tensor of a layer of the model that does not take it, such as a scale or a bias.
 
     Without it the layer would compute something else. Tensors of other layers, such as another head, may be left out;
-    so may those that match one of the patterns `ignored`, and buffers that modules compute themselves.
+    so may those that match one of the patterns `ignored`, and buffers that modules compute themselves. Of a `quantized`
+    checkpoint only weights and biases of other layers may be left out.
     """
-    layers = {name.rpartition(".")[0] for name in expected}
+    layers = {name.rpartition(".")[0] for name in expected} - {""}
     lost = [
-        name for name in sorted(unused)
-        if (layer := name.rpartition(".")[0]) in layers and layer and name.rpartition(".")[2] not in _COMPUTED
+        name for name in sorted(unused) for layer, _, leaf in [name.rpartition(".")]
+        if (layer in layers or (quantized and leaf not in {"weight", "bias"})) and leaf not in _COMPUTED
         and not any(re.search(pattern, name) for pattern in ignored)
     ]  # fmt: skip
     if lost:
@@ -86,25 +89,19 @@ def refuse_unused(unused: Collection[str], expected: Collection[str], ignored: C
         )
 
 
-class _Checked(ByName[str]):
+class _Checked(RenamedWeights):
     """Weights under a model's names, converted to its dtypes on load."""
 
     def __init__(self, weights: Weights, sources: dict[str, str], dtypes: dict[str, torch.dtype]) -> None:
-        super().__init__(sources)
-        self._weights, self._dtypes = weights, dtypes
-
-    def shape(self, name: str) -> Shape:
-        return self._weights.shape(self._find(name))
+        super().__init__(weights, sources)
+        self._dtypes = dtypes
 
     def dtype(self, name: str) -> torch.dtype:
         self._find(name)
         return self._dtypes[name]
 
     def load(self, name: str) -> Tensor:
-        return self._weights.load(self._find(name)).to(self._dtypes[name])
-
-    def origin(self, name: str) -> tuple[Weights, str]:
-        return origin_of(self._weights, self._find(name))
+        return super().load(name).to(self._dtypes[name])
 
 
 def _sources(present: set[str], expected: Expected, aliases: Mapping[str, str]) -> dict[str, str]:

@@ -1,7 +1,6 @@
 """Checkpoints of transformers read lazily, with the model's current names and layouts."""
 
 from copy import deepcopy
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,22 +10,21 @@ from penstock.errors import ModelError
 from penstock.text import one_line
 from penstock.zoo.optional import optional_import
 from penstock.zoo.weights.fit import refuse_unused
-from penstock.zoo.weights.weight_files import FileWeights
-from penstock.zoo.weights.weights import JoinedWeights, TensorWeights, Weights
+from penstock.zoo.weights.quantized import QuantizedWeights
+from penstock.zoo.weights.weights import JoinedWeights, RenamedWeights, TensorWeights, Weights
 
 
-def hf_weights(module: Any, path: Path) -> Weights:
+def hf_weights(module: Any, source: Weights) -> Weights:
     """Read a checkpoint for a model of transformers as `from_pretrained` would, one tensor at a time.
 
     Legacy names, a missing or superfluous base-model prefix and the model's own conversions (such as
     experts stored one by one) are mapped; a converted tensor is computed when it is loaded.
 
-    >>> hf_weights(module, Path("gpt2")).shape("transformer.wte.weight")  # doctest: +SKIP
+    >>> hf_weights(module, FileWeights(Path("gpt2"))).shape("transformer.wte.weight")  # doctest: +SKIP
     (50257, 768)
 
-    Raises `ModelError` when the file is missing or damaged, a conversion fails, or a layer does not take a tensor.
+    Raises `ModelError` when a conversion fails, or a layer does not take a tensor.
     """
-    source = FileWeights(path)
     loading = optional_import("transformers.core_model_loading", "text")
     mapping = optional_import("transformers.conversion_mapping", "text")
     steps = mapping.get_model_conversion_mapping(module)
@@ -35,24 +33,27 @@ def hf_weights(module: Any, path: Path) -> Weights:
     state = module.state_dict()
     rename: dict[str, str] = {}
     groups: dict[str, list[tuple[str, str]]] = {}
-    unused: set[str] = set()
+    unused: dict[str, str] = {}
+    quantized = isinstance(source, QuantizedWeights)
     for key in sorted(source.names(), key=loading.dot_natural_key):
         prefix = module.base_model_prefix
         name, pattern = loading.rename_source_key(key, renamings, converters, prefix, state)
         if name not in state and key in state:
             name, pattern = key, None
         if name not in state:
-            unused.add(name)
+            # AutoGPTQ gives every layer a bias, of zeros if the model has none
+            if not (quantized and name.endswith(".bias") and not source.load(key).any()):
+                unused[name] = key
             continue
         if pattern is None:
             rename[name] = key
         else:
             groups.setdefault(name, []).append((pattern, key))
-    refuse_unused(unused, state.keys(), getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ())
+    ignored = getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ()
+    refuse_unused(unused, state.keys(), ignored, quantized=quantized)
     by_pattern = {pattern: step for step in converters for pattern in step.source_patterns}
     converted = [_Group(module, source, by_pattern[keys[0][0]], name, keys) for name, keys in groups.items()]
-    renamed = {name: key for name, key in rename.items() if name != key}
-    return JoinedWeights(*converted, FileWeights(path, renamed))
+    return JoinedWeights(*converted, RenamedWeights(source, {**unused, **rename}))
 
 
 class _Group(TensorWeights):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from penstock.errors import ModelError
 from penstock.files import is_special, written_whole
-from penstock.text import nearest, one_line
+from penstock.text import one_line
 from penstock.zoo.weights.pickled import SUFFIXES, looks_pickled, safetensors_name, what_it_is
 from penstock.zoo.weights.weights import ByName, Shape, Weights
 
@@ -29,30 +29,21 @@ _KINDS = {dtype: kind for kind, dtype in DTYPES.items()}
 class FileWeights(ByName[str]):
     """The tensors of a safetensors file, of a sharded index, or of a directory with either.
 
-    `rename` maps names in the model to names in the file; other names are the same in both.
-
     >>> FileWeights(Path("deit.safetensors")).shape("cls_token")  # doctest: +SKIP
     (1, 1, 384)
 
-    Raises `ModelError` if the file is missing, damaged or not safetensors, or if a shard or a tensor is missing.
+    Raises `ModelError` if the file is missing, damaged or not safetensors, or if a shard is missing.
     """
 
-    def __init__(self, path: Path, rename: Mapping[str, str] | None = None) -> None:
+    def __init__(self, path: Path) -> None:
         self._path = path
         self._handles: dict[Path, Any] = {}
         self._shards: dict[str, Path] = {}
         self._extents: dict[Path, dict[str, tuple[int, int]]] = {}
         for shard in _shards(path):
             self._shards.update(dict.fromkeys(self._open(shard).keys(), shard))
-        keys = {key: key for key in self._shards}
-        for name, key in (rename or {}).items():
-            keys.pop(key, None)
-            keys[name] = key
-        super().__init__(keys)
+        super().__init__({key: key for key in self._shards})
         self._holder = f"{path} has"
-        absent = [key for key in keys.values() if key not in self._shards]
-        if absent:
-            raise ModelError(f"tensor {absent[0]} not found in {path}{nearest(absent[0], self._shards)}")
 
     @property
     def metadata(self) -> dict[str, str]:

@@ -206,6 +206,36 @@ class JoinedWeights(ByName[Weights]):
         return origin_of(self._find(name), name)
 
 
+class RenamedWeights(ByName[str]):
+    """Weights under other names: each name, and its name in `weights`.
+
+    >>> RenamedWeights(TensorWeights({"fc.bias": torch.zeros(3)}), {"head.bias": "fc.bias"}).shape("head.bias")
+    (3,)
+
+    Every method raises `ModelError` for a missing name.
+    """
+
+    def __init__(self, weights: Weights, names: Mapping[str, str]) -> None:
+        super().__init__(names)
+        self._weights = weights
+
+    def shape(self, name: str) -> Shape:
+        """Return a tensor's shape without loading it."""
+        return self._weights.shape(self._find(name))
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return a tensor's dtype without loading it."""
+        return self._weights.dtype(self._find(name))
+
+    def load(self, name: str) -> Tensor:
+        """Return one tensor, fresh or memory-mapped."""
+        return self._weights.load(self._find(name))
+
+    def origin(self, name: str) -> tuple[Weights, str]:
+        """Return the weights that hold a tensor, and its name there."""
+        return origin_of(self._weights, self._find(name))
+
+
 class PrefixedWeights:
     """A model's weights with a prefix, as part of another module.
 

@@ -25,9 +25,10 @@ TESTS := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope
 test: check
 	$(TESTS) -m "not long"
 
-# what takes long and guards what rarely changes (see tests/conftest.py); .ci/run runs both
+# what takes long and guards what rarely changes, and all examples of properties (see tests/conftest.py and
+# tests/fewer.py); .ci/run runs both
 test-all: setup
-	$(TESTS) -m long
+	TESTS_FULL=1 $(TESTS) -m long
 
 check: setup
 	$(BIN)/ruff check .

@@ -15,8 +15,10 @@ from typing import Any
 
 import psutil
 import pytest
+from hypothesis import settings
 
 from tests import warm
+from tests.fewer import FULL, examples
 
 # a shell starts what runs in its background with interrupts ignored, and `nohup` what it runs with hang-ups: so would
 # be every process of the tests
@@ -30,6 +32,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 # a busy machine prints lines about what takes long among those that a test expects
 os.environ["PENSTOCK_PROGRESS"] = "0"
+
+# properties that say no number of examples
+settings.register_profile("tests", max_examples=examples(100))
+settings.load_profile("tests")
 
 # torch asks for the names of those that it connects to; where nobody answers, each connection waits for that
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
@@ -45,6 +51,7 @@ with contextlib.suppress(OSError):
 _SETTLE_S = 20.0  # a busy machine takes its time; what is left behind is so for good
 _ENDS_S = 0.1  # what is about to end by itself needs no collection of garbage
 _COLLECT_S = 1.0
+_LISTED = Path("/proc/thread-self/children").exists()
 # pytest's own, and what torch and scikit-learn set for themselves when they are first used
 _NOT_OURS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"}
 
@@ -65,11 +72,19 @@ def _left_behind(known: Collection[int] = ()) -> dict[str, dict[Any, str]]:
 
 
 def _children(process: psutil.Process, known: Collection[int]) -> Iterator[psutil.Process]:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        for child in process.children():
-            yield child
-            if child.pid not in known:
-                yield from _children(child, known)
+    for child in _started(process):
+        yield child
+        if child.pid not in known:
+            yield from _children(child, known)
+
+
+def _started(process: psutil.Process) -> list[psutil.Process]:
+    """Give the children of a process; psutil looks at all processes for that, in 12 ms, twice for each test."""
+    found: list[psutil.Process] = [] if _LISTED else process.children()
+    for file in Path(f"/proc/{process.pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError, psutil.NoSuchProcess):
+            found += [psutil.Process(int(pid)) for pid in file.read_text().split()]
+    return found
 
 
 def _command(process: psutil.Process) -> str:
@@ -87,6 +102,15 @@ def process_that_stands_by() -> Iterator[None]:
 
         torch.set_num_threads(1)
     with warm.standing_by():
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def equal_models_are_captured_once() -> Iterator[None]:
+    """Capture equal models once; see `tests/captures.py`."""
+    from tests import captures
+
+    with captures.once():
         yield
 
 
@@ -181,9 +205,10 @@ _LONG = ("test_lost_ranks", "test_elastic_runs", "test_demo", "test_memory", "te
 
 @pytest.hookimpl(tryfirst=True)  # before items are selected by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the files of `make test-all`, and begin with the files that take longest."""
+    """Mark the files and properties of `make test-all`, and begin with the files that take longest."""
     for item in items:
-        if item.path.relative_to(Path(__file__).parent).with_suffix("").as_posix() in _ALL_ONLY:
+        everywhere = FULL and getattr(getattr(item, "obj", None), "is_hypothesis_test", False)
+        if everywhere or item.path.relative_to(Path(__file__).parent).with_suffix("").as_posix() in _ALL_ONLY:
             item.add_marker("long")
     order = {name: place for place, name in enumerate(_LONG)}
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.tensors import copy_exactly, is_dense, num_payload_bytes, pack, unpack
+from tests.fewer import examples
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.bool, torch.int64, torch.uint8]
 
@@ -64,7 +65,7 @@ def views(draw: st.DrawFn) -> Tensor:
     return tensor
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=examples(250), deadline=None)
 @given(views())
 def test_values_and_strides_survive(tensor: Tensor) -> None:
     check(tensor)

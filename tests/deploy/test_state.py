@@ -16,6 +16,7 @@ from penstock.transport.base import Transport
 from penstock.transport.faulty import Fault, FaultyTransport
 from penstock.transport.memory_network import MemoryNetwork
 from penstock.transport.tags import STATE
+from tests.fewer import examples
 from tests.trainers import on_each_rank
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool)
@@ -68,7 +69,7 @@ def move(network: MemoryNetwork, have: Ranks, want: Ranks, in_flight: int) -> tu
     return on_threads(network, act), loaded
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(moves())
 def test_what_is_wanted_comes_in_order_however_many_are_in_flight(moving: tuple[int, Ranks, Ranks]) -> None:
     size, have, want = moving

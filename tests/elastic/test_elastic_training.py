@@ -33,6 +33,7 @@ from tests.elastic.trainings import (
     train_elastically,
     vit,
 )
+from tests.fewer import examples
 
 FREEZE = [0, 2, 4, 4, 6]
 EXACT, SINGLE = (torch.float64, adamw), (torch.float32, sgd)
@@ -88,7 +89,7 @@ def test_a_cache_of_bfloat16_is_close(tmp_path: Path) -> None:
 
 
 @settings(
-    max_examples=3, deadline=None,
+    max_examples=examples(3), deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )  # fmt: skip
 @given(freeze=st.lists(st.integers(0, LAYERS), min_size=1, max_size=5), pipelined=st.booleans())

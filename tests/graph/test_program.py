@@ -16,6 +16,7 @@ from penstock.graph.operators import listed_operators
 from penstock.graph.program import StageProgram, read_program, write_program
 from penstock.graph.stages import divide
 from penstock.runtime.eager import Runtime
+from tests.fewer import examples
 from tests.models import UNet, deit, gpt2, seeded
 
 SMALL: dict[str, Any] = {
@@ -316,7 +317,7 @@ def _places(node: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return inside
 
 
-@settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(600), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.tuples(st.sampled_from(_places(SMALL)), WEIRD), min_size=1, max_size=3))
 def test_whatever_a_file_holds_it_is_a_program_or_refused(changes: list[tuple[tuple[Any, ...], Any]]) -> None:
     document = copy.deepcopy(SMALL)

@@ -14,6 +14,7 @@ from penstock.errors import UsageError
 from penstock.graph.capture import capture
 from penstock.graph.rows import check_rows, find_mixing
 from penstock.pipeline import Pipeline
+from tests.fewer import examples
 
 ROWS = 4
 Step = Callable[..., Any]
@@ -219,7 +220,7 @@ def depends_on_others(model: nn.Module, x: Tensor) -> bool:
         return not torch.allclose(torch.cat([model(part) for part in x.split(2)]), whole, atol=1e-5)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(st.lists(st.sampled_from(sorted(STEPS)), min_size=1, max_size=4))
 def test_what_is_found_independent_is_so(names: list[str]) -> None:
     def forward(x: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from penstock.plan.cost.problem import Placed, Problem
 from penstock.plan.cost.stage_cost import Costs, Setting
 from penstock.spec.cluster import Cluster, Device, Link
 from penstock.spec.profile import Unit
+from tests.fewer import examples
 from tests.plan.instances import random_problem
 from tests.spec.samples import make_cluster, make_profile
 
@@ -122,7 +123,7 @@ def test_a_narrow_place_between_two_devices() -> None:
     assert latency_s(problem, halves) == pytest.approx(1 + 4.5 + 1 + 0.5)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples(50))
 @given(st.integers(0, 300), st.booleans())
 def test_blocks_agree_with_single_stages(seed: int, trains: bool) -> None:
     problem = random_problem(seed, trains=trains)

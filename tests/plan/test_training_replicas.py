@@ -19,6 +19,7 @@ from penstock.plan.cost.training_step import play_step
 from penstock.plan.explain import explain
 from penstock.plan.search.replicas import divide_microbatches
 from penstock.spec.profile import Profile, Unit
+from tests.fewer import examples
 from tests.plan.instances import every_division, random_problem
 from tests.spec.samples import make_cluster, make_profile
 
@@ -70,7 +71,7 @@ def _seconds(fill: int, each: int, every: int, count: int) -> float:
     return float((fill + each * count + count // every) * bool(count))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(
     st.integers(1, 12),
     st.lists(st.tuples(st.integers(0, 9), st.integers(1, 9), st.integers(1, 4)), min_size=1, max_size=4),

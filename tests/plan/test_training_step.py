@@ -14,6 +14,7 @@ from penstock.plan.cost.stage_cost import Setting
 from penstock.plan.cost.training_step import simulate_step
 from penstock.spec.cluster import Cluster, Device, Link
 from penstock.spec.profile import Unit
+from tests.fewer import examples
 from tests.plan.instances import random_problem
 from tests.spec.samples import make_cluster, make_profile
 
@@ -39,7 +40,7 @@ def one_each(count: int) -> tuple[Placed, ...]:
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(stages=st.integers(1, 4), microbatches=st.integers(1, 9))
 def test_equal_stages_take_the_formula_s_time(schedule: str, stages: int, microbatches: int) -> None:
     problem = problem_of(schedule, [1.0] * stages, microbatches=microbatches, speeds=(1.0,) * stages)

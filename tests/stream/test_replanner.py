@@ -14,6 +14,7 @@ from penstock.spec.cluster import Cluster, Device
 from penstock.spec.plan import PlannedStage
 from penstock.spec.profile import Profile, RuntimeColumn
 from penstock.stream.replanner import Replanner
+from tests.fewer import examples
 from tests.worlds import tower, tower_inputs
 
 NAMES = ["a", "b", "c", "d"]
@@ -41,7 +42,7 @@ def test_counted_costs_are_those_of_the_whole_model(profile: Profile) -> None:
     assert names == set(tower().state_dict())
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(lost=st.sets(st.sampled_from(NAMES), max_size=3))
 def test_whoever_is_left_has_all_of_the_model(profile: Profile, lost: set[str]) -> None:
     replanner = begun(profile, NAMES)

@@ -14,6 +14,7 @@ from penstock.group.world import World
 from penstock.train.captured import Captured
 from penstock.train.loader import Loader
 from penstock.train.migration import fix_microbatches, migrate
+from tests.fewer import examples
 from tests.models import seeded
 from tests.train.test_loader import Numbers
 from tests.trainers import Still, in_threads, make_trainer
@@ -83,7 +84,7 @@ def check(results: list[Any], batch_size: int) -> None:
                 assert short == (count if last or len(batch) < batch_size else None)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     num_rows=st.integers(1, 14), batch_size=st.integers(1, 6),
     changes=st.dictionaries(st.integers(1, 12), st.integers(0, len(GRIDS) - 1), max_size=5),

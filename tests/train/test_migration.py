@@ -19,6 +19,7 @@ from penstock.group.world import World
 from penstock.train.captured import Captured
 from penstock.train.migration import fix_microbatches, migrate
 from penstock.train.trainer import Trainer
+from tests.fewer import examples
 from tests.learners import batches, cast
 from tests.models import seeded
 from tests.trainers import Batch, errors, gathered, in_threads, make_trainer, take_rows
@@ -132,7 +133,9 @@ def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+@settings(
+    max_examples=examples(12), deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
+)
 @given(sequence=ways(), order=st.permutations(range(SIZE)), exact=st.booleans())
 def test_no_sequence_of_arrangements_changes_what_is_learned(
     sequence: list[Way | None], order: list[int], exact: bool

@@ -19,6 +19,7 @@ from penstock.engine.placement import Grid, Replica
 from penstock.errors import ConnectionBroken, TransportError
 from penstock.transport.memory_network import MemoryNetwork
 from tests.elastic.cache.shards import layout_of, rows
+from tests.fewer import examples
 from tests.trainers import on_each_rank
 
 SAMPLES = 14
@@ -100,7 +101,7 @@ def grids(draw: st.DrawFn) -> tuple[Grid, int]:
     return Grid(tuple(replicas)), size
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(25), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     made=grids(), order=st.permutations(range(SAMPLES)), sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4),
     machines=st.one_of(st.just([]), st.lists(st.sampled_from("ab"), min_size=4, max_size=4)),

@@ -21,6 +21,7 @@ from penstock.plan.schedule.schedules import SCHEDULES
 from penstock.spec.cluster import Cluster, Device
 from penstock.spec.plan import Plan
 from penstock.spec.profile import Profile, Unit
+from tests.fewer import examples
 from tests.spec.samples import make_cluster, make_profile
 
 TRAINS = Setting(schedule="gpipe", num_microbatches=4, optimizer_state_factor=2.0)
@@ -185,7 +186,7 @@ def parted_s(problem: Problem, stages: tuple[Placed, ...]) -> float:
     return len(stages) * (problem.setting.num_microbatches or 0) * each / slowest
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(steps())
 def test_freezing_makes_no_step_slower(given_: tuple[Problem, tuple[Placed, ...], str]) -> None:
     problem, stages, boundary = given_
@@ -197,7 +198,7 @@ def test_freezing_makes_no_step_slower(given_: tuple[Problem, tuple[Placed, ...]
         assert after <= before + parted_s(problem, stages) + 1e-9
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(steps())
 def test_a_cache_that_costs_nothing_makes_no_step_slower(given_: tuple[Problem, tuple[Placed, ...], str]) -> None:
     problem, stages, boundary = given_

@@ -11,7 +11,7 @@ from penstock.train.captured import Captured
 from tests.models import UNet, bert, deit, gpt2, seeded, t5
 from tests.trainers import Batch
 
-MODELS = ("deit", "gpt2", "bert", "unet", "t5")
+MODELS = ("unet", "gpt2", "bert", "deit", "t5")
 ROWS = 7
 # processes, and how they work together
 SCHEDULES: list[tuple[int, dict[str, Any]]] = [

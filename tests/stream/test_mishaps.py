@@ -26,6 +26,7 @@ from penstock.group.entry import start_local
 from penstock.pipeline import Pipeline
 from penstock.recipes.predictions import PredictionFile
 from penstock.transport.faulty import FAULTS_VARIABLE, Fault, write_faults
+from tests.fewer import first
 from tests.worlds import Divided, divided_tower, memory_world, poison, tower_inputs
 
 NUM_MICROBATCHES = 10
@@ -68,7 +69,7 @@ def run(
     return failure
 
 
-@pytest.mark.parametrize("seed", range(88))
+@pytest.mark.parametrize("seed", first(22, range(88)))
 def test_in_memory(thirds: Divided, tmp_path: Path, seed: int) -> None:
     chosen = random.Random(seed)
     kind = chosen.choice([*MESSAGE_KINDS, "exception"])

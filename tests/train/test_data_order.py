@@ -1,5 +1,6 @@
 """Samplers and settings of a DataLoader, and iterations that are left early: as PyTorch has them, on every process."""
 
+import multiprocessing
 import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -170,6 +171,7 @@ def test_settings_of_workers_are_passed_on(tmp_path: Path) -> None:
     with penstock.Pipeline(model(), torch.zeros(2, 4)) as pipe:
         loader = pipe.loader(given)
         assert sum(len(y) for _, y in loader) == 11
+        assert not multiprocessing.active_children(), "they end with the epoch"
         kept = loader._workers
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
     assert (kept["prefetch_factor"], kept["timeout"], kept["generator"]) == (3, 30, given.generator)

@@ -284,8 +284,11 @@ class Loader:
             self._dataset, batch_sampler=[rows for rows in batches if rows], collate_fn=self._collate,
             **{**workers, **begun},
         ))  # fmt: skip
-        for rows in batches:
-            yield next(loader) if rows else without_rows(self._example())
+        for left, rows in enumerate(batches, 1 - len(batches)):
+            found = next(loader) if rows else without_rows(self._example())
+            if not left:
+                next(loader, None)  # its workers end; each that is left to the garbage collector takes it 5 s
+            yield found
 
     def _example(self) -> Any:
         """Return a batch of the first row, repeated."""

@@ -47,7 +47,7 @@ ROOMS: dict[str, tuple[int, int]] = {
     "stream": (1340, 8),
     "terminal": (411, 5),
     "tracing": (466, 4),
-    "train": (8344, 48),  # +1,800: rows are loaded once; inputs' gradients; scalers, groups and live tensors of stages
+    "train": (8347, 48),  # +1,800: rows are loaded once; inputs' gradients; scalers, groups and live tensors of stages
     "transport": (1986, 14),
     "zoo": (4906, 33),  # +1,936: GGUF by tensor, quantized checkpoints, those of scripts and DCP, archives
 }

@@ -30,6 +30,7 @@ from penstock.spec.profile import Boundary, Unit
 from penstock.train.arrangement import ScheduleChoice, plan_grid
 from penstock.train.captured import Captured
 from penstock.train.migration import fix_microbatches
+from tests.fewer import long
 from tests.learners import LOSSES, batches, captured, model, sgd
 from tests.spec.samples import make_profile
 from tests.train.test_pipeline import images, small
@@ -66,13 +67,13 @@ def plan_for(given: Captured, parts: Parts, schedule: str = "1f1b") -> Plan:
 @pytest.mark.parametrize(
     ("name", "parts", "schedule"),
     [
-        ("deit", [(2, [0.3]), (1, [0.7])], "1f1b"),
+        long("deit", [(2, [0.3]), (1, [0.7])], "1f1b"),
         ("unet", [(3, []), (2, [0.4])], "gpipe"),  # whose statistics the first replica gives to the others
         ("gpt2", [(1, []), (4, [0.2, 0.5])], "1f1b"),  # its embedding tied to the head
-        ("gpt2", [(3, [0.5])], "1f1b"),
-        ("gpt2", [(4, [0.2, 0.5, 0.7])], "interleaved"),
+        long("gpt2", [(3, [0.5])], "1f1b"),
+        long("gpt2", [(4, [0.2, 0.5, 0.7])], "interleaved"),
         ("deit", [(3, [0.3, 0.6])], "interleaved"),  # stages that do not divide by the devices
-        ("gpt2", [(4, [0.3, 0.6])], "zero-bubble"),
+        long("gpt2", [(4, [0.3, 0.6])], "zero-bubble"),
         ("deit", [(2, [0.4]), (3, [0.5])], "zero-bubble"),
     ],
 )

@@ -16,6 +16,7 @@ from penstock.errors import RunError, UsageError
 from penstock.group.calls import Calls, describe_wait, find_mismatch
 from penstock.group.world import World
 from penstock.pipeline import Pipeline
+from tests.fewer import long
 from tests.trainers import in_threads
 
 X, Y = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 3
@@ -55,7 +56,7 @@ def run(own: Callable[[Pipeline], object], rank: int, settings: dict[str, Any], 
 
 
 @pytest.mark.parametrize("settings", [{"stages": 2, "microbatches": 2}, {"replicas": 2}])
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, long(1)])
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_of_one_process_is_named_on_both(name: str, rank: int, settings: dict[str, Any], tmp_path: Path) -> None:
     begin = time.monotonic()
@@ -101,8 +102,8 @@ def test_a_wait_needs_a_rank_that_waits_and_one_outside_of_all_calls() -> None:
 def test_a_rank_that_hangs_in_its_own_code_is_named(
     rank: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(stall, "TELL_S", 0.5)
-    assert run(lambda _: time.sleep(3), rank, {"stages": 2, "microbatches": 2}) == ["", ""]
+    monkeypatch.setattr(stall, "TELL_S", 0.2)
+    assert run(lambda _: time.sleep(1.5), rank, {"stages": 2, "microbatches": 2}) == ["", ""]
     line = next(line for line in capsys.readouterr().err.splitlines() if "train_step" in line)
     assert f"waits for rank {rank} " in line
     assert f"rank {1 - rank} " in line.partition("waits for")[0]
@@ -149,7 +150,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [1, long(0)])
 @pytest.mark.parametrize(("way", "error"), CASES)
 def test_closing_after_an_error_names_the_error(way: Any, rank: int, error: BaseException) -> None:
     def script(world: World) -> BaseException | None:

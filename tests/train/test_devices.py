@@ -18,6 +18,7 @@ from penstock.train.captured import Captured
 from penstock.train.checkpoint import load_checkpoint, save_checkpoint
 from penstock.train.evaluate import evaluate, predict
 from penstock.train.save import save_model
+from tests.fewer import long
 from tests.learners import LOSSES, adamw, batches, captured, sgd
 from tests.models import gpt2
 from tests.pretend import MOST_BYTES
@@ -42,7 +43,7 @@ def _host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.cpu() for name, tensor in tensors.items()}
 
 
-@pytest.mark.parametrize("name", ["gpt2", "unet"])
+@pytest.mark.parametrize("name", ["unet", long("gpt2")])
 def test_every_way_has_the_numbers_of_one_process(name: str, pretended: torch.device) -> None:
     given = batches(name, 2, rows=8)
     way: dict[str, Any] = {"microbatches": 4, "device": pretended}

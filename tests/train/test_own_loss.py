@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from penstock.errors import UsageError
 from penstock.train.captured import Captured
+from tests.fewer import long
 from tests.learners import sgd
 from tests.trainers import errors, train
 
@@ -89,7 +90,7 @@ def test_a_loss_without_a_value_for_a_batch_that_is_cut_is_refused(loss_fn: Any)
     check(Lossy(loss_fn).train(), given, WAYS[3:])
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("name", ["gpt2", long("llama")])
 def test_language_models_of_hugging_face_with_uneven_labels(name: str) -> None:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)

@@ -19,6 +19,7 @@ from penstock.errors import DataError, ModelError, RunError, UsageError
 from penstock.group.world import World
 from penstock.terminal import progress
 from penstock.train.evaluate import predict
+from tests.fewer import long
 from tests.processes import PROGRAMS, run_groups, run_python
 from tests.trainers import in_threads, make_trainer
 
@@ -59,7 +60,8 @@ def run(folder: Path, *groups: tuple[int, Cases]) -> list[list[list[list[Any]]]]
     ]
 
 
-def test_the_same_script_alone_and_under_torchrun(tmp_path: Path) -> None:
+@pytest.mark.parametrize("replicas", [False, long(True)])
+def test_the_same_script_alone_and_under_torchrun(replicas: bool, tmp_path: Path) -> None:
     groups: list[tuple[int, Cases]] = [
         (0, [{"microbatches": 2}, {"microbatches": 4, "rows": 24}]),
         (3, [{"microbatches": 2, "stages": 3, "schedule": "gpipe"}]),
@@ -69,6 +71,8 @@ def test_the_same_script_alone_and_under_torchrun(tmp_path: Path) -> None:
              {"rows": 24, "microbatches": 2, "stages": 4, "replicas": 2, "schedule": "interleaved"}]),
         (2, [{"microbatches": 2, "schedule": "zero-bubble"}, {"microbatches": 1, "stages": 1}]),
     ]  # fmt: skip
+    if not replicas:
+        del groups[1:3]
     (((*alone,),), ((*halves,),)), *found = run(tmp_path, *groups)
     for group, ((size, cases), of_cases) in enumerate(zip(groups[1:], found, strict=True), 1):
         for number, (settings, lines) in enumerate(zip(cases, of_cases, strict=True)):

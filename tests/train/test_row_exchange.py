@@ -27,6 +27,7 @@ from penstock.train.loader import Loader
 from penstock.train.stand_in import Absent, StandIn
 from penstock.transport.base import send_bytes
 from penstock.transport.tags import LOADED
+from tests.fewer import long
 from tests.models import seeded
 from tests.processes import PROGRAMS, run_groups
 from tests.programs import rows
@@ -36,7 +37,7 @@ PROGRAM = Path(rows.__file__)
 WIDE = rows.WIDE
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [3, long(2)])
 def test_inputs_fit_their_labels_whatever_ranks_draw(size: int, tmp_path: Path) -> None:
     run_groups(PROGRAM, [(size, [str(tmp_path)])], deadline_s=240.0)
     for rank in range(size):

@@ -36,9 +36,10 @@ class _Key(pickle.Pickler):
     def persistent_id(self, obj: Any) -> Any:
         if not isinstance(obj, Tensor):
             return None
+        if id(obj) not in self._unread:
+            raise pickle.PicklingError("a graph would hold this tensor")
         looks = (type(obj).__name__, obj.shape, obj.stride(), str(obj.dtype), obj.device.type, obj.requires_grad)
-        value = None if id(obj) in self._unread else obj.tolist()
-        return self._numbers.setdefault(id(obj), len(self._numbers)), looks, value
+        return self._numbers.setdefault(id(obj), len(self._numbers)), looks
 
 
 def _key(model: nn.Module, arguments: Any, keywords: Any, *rest: Any) -> bytes | None:
@@ -64,8 +65,11 @@ def once() -> Iterator[None]:
         key = _key(model, *given, sorted(named.items()))
         if key in _KNOWN:
             found, reads = _KNOWN[key]
-            paths = dict(model.named_modules())
-            return dataclasses.replace(found, reads={weakref.ref(paths[at]): names for at, names in reads.items()})
+            paths, buffers = dict(model.named_modules()), dict(model.named_buffers(remove_duplicate=False))
+            return dataclasses.replace(
+                found, reads={weakref.ref(paths[at]): names for at, names in reads.items()},
+                constants={name: buffers.get(name, tensor) for name, tensor in found.constants.items()},
+            )  # fmt: skip
         said: list[str] = []
 
         def say(text: str) -> None:
@@ -78,9 +82,9 @@ def once() -> Iterator[None]:
         finally:
             capture.note = note
         where = {weakref.ref(module): path for path, module in model.named_modules()}
-        own = said or graph.callbacks or graph.left or graph.constants
-        if key and not own and where.keys() >= graph.reads.keys():
-            _KNOWN[key] = graph, {where[ref]: names for ref, names in graph.reads.items()}
+        others = {type(ref()).__module__ for ref in graph.reads if ref not in where}  # of a list, or of everybody
+        if key and not (said or graph.callbacks or graph.left) and others <= {"transformers.activations", "builtins"}:
+            _KNOWN[key] = graph, {where[ref]: names for ref, names in graph.reads.items() if ref in where}
         return graph
 
     capture._export = known

@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from tests.cli.conftest import SMALL
+from tests.fewer import long
 from tests.processes import Running, free_port
 from tests.recipes.test_fit import VIT
 
@@ -58,7 +59,7 @@ def test_one_process_under_torchrun(bind: tuple[str, ...], address: str, photos:
         assert addresses_while(running, 1) == {address}
 
 
-@pytest.mark.parametrize(("verb", "bind"), [("infer", ()), ("train", ()), ("train", ("--bind", "127.0.0.2"))])
+@pytest.mark.parametrize(("verb", "bind"), [("infer", ()), ("train", ("--bind", "127.0.0.2")), long("train", ())])
 def test_several_processes_of_one_machine(verb: str, bind: tuple[str, ...], tmp_path: Path) -> None:
     arguments: dict[str, list[object]] = {
         "infer": [SMALL.replace("=4", "=10"), "--images", "digits", "--num-images", 300, "-o", tmp_path / "out.csv"],

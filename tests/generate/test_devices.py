@@ -9,11 +9,12 @@ from torch import nn
 
 from penstock.errors import UsageError
 from penstock.generate.generator import Generator
+from tests.fewer import long
 from tests.generate.decoders import decoder, expected, prompts
 from tests.pretend import module
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-NAMES = ["llama", "mamba", "t5"]
+NAMES = ["llama", "mamba", long("t5")]
 
 
 def _put(model: nn.Module, device: torch.device) -> nn.Module:

@@ -19,6 +19,7 @@ from penstock.errors import PenstockError, RunError, UsageError
 from penstock.generate.generator import Generator
 from penstock.report.run_report import write_report
 from penstock.tracing.trace import read_run
+from tests.fewer import long
 from tests.generate.decoders import decoder, expected, prompts
 from tests.processes import PROGRAMS, run_python
 
@@ -281,7 +282,7 @@ def test_a_worker_that_is_killed_ends_all_requests(model: Any) -> None:
     made.close()
 
 
-@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("stages", [4, long(2)])
 def test_devices_that_are_lost_change_no_bit(model: Any, stages: int) -> None:
     given = prompts(*LENGTHS, 40, 50)
     settings: dict[str, Any] = {"max_new_tokens": 50, "do_sample": True}

@@ -11,6 +11,7 @@ from torch import nn
 
 from penstock.errors import UsageError
 from penstock.generate.generator import Generator
+from tests.fewer import long
 from tests.generate.decoders import FAMILIES, decoder, expected, prompts
 from tests.generate.tokens import spaced
 
@@ -88,7 +89,7 @@ def test_compiled_models_and_adapters() -> None:
         Generator(Adapted(), stages=1)
 
 
-@pytest.mark.parametrize("name", ["phi3-longrope", "llama-dynamic"])
+@pytest.mark.parametrize("name", ["phi3-longrope", long("llama-dynamic")])
 def test_factors_that_long_company_would_change_are_refused(name: str) -> None:
     with pytest.raises(UsageError, match="max_length=128"):
         Generator(decoder(name), stages=1, slots=2, max_length=192)
@@ -100,7 +101,7 @@ def test_factors_that_long_company_would_change_are_refused(name: str) -> None:
         ]
 
 
-@pytest.mark.parametrize("window", [8, 40])
+@pytest.mark.parametrize("window", [8, long(40)])
 def test_windows_of_gpt_neo_count_from_each_rows_position(window: int) -> None:
     kind, fields = FAMILIES["gpt-neo"]
     torch.manual_seed(0)

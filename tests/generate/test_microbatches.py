@@ -16,6 +16,7 @@ from penstock.generate.microbatches import Microbatches, computes_single_rows
 from penstock.report.run_report import write_report
 from penstock.runtime.registry import RuntimeChoice
 from penstock.tracing.trace import read_run
+from tests.fewer import long
 from tests.generate.decoders import decoder, prompts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -89,7 +90,7 @@ def test_what_is_not_tried(
     assert (same, stages.fed) == (False, [])
 
 
-@pytest.mark.parametrize("runtime", ["onnxruntime:int4", "onnxruntime:int8"])
+@pytest.mark.parametrize("runtime", ["onnxruntime:int8", long("onnxruntime:int4")])
 def test_bits_alone_are_those_in_company(runtime: str, tmp_path: Path) -> None:
     """Whether a row runs alone depends on the processor; its bits do not."""
     pytest.importorskip("onnxruntime")

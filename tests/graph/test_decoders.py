@@ -11,11 +11,12 @@ from penstock.graph.capture import capture
 from penstock.graph.graph import Graph
 from penstock.graph.stages import divide
 from penstock.runtime.eager import Runtime
+from tests.fewer import long
 from tests.generate.decoders import decoder, tensors_of
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("family", "groups"), [("llama", True), ("mistral", True), ("gpt2", False)])
+@pytest.mark.parametrize(("family", "groups"), [("llama", True), long("mistral", True), ("gpt2", False)])
 def test_bits_stay(family: str, groups: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model = CachedDecoder(decoder(family), slots=2, length=64).eval()
 

@@ -21,6 +21,7 @@ from penstock.runtime.onnx.fused import JoinedRuntime
 from penstock.runtime.onnx.onnx_runtime import compile_model
 from penstock.runtime.onnx.openvino_runtime import compile_model as compile_openvino
 from penstock.runtime.registry import parse_runtime
+from tests.fewer import long
 from tests.generate.decoders import decoder, expected, prompts, tensors_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -55,7 +56,7 @@ class Compiled:
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    ("family", "engine"), [("llama", compile_model), ("gpt2", compile_model), ("gemma3", compile_model),
+    ("family", "engine"), [("llama", compile_model), long("gpt2", compile_model), long("gemma3", compile_model),
                            ("llama", partial(compile_openvino, precision="float32"))],
 )  # fmt: skip
 def test_numbers_are_those_of_eager(family: str, engine: Callable[[onnx.ModelProto], Engine]) -> None:
@@ -123,7 +124,7 @@ def test_a_model_for_each_size_where_they_differ() -> None:
     assert compiled.count == 1 + 3  # the first product's model serves all
 
 
-@pytest.mark.parametrize("runtime", ["onnxruntime", "onnxruntime:int4"])
+@pytest.mark.parametrize("runtime", ["onnxruntime", long("onnxruntime:int4")])
 def test_a_decoder_has_the_same_bits_in_any_company(runtime: str) -> None:
     model, given = decoder("llama"), prompts(5, 33, 1)
     found = []

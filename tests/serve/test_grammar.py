@@ -7,6 +7,7 @@ import pytest
 
 from penstock.errors import DataError
 from penstock.serve.grammar import JsonGrammar
+from tests.fewer import long
 from tests.generate.tokens import spaced
 from tests.serve.apps import App, app_fixture
 
@@ -24,10 +25,10 @@ def formatted(schema: dict[str, Any]) -> dict[str, Any]:
     "more",
     [
         {"min_tokens": 60},
-        {"min_tokens": 60, "seed": 3},
+        long({"min_tokens": 60, "seed": 3}),
         {"ignore_eos": True},
-        {"logit_bias": {"0": -100}},
-        {"repetition_penalty": 5},
+        long({"logit_bias": {"0": -100}}),
+        long({"repetition_penalty": 5}),
         {"n": 2},
         {},
     ],

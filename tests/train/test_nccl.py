@@ -13,6 +13,7 @@ from penstock.group.world import World
 from penstock.train.evaluate import evaluate, predict
 from penstock.train.trainer import Trainer
 from tests.communicators import Communicators
+from tests.fewer import long
 from tests.learners import LOSSES, batches, captured, sgd
 from tests.trainers import in_threads, make_trainer, train
 
@@ -34,7 +35,11 @@ WAYS: list[tuple[int, dict[str, Any]]] = [
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.mark.parametrize(("size", "settings"), WAYS, ids=["1f1b", "zero-bubble", "interleaved", "replicas"])
+@pytest.mark.parametrize(
+    ("size", "settings"),
+    [long(*WAYS[0]), WAYS[1], long(*WAYS[2]), WAYS[3]],
+    ids=["1f1b", "zero-bubble", "interleaved", "replicas"],
+)
 def test_gradients_are_those_of_the_way_by_the_host(
     size: int, settings: dict[str, Any], pretended: torch.device, communicators: Communicators
 ) -> None:

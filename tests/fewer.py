@@ -15,10 +15,10 @@ def examples(full: int) -> int:
 
 
 def first(count: int, cases: Sequence[Any]) -> list[Any]:
-    """Cases of which `make test` runs so many, and `make test-all` the others."""
-    return [*cases[:count], *map(long, cases[count:])]
+    """Cases, or tuples of what is a case, of which `make test` runs so many and `make test-all` the others."""
+    return [*cases[:count], *(long(*case) if isinstance(case, tuple) else long(case) for case in cases[count:])]
 
 
 def long(*values: Any) -> Any:
-    """A case of `make test-all`."""
+    """Mark a case of `make test-all`."""
     return pytest.param(*values, marks=pytest.mark.long)

@@ -12,6 +12,7 @@ import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from tests.fewer import long
 from tests.generate.decoders import decoder
 from tests.processes import free_port, run_python
 
@@ -84,7 +85,7 @@ def test_prompts_of_a_file_are_answered_in_order_and_continued(penstock: Run, fo
     assert output.read_text() == whole
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "csv"])
+@pytest.mark.parametrize("kind", ["jsonl", long("csv")])
 def test_a_prompt_that_cannot_be_answered_is_a_row(penstock: Run, folder: Path, tmp_path: Path, kind: str) -> None:
     file, output, said = tmp_path / "prompts.jsonl", tmp_path / f"answers.{kind}", tmp_path / "said.json"
     asked = [PROMPTS[0], " ".join(["w5"] * 70), PROMPTS[1], "", PROMPTS[2]]

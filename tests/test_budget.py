@@ -91,6 +91,11 @@ TOTALS = {
 
 
 @cache
+def trees() -> list[ast.Module]:
+    return [*map(ast.parse, sources().values())]
+
+
+@cache
 def sources() -> Mapping[Path, str]:
     return {path.relative_to(SOURCE): path.read_text() for path in sorted(SOURCE.rglob("*.py"))}
 
@@ -124,8 +129,7 @@ def options() -> dict[str, int]:
 
 def messages() -> Iterator[str]:
     """Yield every text of the source, its placeholders as {}."""
-    for text in sources().values():
-        tree = ast.parse(text)
+    for tree in trees():
         parts = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
         for node in ast.walk(tree):
             if isinstance(node, ast.JoinedStr):
@@ -135,8 +139,7 @@ def messages() -> Iterator[str]:
 
 
 def class_names() -> Counter[str]:
-    trees = map(ast.parse, sources().values())
-    return Counter(node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+    return Counter(node.name for tree in trees() for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
 
 
 def nouns() -> dict[str, list[str]]:

@@ -15,6 +15,7 @@ from penstock.compress.prune import Pruning, prune, save_pruned
 from penstock.errors import ModelError, UsageError
 from penstock.zoo.models.models import load_model
 from penstock.zoo.weights.shapes import KEY
+from tests.fewer import long
 
 TIMM = "timm:vit_tiny_patch16_224,depth=2,img_size=32,patch_size=8,num_classes=4"
 
@@ -41,7 +42,7 @@ def size(module: nn.Module) -> int:
 
 
 @pytest.mark.parametrize("importance", ["magnitude", "taylor", "hessian"])
-@pytest.mark.parametrize("everywhere", [False, True])
+@pytest.mark.parametrize("everywhere", [True, long(False)])
 def test_it_gets_smaller_and_fits(importance: str, everywhere: bool, timm_model: nn.Module) -> None:
     before = copy.deepcopy(timm_model.state_dict())
     how = Pruning(ratio=0.3, importance=importance, everywhere=everywhere)  # type: ignore[arg-type]
@@ -148,10 +149,10 @@ def with_metadata(file: Path, text: str, target: Path) -> Path:
     [
         ("no json", "cannot be read"),
         ('{"blocks.9": {"num_heads": 1}}', "narrowed at 'blocks.9', which the model does not have"),
-        ('{"blocks.0.attn": {"num_heads": 99}}', "narrow blocks.0.attn.num_heads from 3 to 99"),
+        long('{"blocks.0.attn": {"num_heads": 99}}', "narrow blocks.0.attn.num_heads from 3 to 99"),
         ('{"blocks.0.attn": {"__class__": 1}}', "narrow blocks.0.attn.__class__ from None to 1"),
-        ('{"blocks.0.attn": {"fused_attn": 1}}', "narrow blocks.0.attn.fused_attn"),
-        ('{"blocks.0.norm1": {"normalized_shape": 4}}', "narrow blocks.0.norm1.normalized_shape"),
+        long('{"blocks.0.attn": {"fused_attn": 1}}', "narrow blocks.0.attn.fused_attn"),
+        long('{"blocks.0.norm1": {"normalized_shape": 4}}', "narrow blocks.0.norm1.normalized_shape"),
     ],
 )
 def test_a_forged_header(text: str, message: str, timm_model: nn.Module, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from penstock.plan.schedule.round_robin import RoundRobin
 from penstock.transport.messages import DATA, Format, Message
 from penstock.values import Size, Value
 from penstock.zoo.weights.weights import ModuleWeights
+from tests.fewer import first
 from tests.models import deit, gpt2
 from tests.worlds import memory_world
 
@@ -40,7 +41,7 @@ def test_the_number_alone_decides(items: list[int], data: st.DataObject) -> None
 
 
 @pytest.mark.parametrize("build", [deit, gpt2])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", first(1, range(3)))
 def test_alternating_cuts_give_the_same_numbers(build: object, seed: int) -> None:
     torch.manual_seed(seed)
     model: nn.Module = build()  # type: ignore[operator]

@@ -14,6 +14,7 @@ from penstock.measure.backward import Trainable
 from penstock.measure.profiler import profile_graph
 from penstock.measure.training_memory import loss_bytes, unit_bytes
 from penstock.zoo.weights.weights import ModuleWeights
+from tests.fewer import long
 from tests.models import deit, gpt2
 
 ROW = 4 * 4
@@ -31,7 +32,7 @@ class Chain(nn.Module):
         return result
 
 
-@pytest.mark.parametrize("build", ["deit", "gpt2"])
+@pytest.mark.parametrize("build", ["deit", long("gpt2")])
 def test_all_cuts_give_the_gradients_of_none(build: str) -> None:
     torch.manual_seed(0)
     model: nn.Module = (deit() if build == "deit" else gpt2()).train()

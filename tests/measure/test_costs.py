@@ -13,10 +13,11 @@ from penstock.graph.stages import divide
 from penstock.measure.costs import held_by_units, spread, working_bytes
 from penstock.measure.profiler import profile_graph
 from penstock.zoo.weights.weights import ModuleWeights
+from tests.fewer import long
 from tests.models import deit, gpt2
 
 
-@pytest.mark.parametrize("build", ["deit", "gpt2"])
+@pytest.mark.parametrize("build", ["deit", long("gpt2")])
 def test_a_profile_adds_up(build: str) -> None:
     torch.manual_seed(0)
     model: nn.Module = deit() if build == "deit" else gpt2()

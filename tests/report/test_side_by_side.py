@@ -11,13 +11,14 @@ from penstock.report.run_report import write_report
 from penstock.report.stream.account import make_account
 from penstock.report.stream.measured import measure_stream
 from penstock.tracing.trace import read_run
+from tests.fewer import long
 from tests.stream.test_callers_memory import different, passing, planned
 from tests.worlds import memory_world
 
 NUM = 13
 
 
-@pytest.mark.parametrize(("devices", "pipelines"), [(1, 2), (2, 2), (1, 3)])
+@pytest.mark.parametrize(("devices", "pipelines"), [(2, 2), long(1, 2), long(1, 3)])
 def test_pipelines_side_by_side_are_one_run(devices: int, pipelines: int, tmp_path: Path) -> None:
     model = passing()
     _, plan = planned(model, devices, pipelines, rotating=False)

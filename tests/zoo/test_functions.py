@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from penstock.errors import DataError, ModelError
 from penstock.zoo.models.models import load_model
 from penstock.zoo.models.names import classes_in, with_classes
+from tests.fewer import long
 
 SOURCE = """
 import timm, torch, transformers
@@ -101,7 +102,7 @@ def test_what_a_function_leaves_out_is_that_of_its_library(
     assert getattr(output, "logits", output).shape == (1, 3)
 
 
-@pytest.mark.parametrize("name", ["resnet18", "mobilenet_v3_small", "vit_b_16", "swin_t"])
+@pytest.mark.parametrize("name", ["resnet18", "mobilenet_v3_small", long("vit_b_16"), long("swin_t")])
 def test_torchvision_s_own_transforms_and_names(name: str) -> None:
     model = load_model(f"torchvision.models:{name}")
     weights = torchvision.models.get_model_weights(name).DEFAULT

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +31,8 @@ class _Key(pickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, nn.Module):  # as it is, whatever it writes when it is saved
-            return copyreg.__newobj__, (type(obj),), {**vars(obj), "forward at": id(type(obj).forward)}  # type: ignore[attr-defined]
+            forward: Any = type(obj).forward
+            return copyreg.__newobj__, (type(obj),), {**vars(obj), "forward at": id(forward)}  # type: ignore[attr-defined]
         return NotImplemented
 
     def persistent_id(self, obj: Any) -> Any:
@@ -70,25 +72,14 @@ def once() -> Iterator[None]:
                 found, reads={weakref.ref(paths[at]): names for at, names in reads.items()},
                 constants={name: buffers.get(name, tensor) for name, tensor in found.constants.items()},
             )  # fmt: skip
-        said: list[str] = []
-
-        def say(text: str) -> None:
-            said.append(text)
-            note(text)
-
-        capture.note = say
-        try:
+        with mock.patch.object(capture, "note", side_effect=note) as said:
             graph: Graph = export(model, *given, **named)
-        finally:
-            capture.note = note
         where = {weakref.ref(module): path for path, module in model.named_modules()}
         others = {type(ref()).__module__ for ref in graph.reads if ref not in where}  # of a list, or of everybody
-        if key and not (said or graph.callbacks or graph.left) and others <= {"transformers.activations", "builtins"}:
+        own = said.called or graph.callbacks or graph.left or others - {"transformers.activations", "builtins"}
+        if key and not own:
             _KNOWN[key] = graph, {where[ref]: names for ref, names in graph.reads.items() if ref in where}
         return graph
 
-    capture._export = known
-    try:
+    with mock.patch.object(capture, "_export", known):
         yield
-    finally:
-        capture._export = export

@@ -96,21 +96,17 @@ def _command(process: psutil.Process) -> str:
 
 @pytest.fixture(scope="session", autouse=True)
 def process_that_stands_by() -> Iterator[None]:
-    """Have the Python processes that tests start forked from one that has imported everything; see `tests/warm.py`."""
+    """Fork the processes of tests from one that has imported everything, and capture equal models once.
+
+    See `tests/warm.py` and `tests/captures.py`.
+    """
     if "PYTEST_XDIST_WORKER" in os.environ:  # a core for each: threads of two that wait for each other take minutes
         import torch
 
         torch.set_num_threads(1)
-    with warm.standing_by():
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def equal_models_are_captured_once() -> Iterator[None]:
-    """Capture equal models once; see `tests/captures.py`."""
     from tests import captures
 
-    with captures.once():
+    with warm.standing_by(), captures.once():
         yield
 
 

@@ -59,10 +59,7 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     text["pipelines"] = [
         {
             "stages": [stage | {"device": "desk"}, stage | {"device": "board"}],
-            "cut_sets": [
-                {"cuts": [cut], "weight": 0.5},
-                {"cuts": [made.cuts[len(made.cuts) // 2 + 5]], "weight": 0.5},
-            ],
+            "cut_sets": [{"cuts": [cut], "weight": 0.5}, {"cuts": [made.cuts[len(made.cuts) // 2 + 5]], "weight": 0.5}],
             "share": 1.0,
         }
     ]

@@ -223,21 +223,9 @@ def test_what_was_trained_writes_text(penstock: Run, tmp_path: Path) -> None:
     text.write_text("to be or not to be, that is the question. " * 60)
     model = "hf:gpt2,vocab_size=300,n_embd=16,n_layer=2,n_head=2,n_positions=64,bos_token_id=0,eos_token_id=0"
     words = (
-        "train",
-        model,
-        "--data",
-        text,
-        "--set",
-        "length=16",
-        "--batch-size",
-        8,
-        "--epochs",
-        1,
-        "--stages",
-        2,
-        "-o",
+        "train", model, "--data", text, "--set", "length=16", "--batch-size", 8, "--epochs", 1, "--stages", 2, "-o",
         run,
-    )
+    )  # fmt: skip
     assert penstock(*words)[0] == 0
     status, out, err = penstock("generate", f"hf:{run}", "-p", "to be", "--max-new-tokens", 5, "--max-length", 64)
     assert status == 0, err

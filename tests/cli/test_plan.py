@@ -95,11 +95,7 @@ def test_aims(penstock: Run, files: tuple[Path, Path], tmp_path: Path) -> None:
         (["--aim", "speed"], 2, "--aim must be one of throughput, latency, devices; got 'speed'"),
         (["--target", "3"], 2, "--target needs --aim devices"),
         (["--rows", "0"], 2, "--rows must be integers of at least 1"),
-        (
-            ["--schedule", "zigzag"],
-            2,
-            "1f1b, interleaved, zero-bubble; got 'zigzag'",
-        ),
+        (["--schedule", "zigzag"], 2, "1f1b, interleaved, zero-bubble; got 'zigzag'"),
         (["--aim", "devices", "--target", "99"], 1, "no plan reaches 99 rows/s"),
         (["--schedule", "1f1b", "--microbatches", "4"], 1, "needs backward seconds"),
     ],

@@ -51,19 +51,8 @@ def test_a_resumed_run_keeps_the_values_of_options_that_are_left_out(penstock: R
     folder = tmp_path / "run"
     again = ["train", "--threads", 1, "--resume", "-o", folder]
     started = [
-        "--set",
-        "num_rows=100",
-        "--epochs",
-        3,
-        "--seed",
-        2,
-        "--batch-size",
-        30,
-        "--lr",
-        0.01,
-        "--set",
-        "clip=1.0",
-    ]
+        "--set", "num_rows=100", "--epochs", 3, "--seed", 2, "--batch-size", 30, "--lr", 0.01, "--set", "clip=1.0",
+    ]  # fmt: skip
     started += ["--threads", 1, "-o", folder, "--set", "checkpoint_every=2"]
     assert penstock("train", VIT, "--data", "digits", *started)[0] == 0
     shutil.rmtree(folder / "checkpoints" / "step-000009")
@@ -172,14 +161,8 @@ def test_ways_to_train_beside_each_other_in_processes_of_their_own(penstock: Run
 def test_an_elastic_run_and_its_report(penstock: Run, tmp_path: Path) -> None:
     arguments = ["--data", "digits", "--set", "num_rows=60", "--threads", 1, "-o", tmp_path / "run", "--epochs", 2]
     arguments += [
-        "--elastic",
-        "--freeze",
-        "0,1",
-        "--set",
-        f"cache_dir={tmp_path / 'cache'}",
-        "--set",
-        "cache_limit=1GiB",
-    ]
+        "--elastic", "--freeze", "0,1", "--set", f"cache_dir={tmp_path / 'cache'}", "--set", "cache_limit=1GiB",
+    ]  # fmt: skip
     status, out, err = penstock("train", VIT, *arguments)
     assert status == 0, err
     assert "give a profile" in err

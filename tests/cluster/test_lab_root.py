@@ -59,10 +59,7 @@ def test_hosts_have_names_addresses_and_reach_each_other(lab: Lab) -> None:
 def test_status_tells_what_hosts_have(lab: Lab) -> None:
     status = lab.status()
     assert status.state == "up"
-    assert [(host.name, host.address) for host in status.hosts] == [
-        ("host0", "10.77.0.1"),
-        ("host1", "10.77.0.2"),
-    ]
+    assert [(host.name, host.address) for host in status.hosts] == [("host0", "10.77.0.1"), ("host1", "10.77.0.2")]
     host = status.hosts[1]
     assert (host.cpu, host.memory_bytes, host.num_processes, host.cut) == (0.35, 256 * MIB, 0, False)
 
@@ -194,11 +191,7 @@ def test_the_stubborn_are_killed(lab: Lab) -> None:
 def test_running_out_of_memory_names_host_limit_and_user() -> None:
     spec = LabSpec(name=f"{NAME}m", hosts=make_spec("x", memory_bytes=64 * MIB).hosts)
     command = ["sh", "-c", f'[ $RANK = 1 ] || exec sleep 60; {sys.executable} -c "$0"; sleep 60', GROW]
-    with (
-        lab_session(spec) as lab,
-        lab.start(command, output=Collected()) as run,
-        pytest.raises(RunError) as caught,
-    ):
+    with lab_session(spec) as lab, lab.start(command, output=Collected()) as run, pytest.raises(RunError) as caught:
         run.wait(timeout_s=20)
     message = str(caught.value)
     assert message.startswith("host1 ran out of its memory of 67.1 MB, so the kernel ended its largest process, ")
@@ -243,8 +236,7 @@ def test_two_labs_at_once(lab: Lab) -> None:
 
 
 @pytest.mark.parametrize(
-    ("verb", "number"),
-    [("infer", signal.SIGHUP), ("train", signal.SIGTERM), long("bench", signal.SIGTERM)],
+    ("verb", "number"), [("infer", signal.SIGHUP), ("train", signal.SIGTERM), long("bench", signal.SIGTERM)]
 )
 def test_a_verb_on_a_cluster_ended_in_the_middle(
     verb: str, number: signal.Signals, tmp_path: Path, cgroups: Cgroups

@@ -42,10 +42,7 @@ def test_a_lab_file_is_read() -> None:
     [
         (("cpu = 0.35", "cpus = 0.35"), "fields of host host0 must be among .*; got 'cpus'; did you mean cpu"),
         (('name = "edge"', 'nmae = "edge"'), "fields of a lab file must be among .*; got 'nmae'; did you mean name"),
-        (
-            ("cpu = 0.35", "cpu = 0.35\nlatency = 1"),
-            "host host0 has latency, .* remove latency",
-        ),
+        (("cpu = 0.35", "cpu = 0.35\nlatency = 1"), "host host0 has latency, .* remove latency"),
         (('name = "edge"', 'loss = "1%"'), "a lab file has loss, .* remove loss"),
         (('name = "host1"', 'name = "host0"'), "'host0' is given 2 times"),
         (("cpu = 0.35", "cpu = 0"), "host0 has 0; write it like cpu = 0.35"),

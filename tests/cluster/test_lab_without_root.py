@@ -73,13 +73,9 @@ def machine(tmp_path: Path) -> Machine:
     cgroups = tmp_path / "cgroup"
     cgroups.mkdir()
     return Machine(
-        shell=RecordingShell(),
-        cgroups=PlainFiles(cgroups, cgroups),
-        run_directory=tmp_path / "run",
-        netns_directory=tmp_path / "netns",
-        num_cores=2,
-        memory_bytes=2**33,
-    )
+        shell=RecordingShell(), cgroups=PlainFiles(cgroups, cgroups), run_directory=tmp_path / "run",
+        netns_directory=tmp_path / "netns", num_cores=2, memory_bytes=2**33,
+    )  # fmt: skip
 
 
 def shell_of(machine: Machine) -> RecordingShell:
@@ -201,13 +197,7 @@ def test_cut_unplugs_the_port(machine: Machine) -> None:
 
 @pytest.mark.parametrize(
     ("cpu", "expected"),
-    [
-        (0.35, (3500, 10000)),
-        (0.1, (1000, 10000)),
-        (0.05, (1000, 20000)),
-        (0.01, (1000, 100000)),
-        (2, (20000, 10000)),
-    ],
+    [(0.35, (3500, 10000)), (0.1, (1000, 10000)), (0.05, (1000, 20000)), (0.01, (1000, 100000)), (2, (20000, 10000))],
 )
 def test_quota_is_at_least_what_the_kernel_takes(cpu: float, expected: tuple[int, int]) -> None:
     assert quota(cpu) == expected
@@ -323,23 +313,11 @@ def targets(spec: LabSpec) -> list[Target]:
 def test_processes_get_torchruns_environment() -> None:
     env = environment(targets(make_spec("lab", 3)), node_rank=2, local_rank=1, nproc_per_host=2, port=29500)
     assert env == {
-        "RANK": "5",
-        "WORLD_SIZE": "6",
-        "LOCAL_RANK": "1",
-        "LOCAL_WORLD_SIZE": "2",
-        "GROUP_RANK": "2",
-        "GROUP_WORLD_SIZE": "3",
-        "NODE_RANK": "2",
-        "MASTER_ADDR": "10.77.0.1",
-        "MASTER_PORT": "29500",
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "eth0",
-        "PENSTOCK_HOST": "host2",
-        "PENSTOCK_CPU": "0.5",
-        "PENSTOCK_BANDWIDTH": "1.25e+08",
-        "PENSTOCK_TRUSTED": "1",
-        "PYTHONUNBUFFERED": "1",
-    }
+        "RANK": "5", "WORLD_SIZE": "6", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "2",
+        "GROUP_WORLD_SIZE": "3", "NODE_RANK": "2", "MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29500",
+        "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0", "PENSTOCK_HOST": "host2", "PENSTOCK_CPU": "0.5",
+        "PENSTOCK_BANDWIDTH": "1.25e+08", "PENSTOCK_TRUSTED": "1", "PYTHONUNBUFFERED": "1",
+    }  # fmt: skip
 
 
 def test_a_command_joins_its_host_before_it_starts() -> None:

@@ -103,10 +103,7 @@ def test_a_changed_file_is_refused(bundle: tuple[nn.Module, Plan, Path], name: s
     with pytest.raises(ProgramError, match=name):
         read_part(folder / "b", fingerprint(plan))
     # and a run says so, from the worker that found it
-    with (
-        pytest.raises(PenstockError, match=name),
-        penstock.Pipeline.from_bundle(folder, threads=1) as pipe,
-    ):
+    with pytest.raises(PenstockError, match=name), penstock.Pipeline.from_bundle(folder, threads=1) as pipe:
         list(pipe.stream([torch.randn(1, 3, 32, 32)]))
 
 

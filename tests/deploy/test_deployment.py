@@ -355,12 +355,7 @@ def test_weights_are_loaded_one_at_a_time(thirds: Divided) -> None:
         return load_state(thirds.graph, state, weights).clone().as_subclass(Counted)
 
     with memory_world(3) as world:
-        job = StagesJob(
-            number=0,
-            ranks=(1, 2, 3),
-            sizes={"batch": 2},
-            device_names=tuple(world.feeder.names),
-        )
+        job = StagesJob(number=0, ranks=(1, 2, 3), sizes={"batch": 2}, device_names=tuple(world.feeder.names))
         send_stages(world.feeder.transport, job, thirds.programs, FromWeights(load))
         world.feeder.transport.abort()
         for worker in world.workers:

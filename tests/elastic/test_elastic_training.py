@@ -163,10 +163,6 @@ def test_a_loop_that_changes_every_batch_has_no_cache(tmp_path: Path) -> None:
     assert_same(expected, found)
 
 
-def _say(elastic: ElasticTraining, accuracies: list[float], epoch: int) -> None:
-    elastic.validated(accuracy=accuracies[epoch])
-
-
 def _grouped(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
     """Weights and biases in groups of their own."""
     return torch.optim.AdamW(

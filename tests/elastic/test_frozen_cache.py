@@ -111,8 +111,7 @@ def _too_small(_folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("prepare", "said"),
-    [(_file_in_its_place, "cannot be written"), (_too_small, "of the limit is 4 kB")],
+    ("prepare", "said"), [(_file_in_its_place, "cannot be written"), (_too_small, "of the limit is 4 kB")]
 )
 def test_a_folder_that_cannot_be_used(
     prepare: Callable[[Path], dict[str, Any]], said: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]

@@ -7,7 +7,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -207,8 +206,3 @@ def assert_same_history(expected: Outcome, found: Outcome, tolerance: float = 1e
 def files_in(folder: Path | None) -> list[Path]:
     """All files in a folder."""
     return sorted(path for path in folder.rglob("*") if path.is_file()) if folder is not None else []
-
-
-def as_document(change: PlanChange) -> dict[str, Any]:
-    """A change as a line of metrics has it."""
-    return msgspec.to_builtins(dataclasses.asdict(change))  # type: ignore[no-any-return]

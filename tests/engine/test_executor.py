@@ -34,12 +34,7 @@ class Stages:
 
     def __init__(self, divided: Divided) -> None:
         self.network = MemoryNetwork(2)
-        job = StagesJob(
-            number=0,
-            ranks=(1, 1),
-            sizes={"batch": 2},
-            device_names=("feeder", "host1"),
-        )
+        job = StagesJob(number=0, ranks=(1, 1), sizes={"batch": 2}, device_names=("feeder", "host1"))
         weights = ModuleWeights(divided.model)
         runtimes = {
             index: load_programs(turns, lambda state: load_state(divided.graph, state, weights))

@@ -15,20 +15,7 @@ from penstock.graph.cuts import Cuts
 from penstock.graph.program import write_program
 from penstock.graph.stages import divide
 from tests.fewer import first, long
-from tests.models import (
-    UNet,
-    albert,
-    as_messages,
-    assert_same,
-    bert,
-    deit,
-    gpt2,
-    llama,
-    seeded,
-    split_at,
-    swin,
-    t5,
-)
+from tests.models import UNet, albert, as_messages, assert_same, bert, deit, gpt2, llama, seeded, split_at, swin, t5
 
 
 def check_everywhere(model: nn.Module, *args: Any, batches: tuple[int, ...] = (1, 2, 3, 5), **kwargs: Any) -> Any:

@@ -89,10 +89,7 @@ def test_a_weight_of_two_stages_is_added_up_without_replicas() -> None:
 
 def test_pipelines_with_other_cuts_share_no_buckets_across_them() -> None:
     given = problem(*[((name, 4 * 2**10),) for name in "abcd"], devices=4)
-    divisions = [
-        (Placed(0, 0, 2), Placed(1, 2, 4)),
-        (Placed(2, 0, 3), Placed(3, 3, 4)),
-    ]
+    divisions = [(Placed(0, 0, 2), Placed(1, 2, 4)), (Placed(2, 0, 3), Placed(3, 3, 4))]
     buckets = make_buckets(given, divisions)
     assert [bucket.devices for bucket in buckets] == [(1, 3), (1, 2), (0, 2)]
     assert [bucket.num_bytes for bucket in buckets] == [4096, 4096, 8192]

@@ -98,11 +98,7 @@ NONSENSE: list[tuple[str, Callable[[Any], object], str]] = [
         lambda d: _first(d)["stages"][0].update(precision="int3"),
         r"at pipelines\[0\].stages\[0\].precision: Invalid enum value 'int3'",
     ),
-    (
-        "rate",
-        lambda d: d["prediction"].update(rows_per_s=0),
-        "prediction.rows_per_s of a plan must be above 0; got 0",
-    ),
+    ("rate", lambda d: d["prediction"].update(rows_per_s=0), "prediction.rows_per_s of a plan must be above 0; got 0"),
     (
         "memory",
         lambda d: d["prediction"]["devices"][2].update(memory_bytes=-1),

@@ -26,11 +26,7 @@ def test_gpipe() -> None:
 
 
 def test_one_f_one_b() -> None:
-    assert lines(one_f_one_b(3, 4)) == [
-        "F0 F1 F2 B0 F3 B1 B2 B3",
-        "F0 F1 B0 F2 B1 F3 B2 B3",
-        "F0 B0 F1 B1 F2 B2 F3 B3",
-    ]
+    assert lines(one_f_one_b(3, 4)) == ["F0 F1 F2 B0 F3 B1 B2 B3", "F0 F1 B0 F2 B1 F3 B2 B3", "F0 B0 F1 B1 F2 B2 F3 B3"]
 
 
 def test_fewer_microbatches_than_stages() -> None:

@@ -11,23 +11,10 @@ from penstock.errors import UsageError
 from penstock.recipes.predictions import COLUMNS, PredictionFile, PredictionRun, check_replaceable, go_on_with
 
 NAMES = [
-    "cat.jpg",
-    'a "quoted", name.jpg',
-    "two\nlines.jpg",
-    "carriage\rreturn.jpg",
-    "dos\r\nlines.jpg",
-    "line\u2028separator \x85.jpg",
-    "ünï.jpg",
-    b"not \xff text.jpg".decode(errors="surrogateescape"),
-    '"',
-    "",
-    "=cmd|' /C calc'!A0.jpg",
-    "'=cmd.jpg",
-    "''-1.jpg",
-    "'plain.jpg",
-    "@sum.jpg",
-    "\ttab.jpg",
-]
+    "cat.jpg", 'a "quoted", name.jpg', "two\nlines.jpg", "carriage\rreturn.jpg", "dos\r\nlines.jpg",
+    "line\u2028separator \x85.jpg", "ünï.jpg", b"not \xff text.jpg".decode(errors="surrogateescape"), '"', "",
+    "=cmd|' /C calc'!A0.jpg", "'=cmd.jpg", "''-1.jpg", "'plain.jpg", "@sum.jpg", "\ttab.jpg",
+]  # fmt: skip
 ROWS: list[dict[str, Any]] = [{"image": name, "prediction": index} for index, name in enumerate(NAMES)]
 
 

@@ -38,8 +38,7 @@ def test_a_precision_that_a_runtime_has_not_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
-    [({"runtime": "abacus"}, "got 'abacus'"), ({"precision": "float16"}, "got float16")],
+    ("change", "message"), [({"runtime": "abacus"}, "got 'abacus'"), ({"precision": "float16"}, "got float16")]
 )
 def test_a_plan_s_runtime_is_read(change: dict[str, str], message: str) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)).eval()

@@ -45,10 +45,7 @@ def make_plan() -> Plan:
             PlannedPipeline(
                 share=0.75,
                 stages=(PlannedStage(device="a"), PlannedStage(device="b")),
-                cut_sets=(
-                    CutSet(cuts=("unit0:after",), weight=0.5),
-                    CutSet(cuts=("unit1:after",), weight=0.5),
-                ),
+                cut_sets=(CutSet(cuts=("unit0:after",), weight=0.5), CutSet(cuts=("unit1:after",), weight=0.5)),
             ),
             PlannedPipeline(share=0.25, stages=(PlannedStage(device="c"),), cut_sets=(CutSet(cuts=()),)),
         ),

@@ -52,12 +52,7 @@ def test_a_cluster_loads_back_equal(tmp_path: Path) -> None:
     assert read_cluster(tmp_path / "cluster.toml") == cluster
 
 
-@given(
-    st.floats(1e-6, 1e6),
-    st.integers(1, 2**50),
-    st.none() | st.floats(0.1, 1e12),
-    st.floats(0, 10),
-)
+@given(st.floats(1e-6, 1e6), st.integers(1, 2**50), st.none() | st.floats(0.1, 1e12), st.floats(0, 10))
 def test_any_device_loads_back_equal(speed: float, memory: int, bandwidth: float | None, latency: float) -> None:
     device = Device(name="a", speed=speed, memory_bytes=memory, bandwidth_bytes_per_s=bandwidth, latency_s=latency)
     cluster = Cluster(devices=(device,))

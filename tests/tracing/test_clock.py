@@ -14,12 +14,7 @@ def ask(at_s: float, offset_s: float, drift: float, rng: random.Random, num: int
         there, think, back = (rng.expovariate(1e4) for _ in range(3))
         received, answered = at_s + there, at_s + there + think
         exchanges.append(
-            Exchange(
-                at_s,
-                offset_s + received * (1 + drift),
-                offset_s + answered * (1 + drift),
-                answered + back,
-            )
+            Exchange(at_s, offset_s + received * (1 + drift), offset_s + answered * (1 + drift), answered + back)
         )
         at_s = answered + back + 1e-3
     return read_clock(exchanges)

@@ -114,10 +114,7 @@ def frozen(model: Model) -> Model:
 
 @pytest.mark.parametrize(
     ("change", "size", "settings", "value"),
-    [
-        (lambda m: m, 2, {"stages": 1, "replicas": 2}, "replicas=1"),
-        (frozen, 2, {"cuts": ["first:after"]}, "stages=1"),
-    ],
+    [(lambda m: m, 2, {"stages": 1, "replicas": 2}, "replicas=1"), (frozen, 2, {"cuts": ["first:after"]}, "stages=1")],
 )
 def test_a_gradient_that_would_be_wrong_is_refused(change: Any, size: int, settings: Any, value: str) -> None:
     def script(world: World) -> None:

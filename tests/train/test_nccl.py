@@ -35,11 +35,7 @@ WAYS: list[tuple[int, dict[str, Any]]] = [
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.mark.parametrize(
-    ("size", "settings"),
-    first(2, WAYS),
-    ids=["zero-bubble", "replicas", "1f1b", "interleaved"],
-)
+@pytest.mark.parametrize(("size", "settings"), first(2, WAYS), ids=["zero-bubble", "replicas", "1f1b", "interleaved"])
 def test_gradients_are_those_of_the_way_by_the_host(
     size: int, settings: dict[str, Any], pretended: torch.device, communicators: Communicators
 ) -> None:

@@ -106,16 +106,12 @@ SEPARABLE: dict[str, Make] = {
     "wrapping": lambda p: Wrapping(torch.optim.AdamW(p)),
 }
 ACROSS: dict[str, Make] = {
-    "LBFGS": lambda p: torch.optim.LBFGS(p),
-    "Global": lambda p: Global(p, lr=0.1),
-    "Closure": lambda p: Closure(p, lr=0.1),
-    "SharpnessAware": lambda p: SharpnessAware(p, lr=0.1),
-    "Climbing": lambda p: Climbing(p, lr=0.1),
-    "Raises": lambda p: Raises(p, lr=0.1),
-    "Refuses": lambda p: Refuses(p, lr=0.1),
-    "Wrapping": lambda p: Wrapping(Global(p, lr=0.1)),
+    "LBFGS": lambda p: torch.optim.LBFGS(p), "Global": lambda p: Global(p, lr=0.1),
+    "Closure": lambda p: Closure(p, lr=0.1), "SharpnessAware": lambda p: SharpnessAware(p, lr=0.1),
+    "Climbing": lambda p: Climbing(p, lr=0.1), "Raises": lambda p: Raises(p, lr=0.1),
+    "Refuses": lambda p: Refuses(p, lr=0.1), "Wrapping": lambda p: Wrapping(Global(p, lr=0.1)),
     "Never": lambda p: Never(p, lr=0.1),
-}
+}  # fmt: skip
 
 
 def parameters() -> list[nn.Parameter]:

@@ -23,10 +23,7 @@ def test_losses_are_weighted_by_what_they_count() -> None:
 
 def test_losses_are_told_in_the_order_of_microbatches() -> None:
     measured = {1: MeasuredLoss(torch.zeros(()), 2.0, 1, "count"), 0: MeasuredLoss(torch.zeros(()), 6.0, 3, "count")}
-    assert step_document(measured, first_nonfinite={}, used=[], unused=[])["losses"] == [
-        (6.0, 3),
-        (2.0, 1),
-    ]
+    assert step_document(measured, first_nonfinite={}, used=[], unused=[])["losses"] == [(6.0, 3), (2.0, 1)]
 
 
 @pytest.mark.parametrize(

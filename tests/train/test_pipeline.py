@@ -232,10 +232,7 @@ def test_parameters_without_a_part_in_the_loss() -> None:
             return self.used(x), self.spare(x)
 
     x = torch.ones(4, 4)
-    with (
-        penstock.Pipeline(Two(), x) as made,
-        pytest.raises(RunError, match=r"2 parameters .* first spare\.bias;"),
-    ):
+    with penstock.Pipeline(Two(), x) as made, pytest.raises(RunError, match=r"2 parameters .* first spare\.bias;"):
         made.train_step(x, x, lambda output, labels: F.mse_loss(output[0], labels))
 
 

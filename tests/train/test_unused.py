@@ -20,11 +20,7 @@ from tests.models import seeded
 from tests.trainers import Batch, by_hand, errors, in_threads, make_trainer, train
 
 MASK = "dinov2.embeddings.mask_token"
-WAYS: list[tuple[int, dict[str, Any]]] = [
-    (2, {"stages": 2}),
-    (1, {"stages": 1}),
-    (2, {"stages": 1, "replicas": 2}),
-]
+WAYS: list[tuple[int, dict[str, Any]]] = [(2, {"stages": 2}), (1, {"stages": 1}), (2, {"stages": 1, "replicas": 2})]
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -6,14 +6,7 @@ import pytest
 import torch
 
 from penstock.errors import ConnectionBroken, UsageError
-from penstock.transport.faulty import (
-    FAULTS_VARIABLE,
-    Fault,
-    FaultyTransport,
-    read_faults,
-    wrap_if_faulty,
-    write_faults,
-)
+from penstock.transport.faulty import FAULTS_VARIABLE, Fault, FaultyTransport, read_faults, wrap_if_faulty, write_faults
 from penstock.transport.memory_network import MemoryNetwork, MemoryTransport
 
 

@@ -143,15 +143,7 @@ def test_a_process_of_another_group_sends_nothing(room: Room) -> None:
     """As one that an earlier run has left: it may connect, and calls itself a rank that is here."""
     first, second, _ = room.ranks
     host, port = room.store.get("g/data/1").decode().split()
-    stray = room.connections[0].connect(
-        host,
-        int(port),
-        _NAME.pack(
-            b"r",
-            0,
-            b"another group...",
-        ),
-    )
+    stray = room.connections[0].connect(host, int(port), _NAME.pack(b"r", 0, b"another group..."))
     for _ in range(3):
         stray.socket.send_multipart([_HEADER.pack(_DATA, 3), bytes(8)])
     time.sleep(0.2)

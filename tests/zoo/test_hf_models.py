@@ -122,17 +122,9 @@ def test_a_model_type_gives_its_default_configuration() -> None:
 def test_each_type_gets_a_fitting_head() -> None:
     heads = {
         name: type(load_model(f"hf:{name},{layers}=1").module).__name__
-        for name, layers in (
-            ("bert", "num_hidden_layers"),
-            ("t5", "num_layers"),
-            ("vit", "num_hidden_layers"),
-        )
+        for name, layers in (("bert", "num_hidden_layers"), ("t5", "num_layers"), ("vit", "num_hidden_layers"))
     }
-    assert heads == {
-        "bert": "BertForMaskedLM",
-        "t5": "T5ForConditionalGeneration",
-        "vit": "ViTForImageClassification",
-    }
+    assert heads == {"bert": "BertForMaskedLM", "t5": "T5ForConditionalGeneration", "vit": "ViTForImageClassification"}
 
 
 def test_images_have_a_transform_and_class_names(tmp_path: Path) -> None:
@@ -202,10 +194,7 @@ def test_a_configuration_alone_gives_random_weights(tmp_path: Path) -> None:
     [
         ("hf:gpt2,n_layr=2", r"^n_layr not found in the configuration of gpt2; did you mean n_layer"),
         ("hf:./none", r"^directory \./none not found; check the path$"),
-        (
-            "hf:gpt2,n_layer=many",
-            r"^hf:gpt2 cannot have \{'n_layer': 'many'\}|^transformers cannot build hf:gpt2",
-        ),
+        ("hf:gpt2,n_layer=many", r"^hf:gpt2 cannot have \{'n_layer': 'many'\}|^transformers cannot build hf:gpt2"),
     ],
 )
 def test_wrong_names_and_options_are_one_line(name: str, message: str) -> None:

@@ -22,12 +22,8 @@ from penstock.zoo.data.image_set import ImageSet
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
 COLORS = {
-    "cats/1.png": "red",
-    "cats/10.png": "lime",
-    "cats/9.jpg": "blue",
-    "dogs/a.webp": "white",
-    "dogs/b.bmp": "black",
-}
+    "cats/1.png": "red", "cats/10.png": "lime", "cats/9.jpg": "blue", "dogs/a.webp": "white", "dogs/b.bmp": "black",
+}  # fmt: skip
 NAMES = ["cats/1.png", "cats/9.jpg", "cats/10.png", "dogs/a.webp", "dogs/b.bmp"]
 
 
@@ -64,12 +60,7 @@ def test_a_folder_is_labelled_by_sub_folder_in_natural_order(folder: Path) -> No
     assert images.classes == ("cats", "dogs")
     assert images.read(0).mode == "RGB"
     assert images.read(0).size == (8, 6)
-    assert [corners(images)[index] for index in (0, 2, 3, 4)] == [
-        (255, 0, 0),
-        (0, 255, 0),
-        (255, 255, 255),
-        (0, 0, 0),
-    ]
+    assert [corners(images)[index] for index in (0, 2, 3, 4)] == [(255, 0, 0), (0, 255, 0), (255, 255, 255), (0, 0, 0)]
 
 
 def test_a_flat_folder_has_no_labels(tmp_path: Path) -> None:
@@ -327,10 +318,7 @@ def test_cifar_100_has_coarse_and_fine_labels(tmp_path: Path) -> None:
 
 def test_damaged_cifar_files(tmp_path: Path) -> None:
     file = tmp_path / "test_batch.bin"
-    for data, message in (
-        (b"", "3073 bytes; got 0;"),
-        (bytes(3072), "3073 bytes; got 3072;"),
-    ):
+    for data, message in ((b"", "3073 bytes; got 0;"), (bytes(3072), "3073 bytes; got 3072;")):
         file.write_bytes(data)
         with pytest.raises(DataError, match=message):
             open_images(tmp_path)

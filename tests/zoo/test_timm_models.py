@@ -77,8 +77,7 @@ def test_a_checkpoint_that_timm_maps(tmp_path: Path) -> None:
     source = tiny(img_size=64)
     state = {f"module.{key}": value for key, value in source.state_dict().items()}
     save_file(
-        {"model." + key.removeprefix("module."): value for key, value in state.items()},
-        tmp_path / "w.safetensors",
+        {"model." + key.removeprefix("module."): value for key, value in state.items()}, tmp_path / "w.safetensors"
     )
     with pytest.raises(ModelError, match=r"w\.safetensors .*timm:vit_tiny_patch16_224: .*lack"):
         load_model(TINY, weights=tmp_path / "w.safetensors")

@@ -73,11 +73,7 @@ def test_check_serves_tied_names_from_one() -> None:
 
 def test_check_lets_optional_names_go() -> None:
     source = TensorWeights({"w": torch.ones(2), "index": torch.zeros(3, dtype=torch.int64)})
-    expected = {
-        "w": ((2,), F32),
-        "index": ((4,), torch.int64),
-        "count": ((), torch.int64),
-    }
+    expected = {"w": ((2,), F32), "index": ((4,), torch.int64), "count": ((), torch.int64)}
     assert list(check_weights(source, expected, optional=["index", "count"]).names()) == ["w"]
 
 

@@ -12,12 +12,7 @@ ROWS = [[1.0] * 12] * 5
 
 
 @pytest.mark.parametrize(
-    ("layers", "frozen"),
-    [
-        ([0, 4, 7], [0, 4, 7, 7, 7, 7]),
-        ([3], [3, 3, 3, 3, 3, 3]),
-        ([0, 9, 2], [0, 9, 2, 2, 2, 2]),
-    ],
+    ("layers", "frozen"), [([0, 4, 7], [0, 4, 7, 7, 7, 7]), ([3], [3, 3, 3, 3, 3, 3]), ([0, 9, 2], [0, 9, 2, 2, 2, 2])]
 )
 def test_a_number_for_each_epoch(layers: list[int], frozen: list[int]) -> None:
     assert follow(ByHand(layers), ROWS, 12) == frozen

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from penstock.cli import main as main_module
+from tests.fewer import long
 from tests.processes import ROOT, run_python
 
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -23,7 +24,7 @@ def test_commands_name_verbs() -> None:
             assert verb in main_module._HELP, (page.name, verb)
 
 
-@pytest.mark.parametrize("page", ["api", "differences", "inference", "own-loop", "start"])
+@pytest.mark.parametrize("page", ["start", *map(long, ("api", "differences", "inference", "own-loop"))])
 def test_python_that_stands_alone_runs(page: str, tmp_path: Path) -> None:
     (code, *_) = re.findall(r"```python\n(import .*?)```", (ROOT / "docs" / f"{page}.md").read_text(), re.DOTALL)
     done = run_python("-c", f"import os; os.chdir({str(tmp_path)!r})\n{code}", deadline_s=120.0)

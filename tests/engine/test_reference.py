@@ -79,6 +79,7 @@ def test_what_other_threads_compute_is_not_the_stage_s() -> None:
     assert 0 < alone.cpu_s <= alone.seconds
 
 
+@pytest.mark.long
 @pytest.mark.fresh
 def test_what_recording_takes_does_not_grow_with_the_cut_sets() -> None:
     # with a threshold of its own the allocator gives back what was freed; else it keeps up to 30 MB, each time another

@@ -416,7 +416,7 @@ def test_a_generator_that_failed_is_collected(model: Any) -> None:
     assert dropped() is None
 
 
-@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("stages", [2, long(1)])
 def test_a_process_that_ends_with_a_request_in_flight(stages: int) -> None:
     done = run_python(str(PROGRAMS / "request_left_open.py"), str(stages), deadline_s=120.0)
     assert done.status == 3, done.stderr

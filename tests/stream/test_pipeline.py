@@ -20,6 +20,7 @@ from penstock.group.entry import start_local
 from penstock.group.world import World
 from penstock.pipeline import Pipeline
 from penstock.stream.streaming_pipeline import threads_per_stage
+from tests.fewer import long
 from tests.processes import PROGRAMS, Running, run_groups, run_python
 from tests.worlds import poison, tower, tower_inputs
 
@@ -243,7 +244,7 @@ print("fine")
 
 
 @pytest.mark.board
-@pytest.mark.parametrize("way", ["-c", "stdin"])
+@pytest.mark.parametrize("way", ["stdin", long("-c")])
 def test_without_a_main_guard(way: str) -> None:
     arguments = ["-c", SCRIPT] if way == "-c" else ["-"]
     finished = run_python(*arguments, stdin=SCRIPT if way == "stdin" else "", deadline_s=60.0)

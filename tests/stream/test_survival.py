@@ -21,6 +21,7 @@ from penstock.graph.ops import State
 from penstock.group.entry import start_local
 from penstock.group.world import World
 from penstock.pipeline import Pipeline
+from tests.fewer import long
 from tests.processes import PROGRAMS, ROOT, free_port, run_groups
 from tests.worlds import Tower, tower, tower_inputs
 
@@ -219,7 +220,7 @@ def test_modules_cannot_be_moved() -> None:
 
 
 @pytest.mark.board
-@pytest.mark.parametrize("how", ["at once", "late"])
+@pytest.mark.parametrize("how", ["late", long("at once")])
 def test_the_same_script_in_every_process(tmp_path: Path, how: str) -> None:
     """Also where one finds that it cannot reach all of the next group, once others have."""
     told = tmp_path / "told.json"

@@ -90,7 +90,7 @@ def plain(model: nn.Module, inputs: Any) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("rows", [2, long(1), long(4)])
-@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("microbatches", [4, long(1)])
 @pytest.mark.parametrize("name", CASES)
 def test_each_microbatch_has_its_own_rows(name: str, microbatches: int, rows: int) -> None:
     model, make, dim = CASES[name]

@@ -12,6 +12,7 @@ from tests.fewer import long
 from tests.processes import run_python
 
 
+@pytest.mark.long
 def test_torch_s_own_allocator_is_understood() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**60, dtype=torch.uint8)

@@ -125,6 +125,7 @@ def test_weights_in_16_bits(penstock: Run, folder: Path, tmp_path: Path) -> None
     assert (status, "int3" in err) == (2, True)
 
 
+@pytest.mark.long
 def test_answers_as_a_table(penstock: Run, folder: Path, tmp_path: Path) -> None:
     output = tmp_path / "answers.csv"
     assert penstock("generate", f"hf:{folder}", "-p", PROMPTS[0], "-o", output, "--max-new-tokens", 5)[0] == 0

@@ -498,6 +498,7 @@ def test_a_model_that_keeps_a_cache_is_captured_without(capsys: pytest.CaptureFi
     assert "experts" not in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_an_encoder_and_a_decoder_keep_no_cache_either() -> None:
     model: Any = t5()
     model.config.use_cache = model.decoder.config.use_cache = True

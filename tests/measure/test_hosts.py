@@ -13,6 +13,7 @@ def test_calibration_gives_positive_seconds() -> None:
     assert 0 < calibrate(0.01) < 60
 
 
+@pytest.mark.long
 def test_messages_cost_something_and_not_much() -> None:
     costs = measure_messages(num_microbatches=20)
     assert 0 < costs.stage_overhead_s < 0.1

@@ -83,6 +83,7 @@ def test_a_mask_that_lets_a_token_see_a_later_one() -> None:
         engine(sizes, inputs)
 
 
+@pytest.mark.long
 @torch.no_grad()
 def test_a_cosine_whose_halves_differ() -> None:
     graph, model = captured("qwen3")
@@ -153,6 +154,7 @@ def test_pieces_of_a_phase() -> None:
     assert list(divided([])) == []
 
 
+@pytest.mark.long
 @torch.no_grad()
 def test_positions_that_are_not_consecutive() -> None:
     graph, model = captured("qwen3")
@@ -166,6 +168,7 @@ def test_positions_that_are_not_consecutive() -> None:
         engine(sizes, inputs)
 
 
+@pytest.mark.long
 def test_a_program_whose_rows_have_another_name() -> None:
     graph, _ = captured("qwen3")
     (program,) = divide(graph, [])

@@ -23,6 +23,7 @@ from penstock.runtime.onnx.openvino_runtime import OpenVinoRuntime
 from penstock.runtime.onnx.writer import check_supported, unsupported
 from penstock.runtime.registry import RuntimeChoice, parse_runtime
 from penstock.zoo.weights.weights import ModuleWeights
+from tests.fewer import long
 from tests.models import bert, deit, gpt2, seeded
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -128,7 +129,7 @@ def _models() -> dict[str, tuple[nn.Module, tuple[Tensor, ...]]]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["deit", "resnet", "bert", "gpt2"])
+@pytest.mark.parametrize("name", ["deit", "gpt2", long("resnet"), long("bert")])
 def test_models(name: str) -> None:
     model, args = _models()[name]
     assert_close(model, *args)

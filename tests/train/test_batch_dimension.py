@@ -107,7 +107,7 @@ def test_each_microbatch_has_its_own_rows(name: str, microbatches: int, rows: in
     pipe.close()
 
 
-@pytest.mark.parametrize("name", ["sequence", "states"])
+@pytest.mark.parametrize("name", ["sequence", long("states")])
 def test_in_stages_and_replicas(name: str) -> None:
     model, make, dim = CASES[name]
     wanted = plain(model, make(ROWS))
@@ -130,7 +130,7 @@ def test_in_stages_and_replicas(name: str) -> None:
     in_threads(2, lambda world: script(world, 2, slice(0, 3) if world.rank == 0 else slice(3, 6)))
 
 
-@pytest.mark.parametrize("size", [1, 4, 6])
+@pytest.mark.parametrize("size", [4, long(1), long(6)])
 def test_a_stream_cuts_and_joins_in_the_same_dimension(size: int) -> None:
     model, x = SequenceFirst(pools=False).eval(), drawn(LENGTH, ROWS, WIDTH)
     with penstock.Pipeline(model, x, dynamic={"batch": {"x": 1}}, stages=1) as pipe:

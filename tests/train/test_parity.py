@@ -39,7 +39,7 @@ def compare(name: str, cases: Any, num_steps: int, dtype: torch.dtype, make: Any
     return losses
 
 
-@pytest.mark.parametrize("name", first(2, MODELS))
+@pytest.mark.parametrize("name", first(1, MODELS))
 def test_sgd_in_float32_with_every_schedule(name: str) -> None:
     losses = compare(name, SCHEDULES, 10, torch.float32, sgd)
     four = losses[3:]
@@ -65,7 +65,7 @@ def test_adamw_in_float64(name: str) -> None:
     compare(name, cases, 10, torch.float64, adamw)
 
 
-@pytest.mark.parametrize("name", first(2, MODELS))
+@pytest.mark.parametrize("name", first(1, MODELS))
 def test_losses_are_bit_equal_between_schedules(name: str) -> None:
     given = batches(name, 2)
     losses = [

@@ -4,6 +4,8 @@ import json
 import math
 import sys
 
+import pytest
+
 from penstock.engine.reference import calibrate
 from penstock.measure.hosts import measure_messages
 from tests.processes import PROGRAMS, Running

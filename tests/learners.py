@@ -15,12 +15,9 @@ MODELS = ("unet", "gpt2", "bert", "deit", "t5")
 ROWS = 7
 # processes, and how they work together
 SCHEDULES: list[tuple[int, dict[str, Any]]] = [
-    (1, {"stages": 1}),
-    (2, {"stages": 2, "schedule": "gpipe"}),
-    (3, {"stages": 3, "schedule": "1f1b"}),
-    (4, {"stages": 4, "schedule": "zero-bubble"}),
-    (2, {"stages": 4, "schedule": "interleaved"}),
-]
+    (1, {"stages": 1}), (2, {"stages": 2, "schedule": "gpipe"}), (3, {"stages": 3, "schedule": "1f1b"}),
+    (4, {"stages": 4, "schedule": "zero-bubble"}), (2, {"stages": 4, "schedule": "interleaved"}),
+]  # fmt: skip
 REPLICAS: list[tuple[int, dict[str, Any]]] = [
     (2, {"stages": 1, "replicas": 2}),
     (4, {"stages": 2, "replicas": 2, "schedule": "zero-bubble"}),

@@ -54,11 +54,8 @@ class Running:
     ) -> None:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")}
         environment |= {
-            "PYTHONPATH": f"{ROOT}/src:{ROOT}",
-            "OMP_NUM_THREADS": "1",
-            "PENSTOCK_PROGRESS": "0",
-            **(env or {}),
-        }
+            "PYTHONPATH": f"{ROOT}/src:{ROOT}", "OMP_NUM_THREADS": "1", "PENSTOCK_PROGRESS": "0", **(env or {}),
+        }  # fmt: skip
         self._deadline = time.monotonic() + PATIENCE * deadline_s
         self._stdin = stdin
         self._process = subprocess.Popen(

@@ -30,12 +30,9 @@ def test_rows_of_every_stage_count_and_policy(penstock: Run, tmp_path: Path) -> 
     assert re.search(r"row 2 of 5, about \d+ (s|min) to go\n1 stage, equal-blocks: [\d.]+ images/s, [\d.]+ times", err)
     rows = json.loads(file.read_text())["rows"]
     assert [(row["mode"], row["stages"], row["policy"]) for row in rows] == [
-        ("serial", 1, None),
-        ("pipeline", 1, "equal-blocks"),
-        ("pipeline", 2, "equal-blocks"),
-        ("pipeline", 2, "balanced"),
-        ("pipeline", 2, "by hand"),
-    ]
+        ("serial", 1, None), ("pipeline", 1, "equal-blocks"), ("pipeline", 2, "equal-blocks"),
+        ("pipeline", 2, "balanced"), ("pipeline", 2, "by hand"),
+    ]  # fmt: skip
     for row in rows:
         assert set(row) >= FIELDS
         assert row["bit_equal"]

@@ -35,12 +35,9 @@ def found(ratio: float, runtime: str, accuracy: float, rate: float) -> Found:
 
 
 FOUND = [
-    found(0.0, "eager", 0.9, 10.0),
-    found(0.0, "openvino", 0.9, 20.0),
-    found(0.0, "onnxruntime:int8", 0.88, 30.0),
-    found(0.3, "eager", 0.893, 15.0),
-    found(0.3, "openvino", 0.893, 28.0),
-]
+    found(0.0, "eager", 0.9, 10.0), found(0.0, "openvino", 0.9, 20.0), found(0.0, "onnxruntime:int8", 0.88, 30.0),
+    found(0.3, "eager", 0.893, 15.0), found(0.3, "openvino", 0.893, 28.0),
+]  # fmt: skip
 
 
 def test_the_fastest_that_holds_the_floor_is_chosen() -> None:

@@ -38,12 +38,9 @@ def both(batch: int) -> dict[str, Tensor]:
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], Inputs]] = {
-    "deit": (deit, images(32)),
-    "gpt2": (gpt2, texts),
-    "swin": (swin, images(32)),
-    "t5": (t5, both),
+    "deit": (deit, images(32)), "gpt2": (gpt2, texts), "swin": (swin, images(32)), "t5": (t5, both),
     "unet": (lambda: seeded(UNet), images(16)),
-}
+}  # fmt: skip
 
 
 @pytest.mark.board

@@ -21,11 +21,8 @@ class Net(nn.Module):
     def __init__(self, draw: Callable[["Net", Tensor], Tensor]) -> None:
         super().__init__()
         self.fc, self.draw, self.rng, self.generator = (
-            nn.Linear(3, 3),
-            draw,
-            np.random.RandomState(1),
-            torch.Generator(),
-        )
+            nn.Linear(3, 3), draw, np.random.RandomState(1), torch.Generator(),
+        )  # fmt: skip
 
     def forward(self, x: Tensor) -> Tensor:
         return self.draw(self, torch.dropout(self.fc(x), 0.5, self.training))

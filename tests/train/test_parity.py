@@ -56,12 +56,9 @@ def test_replicas(name: str) -> None:
 @pytest.mark.parametrize("name", first(1, MODELS[::-1]))
 def test_adamw_in_float64(name: str) -> None:
     cases: list[tuple[int, dict[str, Any]]] = [
-        (3, {"stages": 3}),
-        (2, {"stages": 2, "schedule": "gpipe"}),
-        (4, {"stages": 4, "schedule": "zero-bubble"}),
-        (2, {"stages": 4, "schedule": "interleaved"}),
-        (4, {"stages": 2, "replicas": 2}),
-    ]
+        (3, {"stages": 3}), (2, {"stages": 2, "schedule": "gpipe"}), (4, {"stages": 4, "schedule": "zero-bubble"}),
+        (2, {"stages": 4, "schedule": "interleaved"}), (4, {"stages": 2, "replicas": 2}),
+    ]  # fmt: skip
     compare(name, cases, 10, torch.float64, adamw)
 
 

@@ -111,13 +111,10 @@ def test_a_missing_tensor_is_named(file: Path) -> None:
 
 def test_saved_weights_come_back(tmp_path: Path) -> None:
     tensors = {
-        "flag": torch.tensor([True, False, True]),
-        "half": torch.randn(3, 5).bfloat16(),
-        "scalar": torch.tensor(2.5),
-        "empty": torch.zeros(0, 4),
-        "strided": torch.arange(6.0).reshape(2, 3).t(),
+        "flag": torch.tensor([True, False, True]), "half": torch.randn(3, 5).bfloat16(), "scalar": torch.tensor(2.5),
+        "empty": torch.zeros(0, 4), "strided": torch.arange(6.0).reshape(2, 3).t(),
         "double": torch.randn(2, dtype=torch.float64),
-    }
+    }  # fmt: skip
     target = tmp_path / "out.safetensors"
     assert save_weights(TensorWeights(tensors), target) == 3 + 30 + 4 + 24 + 16
     loaded = load_file(target)

@@ -76,9 +76,9 @@ OPTIONS = {
 }
 
 TOTALS = {
-    "lines of src": 65934,  # +5,213: silent faults of scripts, text, folders and files; own classifiers
+    "lines of src": 65937,  # +5,213: silent faults of scripts, text, folders and files; own classifiers
     "files of src": 431,  # +29
-    "lines of tests": 43100,  # +5,122: silent faults of scripts, text, folders and files; own classifiers
+    "lines of tests": 43089,  # +5,122: silent faults of scripts, text, folders and files; own classifiers
     "lines of benchmarks": 8933,  # +150: every decoder of transformers
     "keyword arguments of Pipeline": 21,
     "public names": 13,

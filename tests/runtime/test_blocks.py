@@ -11,6 +11,7 @@ from penstock.packing import PACKINGS, unpacked
 from penstock.runtime.onnx.blocks import BLOCK, IN_FLOATS, Blocks, StoredWeight, in_blocks
 from penstock.runtime.onnx.onnx_nodes import Made, Nodes
 from penstock.runtime.onnx.onnx_runtime import compile_model
+from tests.fewer import examples
 from tests.test_packing import raw_weight
 
 

@@ -47,7 +47,7 @@ def test_the_peak_is_of_the_process_itself() -> None:
     assert 0 < int(started.stdout) < held.nbytes
 
 
-@pytest.mark.parametrize(("gigabytes", "needed"), [(1, True), (64, False), long(3, True)])
+@pytest.mark.parametrize(("gigabytes", "needed"), [(1, True), long(64, False), long(3, True)])
 def test_too_few_addresses_are_one_line(gigabytes: int, needed: bool) -> None:
     limit = (
         "import resource, sys\nfrom penstock.cli.main import main\nlimit = int(sys.argv.pop(1)) * 10**9\n"

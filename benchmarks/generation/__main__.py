@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from benchmarks.generation.fits import fits
+from benchmarks.generation.prompt_speed import prompt_speed
 from benchmarks.labs import generate, lab_text
 from penstock.generate.generator import Generator
 from tests.generate.decoders import FAMILIES, decoder, expected, prompts
@@ -34,7 +35,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True, help="where to write rows and summary")
     parser.add_argument("--model", help="hf:FOLDER, for speeds")
     parser.add_argument("--quick", action="store_true", help="one family of eight, 8 requests")
-    parser.add_argument("--only", choices=["equal", "alone", "lab", "fits"], help="one part")
+    parser.add_argument("--only", choices=["equal", "alone", "lab", "prompts", "fits"], help="one part")
     parser.add_argument("--runtime", default="eager", help="such as onnxruntime, for speeds")
     given = parser.parse_args()
     torch.set_num_threads(1)
@@ -46,6 +47,8 @@ def main() -> None:
         found["alone"] = beside_transformers(given.model, given.runtime)
     if given.model and given.only in {None, "lab"}:
         found["lab"] = in_lab(given.model, (1, 4), 8 if given.quick else 16, given.runtime)
+    if given.model and given.only in {None, "prompts"}:
+        found["prompts"] = prompt_speed(given.model, (1, 4), given.runtime)
     if given.model and given.only in {None, "fits"}:
         with tempfile.TemporaryDirectory() as place:
             found["fits"] = fits(given.model, _PROMPTS[0], Path(place))
@@ -67,6 +70,9 @@ def summarize(found: dict[str, Any]) -> dict[str, Any]:
         one, four = found["lab"]
         summary["speedup_4"] = round(four["tokens_per_s"] / one["tokens_per_s"], 3)
         summary["equal_in_lab"] = one["texts"] == four["texts"]
+    if "prompts" in found:
+        one, four = (row["prompt_tokens_per_s"] for row in found["prompts"])
+        summary |= {"prompt_tokens_per_s": one, "prompt_tokens_per_s_4": four, "prompt_speedup_4": round(four / one, 3)}
     if "fits" in found:
         summary |= {name: found["fits"][name] for name in ("host_mib", "needs_mib", "one_host", "stages")}
         summary["equal_where_one_does_not_fit"] = found["fits"]["equal"]

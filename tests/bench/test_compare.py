@@ -13,6 +13,7 @@ from penstock.zoo.models.models import load_model
 from tests.cli.conftest import SMALL
 
 
+@pytest.mark.long
 def test_replicas_are_a_row_with_the_same_numbers() -> None:
     world = start_local(2)
     try:

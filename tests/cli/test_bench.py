@@ -21,6 +21,7 @@ FIELDS = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 def test_rows_of_every_stage_count_and_policy(penstock: Run, tmp_path: Path) -> None:
     file = tmp_path / "bench.json"
     arguments = ["--stages", "1,2", "--set", "policy=equal-blocks,balanced", "--num-images", 12, "--json", file]
@@ -102,6 +103,7 @@ def test_bad_options(arguments: str, penstock: Run) -> None:
     assert penstock("bench", SMALL, *arguments.split())[0] == 2
 
 
+@pytest.mark.long
 def test_the_script_for_each_machine_ends_with_the_speed_up(tmp_path: Path) -> None:
     script = Path(__file__).parents[2] / "scripts" / "run.sh"
     environment = {**os.environ, "PORT": "0", "PYTHONWARNINGS": "ignore"}

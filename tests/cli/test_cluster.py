@@ -27,6 +27,7 @@ def test_without_the_option_nothing_changes() -> None:
         take_cluster(["bench", "--cluster"])
 
 
+@pytest.mark.long
 @needs_lab
 def test_bench_runs_on_the_hosts_of_a_lab_without_what_lies_in_the_current_folder(tmp_path: Path) -> None:
     mark = lay_trap(tmp_path)

@@ -4,6 +4,8 @@ import os
 import re
 from pathlib import Path
 
+import pytest
+
 from penstock.cluster.lab import HostSpec, LabSpec, lab_session
 from tests.cluster.labs import Collected
 from tests.cluster.sshd import needs_root
@@ -13,6 +15,7 @@ pytestmark = needs_root
 MODEL = "timm:vit_tiny_patch16_224,img_size=8,patch_size=2,depth=2,embed_dim=16,num_heads=2,in_chans=1,num_classes=10"
 
 
+@pytest.mark.long
 def test_the_script_on_two_nodes() -> None:
     hosts = tuple(
         HostSpec(name=f"node{index}", cpu=0.8, memory_bytes=1200 * 2**20, bandwidth_bytes_per_s=125_000_000.0)

@@ -4,6 +4,7 @@ import difflib
 import re
 from pathlib import Path
 
+import pytest
 from safetensors.torch import load_file
 
 from tests.processes import ROOT, run_python
@@ -37,6 +38,7 @@ def test_at_most_six_lines_differ() -> None:
     assert len(removed) <= 6, removed
 
 
+@pytest.mark.long
 def test_both_scripts_learn_and_processes_print_the_same_loss(tmp_path: Path) -> None:
     plain, pipeline = blocks()
     printed = run(tmp_path / "plain", "plain.py", plain)

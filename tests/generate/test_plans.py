@@ -95,6 +95,7 @@ def test_a_loss_changes_neither_slots_nor_lanes(profile: Profile) -> None:
     assert again.generation == plan.generation
 
 
+@pytest.mark.long
 def test_a_runtime_is_planned_by_the_error_of_its_logits(folder: Path, profile: Profile, tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime")
     measured = profile_generation(

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 LENGTHS = (5, 1, 33, 64, 70, 10)
 
 
-@pytest.mark.parametrize("name", ["mamba", "bart", long("qwen3-next")])
+@pytest.mark.parametrize("name", ["mamba", long("bart"), long("qwen3-next")])
 def test_bits_do_not_depend_on_cuts_or_company(name: str) -> None:
     model, given = decoder(name), prompts(*LENGTHS)
     wanted = [expected(model, prompt, max_new_tokens=20, do_sample=False) for prompt in given]
@@ -36,7 +36,7 @@ def test_bits_do_not_depend_on_cuts_or_company(name: str) -> None:
 
 
 # 8-bit heads have 12 numbers of a byte, and a scale of 4
-@pytest.mark.parametrize(("cache_dtype", "part"), [("bfloat16", 1 / 2), ("int8", 1 / 3)])
+@pytest.mark.parametrize(("cache_dtype", "part"), [long("bfloat16", 1 / 2), ("int8", 1 / 3)])
 def test_keys_and_values_in_fewer_bits(cache_dtype: Any, part: float) -> None:
     model, given = decoder("llama"), prompts(*LENGTHS)
     caches: list[int] = []
@@ -63,7 +63,7 @@ def test_a_cache_dtype_that_there_is_not() -> None:
         Generator(decoder("llama"), cache_dtype=wrong)
 
 
-@pytest.mark.parametrize("name", ["mamba", "t5"])
+@pytest.mark.parametrize("name", ["mamba", long("t5")])
 def test_a_device_that_is_lost_changes_no_bit(name: str) -> None:
     model, given = decoder(name), prompts(*LENGTHS)
     settings: dict[str, Any] = {"max_new_tokens": 40, "do_sample": True}

@@ -26,6 +26,7 @@ def test_messages_cost_something_and_not_much() -> None:
     assert 0 < costs.own_input_s + costs.own_output_s <= most_s * 1.000001
 
 
+@pytest.mark.long
 def test_every_host_and_every_link_is_measured() -> None:
     script = str(PROGRAMS / "measured_hosts.py")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", script]

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,7 @@ def test_a_resumed_run_continues_its_trackers(tmp_path: Path, monkeypatch: pytes
         for name in ("a step that was lost", "step/loss"):
             with SummaryWriter(str(folder)) as writer:  # of a run that went on after its last checkpoint
                 writer.add_scalar(name, 99.0, 3)
+        time.sleep(1)  # the folders are named by the second
         fit(settings(folder, steps=4, track=both, resume=True))
         fit(settings(tmp_path / "other", steps=1, track=["wandb"]))
     finally:

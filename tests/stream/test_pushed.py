@@ -59,6 +59,7 @@ def no_garbage_collection() -> Iterator[None]:
     gc.enable()
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("no_garbage_collection")
 def test_a_device_that_is_lost_and_comes_back() -> None:
     inputs = tower_inputs(600)

@@ -122,6 +122,7 @@ def test_nobody_is_left() -> None:
         check(done, tower())
 
 
+@pytest.mark.long
 def test_one_that_stood_still_comes_back() -> None:
     model = tower()
     with Pipeline(model, tower_inputs(1)[0], stages=2, threads=1, on_loss="continue") as pipe:

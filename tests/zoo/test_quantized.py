@@ -18,6 +18,7 @@ from penstock.spec.settings import TextSettings
 from penstock.zoo.models.models import load_model
 from penstock.zoo.weights.quantized import read_quantized
 from penstock.zoo.weights.weights import TensorWeights, fingerprint_of
+from tests.fewer import long
 from tests.generate.tokens import save_model
 
 Encoded = tuple[dict[str, Tensor], Tensor]  # a layer's tensors, and its weight by the definition of the layout
@@ -311,7 +312,7 @@ def answers(folder: Path, runtime: str, stages: int) -> list[tuple[list[int], li
     return together
 
 
-@pytest.mark.parametrize("case", ["gptq", "awq", "packed with zeros", "int8"])
+@pytest.mark.parametrize("case", ["packed with zeros", long("gptq"), long("awq"), long("int8")])
 def test_products_in_the_integers_of_a_checkpoint(case: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     save_quantized(tmp_path, case)

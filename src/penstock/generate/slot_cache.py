@@ -132,9 +132,11 @@ def _layer_class(utils: Any, name: str) -> Any:
             return self._extend("keys", keys), self._extend("values", values)
 
         def _extend(self, name: str, new: Tensor) -> Tensor:
-            new = new.transpose(1, 2)
+            new, dtype = new.transpose(1, 2), self.states[name].dtype
+            if dtype == new.dtype:
+                return self._kept(name, new).transpose(1, 2)
             if (scales := self.states.get(f"{name}{_SCALES}")) is None:
-                return self._kept(name, new.to(self.states[name].dtype)).to(new.dtype).transpose(1, 2)
+                return self._kept(name, new.to(dtype)).to(new.dtype).transpose(1, 2)
             most = new.abs().amax(-1, keepdim=True)
             scale = torch.where(most > 0, most / _LARGEST, 1.0)
             integers = self._kept(name, (new / scale).round().to(torch.int8))

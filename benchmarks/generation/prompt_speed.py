@@ -10,33 +10,12 @@ from penstock.zoo.models.language import load_tokenizer
 
 _TOKENS = 1000
 _TURNS = 3
-_WORDS = [
-    "water",
-    "flows",
-    "through",
-    "a",
-    "pipe",
-    "to",
-    "the",
-    "turbine",
-    "of",
-    "a",
-    "small",
-    "power",
-    "station",
-    "below",
-    "the",
-    "dam",
-    "and",
-    "drives",
-    "its",
-    "wheel",
-]
+_TEXT = "water flows through a pipe to the turbine of a small power station below the dam and drives its wheel"
 
 
 def prompt_speed(model: str, counts: tuple[int, ...], runtime: str) -> list[dict[str, Any]]:
     """Ask servers of so many hosts for the first token after prompts of 1,000 tokens, one at a time."""
-    tokenizer = load_tokenizer(model)
+    tokenizer, given = load_tokenizer(model), _TEXT.split()
     rows = []
     for count in counts:
         seconds = []
@@ -44,7 +23,7 @@ def prompt_speed(model: str, counts: tuple[int, ...], runtime: str) -> list[dict
             options = ("--set", "slots=1", "--max-length", _TOKENS + 64, "--runtime", runtime)
             with served(model, count, Path(place), *options) as (_, within):
                 for turn in range(_TURNS + 1):  # the first makes engines; no two begin alike, so none is reused
-                    words = [_WORDS[(turn + number * (turn + 3)) % len(_WORDS)] for number in range(_TOKENS)]
+                    words = [given[(turn + number * (turn + 3)) % len(given)] for number in range(_TOKENS)]
                     ids = tokenizer(" ".join(words))["input_ids"][:_TOKENS]
                     said = ask(within, [{"prompt": ids, "max_tokens": 1, "temperature": 0}], 1)
                     seconds.append(said["answers"][0]["came_s"][0])

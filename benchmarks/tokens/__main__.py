@@ -18,7 +18,7 @@ import math
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,18 +51,19 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one turn, two windows of text")
     given = parser.parse_args()
     torch.set_num_threads(1)
+    runtimes = (*_RUNTIMES, "onnxruntime:stored") if given.model.startswith("gguf:") else _RUNTIMES
     found: dict[str, Any] = {"speed": [], "quality": []}
     if given.only == "speculation":
         found["speculation"] = speculation(given.model, given.text, 4 if given.quick else 12, 1 if given.quick else 2)
     if given.only == "rpc":
         if given.llama is None or not given.model.startswith("gguf:"):
             parser.error("rpc needs --llama FOLDER and --model gguf:FILE")
-        runtimes = ("eager", "onnxruntime:int4")
-        found["rpc"] = beside_rpc(given.model, gguf_file(given.model), given.llama, runtimes, 1 if given.quick else 2)
+        ours = ("eager", "onnxruntime:int4")
+        found["rpc"] = beside_rpc(given.model, gguf_file(given.model), given.llama, ours, 1 if given.quick else 2)
     if given.only in {None, "speed"}:
-        found["speed"] = speeds(given.model, 1 if given.quick else _TURNS)
+        found["speed"] = speeds(given.model, runtimes, 1 if given.quick else _TURNS)
     if given.only in {None, "quality"}:
-        found["quality"] = quality(given.model, given.text, 2 if given.quick else 12)
+        found["quality"] = quality(given.model, runtimes, given.text, 2 if given.quick else 12)
     found["summary"] = summarize(found)
     given.json.write_text(json.dumps(found, indent=1) + "\n")
     for row in (*found["speed"], *found["quality"], *found.get("speculation", ()), *found.get("rpc", ())):
@@ -75,7 +76,7 @@ def summarize(found: dict[str, Any]) -> dict[str, Any]:
     speed = {(row["what"], row["sequences"]): row["tokens_per_s"] for row in found["speed"]}
     summary: dict[str, Any] = {
         f"{runtime}_over_float32_{count}": round(speed[runtime, count] / speed["eager", count], 3)
-        for runtime in _RUNTIMES[1:] for count in _COUNTS if speed
+        for runtime, count in speed if runtime not in {"eager", "llama.cpp"}
     }  # fmt: skip
     for row in found.get("speculation", ()):
         summary[f"speculation_4_{row['text']}"] = row["ratio"]
@@ -85,17 +86,18 @@ def summarize(found: dict[str, Any]) -> dict[str, Any]:
         if what != "llama.cpp":
             summary[f"vs_llamacpp_rpc_4_{what}_{count}"] = round(rpc[what, count] / rpc["llama.cpp", count], 3)
     if ("llama.cpp", 1) in speed:
-        summary["vs_llamacpp_1"] = round(speed["onnxruntime:int4", 1] / speed["llama.cpp", 1], 3)
+        for name, runtime in (("vs_llamacpp_1", "onnxruntime:int4"), ("stored_vs_llamacpp_1", "onnxruntime:stored")):
+            summary[name] = round(speed[runtime, 1] / speed["llama.cpp", 1], 3)
     return summary
 
 
-def speeds(model: str, turns: int) -> list[dict[str, Any]]:
+def speeds(model: str, runtimes: Sequence[str], turns: int) -> list[dict[str, Any]]:
     """Generate with each runtime by turns; returns the median of tokens per second."""
     rows = []
     for count in _COUNTS:
         with contextlib.ExitStack() as stack:
             ways: dict[str, Callable[[], float]] = {}
-            for runtime in _RUNTIMES:
+            for runtime in runtimes:
                 settings = TextSettings(model=model, stages=1, slots=count, max_length=128, runtime=runtime)
                 ways[runtime] = _ours(stack.enter_context(open_generator(settings)), count)
             if count == 1 and model.startswith("gguf:") and importlib.util.find_spec("llama_cpp") is not None:
@@ -143,12 +145,12 @@ def _llama(file: Path) -> Callable[[], float]:
     return run
 
 
-def quality(model: str, text: Path, windows: int) -> list[dict[str, Any]]:
+def quality(model: str, runtimes: Sequence[str], text: Path, windows: int) -> list[dict[str, Any]]:
     """Score windows of a text with each runtime."""
     words = text.read_text() if text.exists() else f"{_PROMPT} a pipe that carried water to a turbine. " * 400
     rows: list[dict[str, Any]] = []
     likeliest: dict[str, list[int]] = {}
-    for runtime in _RUNTIMES:
+    for runtime in runtimes:
         settings = TextSettings(model=model, stages=1, slots=4, max_length=_LENGTH + _NEW, runtime=runtime)
         with open_generator(settings) as generator:
             tokens = generator.tokenizer(words[-20 * _LENGTH * windows :])["input_ids"][-_LENGTH * windows :]
@@ -164,7 +166,21 @@ def quality(model: str, text: Path, windows: int) -> list[dict[str, Any]]:
             "what": runtime, "perplexity": round(math.exp(statistics.fmean(losses)), 4), "tokens": len(losses),
             "same_likeliest_token": round(statistics.fmean(same), 4),
         })  # fmt: skip
+    if model.startswith("gguf:") and importlib.util.find_spec("llama_cpp") is not None:
+        losses = [loss for part in parts for loss in _llama_losses(gguf_file(model), part)]
+        rows.append({"what": "llama.cpp", "perplexity": round(math.exp(statistics.fmean(losses)), 4),
+                     "tokens": len(losses)})  # fmt: skip
     return rows
+
+
+def _llama_losses(file: Path, tokens: list[int]) -> list[float]:
+    """Return what a window's tokens cost in llama.cpp, as `score_prompt` counts them: all but the first."""
+    import llama_cpp
+
+    model = llama_cpp.Llama(str(file), n_ctx=_LENGTH, n_threads=1, n_threads_batch=1, verbose=False, logits_all=True)
+    model.eval(tokens)
+    scores = torch.from_numpy(model.scores[: len(tokens) - 1]).log_softmax(-1)
+    return (-scores[range(len(tokens) - 1), tokens[1:]]).tolist()
 
 
 def speculation(model: str, text: Path, number: int, turns: int) -> list[dict[str, Any]]:

@@ -51,7 +51,7 @@ def random_input(
 
 
 # memory of a runtime that holds weights in blocks, per byte of the file: these bytes, and the engine's order of them
-_COPIES = 2.1
+_COPIES = 2.5
 # passes are repeated while the range of their totals exceeds this fraction of the median
 STEADY = 0.03
 # limits on the repetitions: how many times, and how many seconds per batch size

@@ -14,6 +14,7 @@ from penstock.graph.decoders import POSITIONS, ROWS
 from penstock.graph.engine_operators import ATTENTION
 from penstock.graph.ops import CALLBACK, GETITEM, Op, Ref
 from penstock.graph.program import StageProgram
+from penstock.memory import release_freed
 from penstock.packing import unpacked
 from penstock.runtime.bfloat16 import check_bfloat16
 from penstock.runtime.eager import Runtime
@@ -217,7 +218,7 @@ class _FusedPart:
         self.outputs = [op.name for op in ops if op.name in elsewhere]
         self._shapes, self._compile = shapes, compile_model
         self._engines: dict[tuple[int, ...], Any] = {}
-        self._for_all: dict[int, Any] = {}  # by batch
+        self._for_all: dict[int | None, Any] = {}  # by batch; None: for all of them
         self._made: dict[tuple[int, ...], list[Tensor]] = {}  # shapes and dtypes of the outputs, by sizes
 
     def as_operations(self, program: StageProgram) -> Iterator[Op]:
@@ -260,17 +261,23 @@ class _FusedPart:
         return made
 
     def _open(self, sizes: Mapping[str, int]) -> Any:
-        """Return an engine for these sizes; it serves all sizes with this batch if their models are equal."""
+        """Return an engine for these sizes; it serves all sizes, or all with this batch, if their models are equal."""
         batch = sizes[BATCH]
-        if batch in self._for_all:
-            return self._for_all[batch]
-        others = {symbol: size if symbol == BATCH else size + 1 for symbol, size in sizes.items()}
+        for served in (None, batch):
+            if served in self._for_all:
+                return self._for_all[served]
         packed = {name: weight.blocks() for name, weight in self._packed.items()}
-        model, other = self._written(sizes, others, packed), self._written(others, sizes, packed)
-        if model.SerializeToString(deterministic=True) == other.SerializeToString(deterministic=True):
-            engine = self._for_all[batch] = self._compile(model)
-            return engine
-        return self._compile(self._written(sizes, sizes, packed))
+        for served in (None, batch):
+            others = {symbol: size + (symbol != BATCH or served is None) for symbol, size in sizes.items()}
+            model, other = self._written(sizes, others, packed), self._written(others, sizes, packed)
+            if model.SerializeToString(deterministic=True) == other.SerializeToString(deterministic=True):
+                engine = self._for_all[served] = self._compile(model)
+                break
+        else:
+            engine = self._compile(self._written(sizes, sizes, packed))
+        del packed, model, other
+        release_freed()  # copies of the weights, once for each engine
+        return engine
 
     def _written(
         self, sizes: Mapping[str, int], others: Mapping[str, int], packed: Mapping[str, Blocks]

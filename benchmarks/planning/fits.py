@@ -23,9 +23,11 @@ from penstock.recipes.settings import FitSettings
 from penstock.spec.cluster import Cluster, Device
 from penstock.spec.plan import write_plan
 from penstock.spec.profile import Profile, read_profile
+from penstock.zoo.models.language import load_tokenizer
 from tests.generate.tokens import save_model
 
 NAME = "fits"
+_NEW = 16
 IMAGES = (
     "vit_tiny_patch16_224", "vit_small_patch16_224", "deit_tiny_patch16_224", "deit_base_patch16_224", "resnet18",
     "resnet50", "convnext_tiny", "mobilenetv3_small_100", "efficientnet_b0", "swin_tiny_patch4_window7_224",
@@ -75,8 +77,11 @@ def fits_rows(only: str | None = None, *, quick: bool = False) -> list[dict[str,
                 "max_position_embeddings": 2048,
             }
             save_model(folder, hidden_size=hidden, intermediate_size=3 * hidden, **sizes)
-            prompts = [word for number in range(4 * slots) for word in ("--prompt", f"Pipe {number} " * 20)]
-            command = ["generate", *prompts, "--max-new-tokens", "32", "--max-length", str(length)]
+            # caches take memory where they are written, so prompts are nearly as long as the caches
+            words = len(load_tokenizer(f"hf:{folder}")("Pipe ")["input_ids"])
+            text = "Pipe " * ((length - _NEW - 8) // words)
+            prompts = [word for number in range(3 * slots) for word in ("--prompt", f"{number} {text}")]
+            command = ["generate", *prompts, "--max-new-tokens", str(_NEW), "--max-length", str(length)]
             rows.append(_stream(f"hf:{folder}", folder, command, slots, length))
         for model, schedule in TRAININGS[some]:
             settings = FitSettings(

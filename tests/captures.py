@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from penstock.graph.graph import Graph
 
 capture: Any = importlib.import_module("penstock.graph.capture")
+translate: Any = importlib.import_module("penstock.graph.translate")
 _KNOWN: dict[bytes, tuple[Graph, Mapping[str, Any]]] = {}  # with the names that were read, by path of the module
 
 
@@ -49,6 +50,7 @@ def _key(model: nn.Module, arguments: Any, keywords: Any, *rest: Any) -> bytes |
     settings = (
         torch.is_grad_enabled(), str(torch.get_default_dtype()), torch.are_deterministic_algorithms_enabled(),
         torch.backends.mha.get_fastpath_enabled(), id(torch.export.export), id(capture.translate),
+        id(translate.share_heads),
     )  # fmt: skip
     try:
         _Key(file, model, (arguments, keywords)).dump((model, arguments, keywords, rest, settings))

@@ -78,7 +78,7 @@ OPTIONS = {
 TOTALS = {
     "lines of src": 65946,  # +5,213: silent faults of scripts, text, folders and files; own classifiers
     "files of src": 431,  # +29
-    "lines of tests": 43106,  # +5,122: silent faults of scripts, text, folders and files; own classifiers
+    "lines of tests": 43108,  # +5,122: silent faults of scripts, text, folders and files; own classifiers
     "lines of benchmarks": 8992,  # +150: every decoder of transformers
     "keyword arguments of Pipeline": 21,
     "public names": 13,

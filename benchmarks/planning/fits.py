@@ -13,7 +13,7 @@ from typing import Any
 
 from PIL import Image
 
-from benchmarks.planning.memory import BATCH, measure_training
+from benchmarks.planning.memory import BATCH, measure_training, write_text
 from penstock.group.entry import WORKER
 from penstock.memory import anonymous_bytes
 from penstock.plan.candidates import PlanRequest
@@ -83,9 +83,10 @@ def fits_rows(only: str | None = None, *, quick: bool = False) -> list[dict[str,
             prompts = [word for number in range(3 * slots) for word in ("--prompt", f"{number} {text}")]
             command = ["generate", *prompts, "--max-new-tokens", str(_NEW), "--max-length", str(length)]
             rows.append(_stream(f"hf:{folder}", folder, command, slots, length))
+        text = write_text(folder / "text.txt")
         for model, schedule in TRAININGS[some]:
             settings = FitSettings(
-                model=model, data="digits" if "vit" in model else str(Path("README.md").resolve()), batch_size=BATCH,
+                model=model, data="digits" if "vit" in model else text, batch_size=BATCH,
                 steps=4, epochs=1, threads=1, validate=False, save=False, output=str(folder / "run"),
             )  # fmt: skip
             rows.append(measure_training(settings, _counted(folder, model, settings.data), (2,), schedule))

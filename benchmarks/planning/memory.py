@@ -47,7 +47,7 @@ def memory_rows(only: str | None = None) -> list[dict[str, Any]]:
         return []
     rows = []
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
-        text = _write_text(Path(folder) / "text.txt")
+        text = write_text(Path(folder) / "text.txt")
         for model, data, shapes in CASES:
             settings = FitSettings(
                 model=model, data=text if data == "text" else data, batch_size=BATCH, steps=STEPS, epochs=1, threads=1,
@@ -58,7 +58,8 @@ def memory_rows(only: str | None = None) -> list[dict[str, Any]]:
     return rows
 
 
-def _write_text(path: Path) -> str:
+def write_text(path: Path) -> str:
+    """Write a text of random words; returns its path."""
     words = random.Random(0)
     alphabet = "abcdefghijklmnopqrstuvwxyz"
     known = ["".join(words.choices(alphabet, k=words.randint(2, 9))) for _ in range(6000)]

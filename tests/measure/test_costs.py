@@ -1,5 +1,6 @@
 """What is counted per unit agrees with what the stages really hold and send."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -58,3 +59,13 @@ def test_working_memory_counts_what_lives_at_the_same_time() -> None:
 def test_spread_is_the_middle_half() -> None:
     assert spread([5.0]) == 0.0
     assert spread([1.0, 2.0, 3.0, 4.0, 100.0]) == 2.0
+
+
+def test_weights_in_blocks_are_numbers_for_a_runtime_that_unpacks_them() -> None:
+    graph = capture(nn.Linear(64, 8, bias=False), (torch.randn(2, 64),))
+    states = tuple(replace(state, packing="Q8_0") for state in graph.states)
+    positions = [0, len(graph.ops)]
+    (((_, unpacked),),) = held_by_units(replace(graph, states=states), positions)
+    (((_, packed),),) = held_by_units(replace(graph, states=states), positions, packed=True)
+    assert unpacked == 64 * 8 * 4
+    assert 8 * 2 * 34 < packed < unpacked  # two blocks of 34 bytes a row, and the engine's copy

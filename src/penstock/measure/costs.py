@@ -157,14 +157,14 @@ def cached_by_units(graph: Graph, positions: Sequence[int]) -> list[float]:
     return found
 
 
-def held_by_units(graph: Graph, positions: Sequence[int]) -> list[tuple[tuple[str, int], ...]]:
+def held_by_units(graph: Graph, positions: Sequence[int], *, packed: bool = False) -> list[tuple[tuple[str, int], ...]]:
     """Return names and bytes of the state used by the units between neighbouring positions, including tables but not
     caches.
 
-    Weights in the blocks of their file are counted with an engine's copies of them.
+    If `packed`, weights in the blocks of their file count as these, with an engine's copies of them.
     """
     sizes = {
-        state.value.name: round(state.num_bytes(packed=True) * (_COPIES if state.packing else 1))
+        state.value.name: round(state.num_bytes(packed=packed) * (_COPIES if packed and state.packing else 1))
         for state in graph.states if state.kind != "cache"
     }  # fmt: skip
     sources: dict[str, set[str]] = {}

@@ -50,7 +50,7 @@ def units_in_bytes(
         sum(unit.kept_bytes_per_row for unit in units_in_bytes(graph, list(Cuts(graph)), rows=4, training=True))
     """
     positions, boundaries = _positions(graph, cuts), boundaries_of(graph, cuts)
-    held, cached = held_by_units(graph, positions), cached_by_units(graph, positions)
+    held, cached = held_by_units(graph, positions, packed=True), cached_by_units(graph, positions)
     one, two = (working_bytes(graph, positions, count, largest) for count in (1, 2))
     least = working_bytes(graph, positions, 1, single) if single is not None else [0.0] * len(one)
     units = [

@@ -50,14 +50,7 @@ def fits(
         raise UsageError("--one-call and --runtime are of inference; leave them or --train out")
     if data is not None and not train:
         raise UsageError("--data is for training; add --train")
-    if schedule not in {"1f1b", "gpipe"}:
-        raise UsageError(f"--schedule must be 1f1b or gpipe; got {schedule!r}; for others, use `penstock plan`")
-    cluster = this_machine() if on is None else read_cluster(on)
-    request = PlanRequest(replicas=False, alternate=False)
-    if train:
-        request = PlanRequest(
-            replicas=False, schedule=schedule, num_microbatches=microbatches, optimizer_state_factor=ADAMW_STATE
-        )
+    cluster, request = this_machine() if on is None else read_cluster(on), _request(train, schedule, microbatches)
     kept = opt.cache_dtype(cache_dtype)
 
     def counted_costs() -> Profile:
@@ -92,6 +85,16 @@ def fits(
 def this_machine() -> Cluster:
     """Return a cluster of this machine alone, with the memory that this process may allocate."""
     return Cluster(devices=(Device(name="this-machine", speed=1.0, memory_bytes=allowed_bytes()),))
+
+
+def _request(train: bool, schedule: str, microbatches: int) -> PlanRequest:
+    if schedule not in {"1f1b", "gpipe"}:
+        raise UsageError(f"--schedule must be 1f1b or gpipe; got {schedule!r}; for others, use `penstock plan`")
+    if not train:
+        return PlanRequest(replicas=False, alternate=False)
+    return PlanRequest(
+        replicas=False, schedule=schedule, num_microbatches=microbatches, optimizer_state_factor=ADAMW_STATE
+    )
 
 
 def _table(stages: list[StageNeeds]) -> Table:

@@ -71,8 +71,7 @@ def profile(
         with working(f"measuring generation of {model} with {rows} sequences per step"):
             made = profile_generation(
                 model, slots=sizes, max_length=max_length, cache_dtype=opt.cache_dtype(cache_dtype), runtimes=choices,
-                weights=weights, pretrained=pretrained,
-                threads=threads, repeats=repeats,
+                weights=weights, pretrained=pretrained, threads=threads, repeats=repeats,
             )  # fmt: skip
         _show(console, made, output, json)
         return

@@ -179,7 +179,7 @@ def load_state(graph: Graph, state: State, weights: Weights) -> Tensor:
 
 
 def with_packings(graph: Graph, weights: Weights, runtimes: Collection[str]) -> Graph:
-    """Have stages receive weights in the bits of their file, if they are stored in blocks.
+    """Return a graph whose stages receive weights in the bits of their file, if they are stored in blocks.
 
     Raises `UsageError` if one of the runtimes is to hold such weights as `stored` and has no products in them, or if
     there are none.

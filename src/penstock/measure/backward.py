@@ -119,7 +119,7 @@ class Trainable:
 
 
 def storage_key(storage: UntypedStorage) -> int:
-    """Return what tells storages that exist apart, also those of tensors without values."""
+    """Return a key of a storage, unique among those in use, also for tensors without values."""
     return int(StorageWeakRef(storage).cdata)
 
 

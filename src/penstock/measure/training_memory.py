@@ -88,7 +88,7 @@ class TrainingBytes:
 
 @contextlib.contextmanager
 def _without_values() -> Iterator[None]:
-    """Have operations compute shapes only: tensors take no memory, and autograd saves those that it would save."""
+    """Compute shapes only: tensors take no memory, and autograd saves the same ones as with values."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         yield
 

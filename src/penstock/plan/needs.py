@@ -1,4 +1,4 @@
-"""What each stage of a plan needs in memory, and the largest microbatches that fit a cluster."""
+"""Memory that each stage of a plan needs, and the largest microbatches that fit a cluster."""
 
 from dataclasses import dataclass, replace
 
@@ -69,8 +69,8 @@ def stage_needs(choice: Choice, profile: Profile) -> list[StageNeeds]:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Whether a model fits a cluster: the most rows of a microbatch or slots of a lane (0: none), and for `rows` rows
-    the stages' needs and the rate, or the reason why they do not fit.
+    """The most rows of a microbatch, or slots of a lane, that fit a cluster (0: none), and for `rows` rows the stages'
+    needs and the rate, or the reason why they do not fit.
 
     `more` machines like the largest would make them fit (0: none known), or one more has room for `most_with_more` rows
     and runs them `faster` times as fast.

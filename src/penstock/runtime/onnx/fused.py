@@ -84,23 +84,25 @@ class JoinedRuntime(Runtime):
         tensors = {**tensors, **{x.name: torch.empty(x.evaluate({}), device="meta") for x in shapes_only}}
         self._parts: list[_FusedPart] = []
         order: list[Op] = []
+        # the runtime calls engines and lookups like functions of the caller in training
+        calls: list[Callback] = []
         checked: set[str] = set()
         for number, ops in enumerate(phases):
             if number % 2 == 0:
-                order += ops
+                for op in ops:
+                    if (rows := lookups.get(op.name)) is None:
+                        order.append(op)
+                        continue
+                    order += rows.as_operations(len(calls))
+                    calls.append(Callback(name=rows.name, run=rows))
                 continue
             for piece in pieces(ops, lambda op: _num_bytes(op, packed, tensors), _PART_BYTES):
                 made_by = compile_caching if compile_caching is not None and caches_of(piece) else compile_model
-                part = _FusedPart(len(self._parts), program, piece, tensors, shapes, packed, made_by, checked)
+                part = _FusedPart(len(calls), program, piece, tensors, shapes, packed, made_by, checked)
                 checked.update(part.masks)
                 self._parts.append(part)
+                calls.append(Callback(name=part.name, run=part))
                 order += part.as_operations(program)
-        # the runtime calls an engine like a function of the caller in training
-        calls = [Callback(name=part.name, run=part) for part in self._parts]
-        for number, (name, rows) in enumerate(lookups.items(), len(calls)):
-            place = [op.name for op in order].index(name)
-            order[place : place + 1] = rows.as_operations(number)
-            calls.append(Callback(name=rows.name, run=rows))
         states = tuple(state for state in program.states if not state.packing)
         joined = replace(program, ops=tuple(order), callbacks=calls, states=states)
         self._lookups = lookups

@@ -187,7 +187,7 @@ def _scale_frequencies(module: nn.Module, weights: GgufWeights) -> None:
 
 
 class _Header(NamedTuple):
-    """What is read of a file once: its tensors, mapped, and the tokens that end a turn or a message."""
+    """The header of a file: its tensors, mapped, and the tokens that end a turn or a message."""
 
     tensors: dict[str, Any]
     ends: list[int]

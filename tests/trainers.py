@@ -23,6 +23,7 @@ from penstock.train.captured import Captured
 from penstock.train.loss_convention import call_loss
 from penstock.train.own_loss import own_loss
 from penstock.train.trainer import Trainer
+from penstock.transport.base import MeteredTransport
 from penstock.transport.memory_network import MemoryNetwork
 from tests.processes import PATIENCE
 
@@ -47,7 +48,7 @@ def in_threads(size: int, script: Callable[[World], Any]) -> list[Any]:
         transport = network.transports[rank]
         health = Health(Boards.of_threads(store, rank, size), rank, names, transport.abort, beat_s=0.02)
         world = World(
-            transport=transport, health=health, names=names, devices=list(range(size)), store=store,
+            transport=MeteredTransport(transport), health=health, names=names, devices=list(range(size)), store=store,
             bandwidths=[None] * size, reason_s=1.0, between_gpus="auto", random_states=NoStates(),
         )  # fmt: skip
         try:

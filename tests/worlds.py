@@ -23,6 +23,7 @@ from penstock.graph.graph import Graph
 from penstock.graph.program import StageProgram
 from penstock.group.liveness import Boards, Health
 from penstock.group.world import World
+from penstock.transport.base import MeteredTransport
 from penstock.transport.faulty import Fault, FaultyTransport
 from penstock.transport.memory_network import MemoryNetwork
 from penstock.zoo.weights.weights import ModuleWeights
@@ -113,7 +114,8 @@ def made_world(network: MemoryNetwork, rank: int) -> World:
     transport = network.transports[rank]
     health = Health(Boards.of_threads(HashStore(), 0, 1), 0, names, transport.abort)
     return World(
-        transport=transport, health=health, names=names, devices=list(range(1, size)), store=HashStore(),
+        transport=MeteredTransport(transport), health=health, names=names, devices=list(range(1, size)),
+        store=HashStore(),
         bandwidths=[None] * size,
     )  # fmt: skip
 
@@ -134,7 +136,7 @@ def memory_world(
         health = Health(boards, rank, names, transport.abort, silence_s=silence_s, beat_s=0.02)
         worlds.append(
             World(
-                transport=transport,
+                transport=MeteredTransport(transport),
                 health=health,
                 names=names,
                 devices=list(range(1, size)),

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
+import torch
 import zmq
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
@@ -16,6 +17,7 @@ from penstock.group.links import PlainLinks
 from penstock.group.liveness import Boards, Health
 from penstock.group.roll_call import Membership, Rendezvous
 from penstock.group.world import World
+from penstock.transport.base import MeteredTransport
 from penstock.transport.memory_network import MemoryNetwork
 from penstock.transport.watched import StoreSilent
 
@@ -31,12 +33,13 @@ def make_world() -> Iterator[MakeWorld]:
 
     def make() -> World:
         network, store, names = MemoryNetwork(3), HashStore(), ["a", "b", "c"]
-        health = Health(Boards.of_threads(store, 1, 3), 1, names, lambda: None, beat_s=0.02)
+        health = Health(Boards.of_threads(store, 1, 3), 1, names, network.transports[1].abort, beat_s=0.02)
         healths.append(health)
         rendezvous = Rendezvous(PlainLinks(), HashStore, "nowhere", 1, "nowhere", "a thread")
         return World(
-            transport=network.transports[1], names=names, devices=[0, 1, 2], store=store, bandwidths=[None] * 3,
-            health=health, membership=Membership(rendezvous=rendezvous, run="run", own="b", members=tuple(names)),
+            transport=MeteredTransport(network.transports[1]), names=names, devices=[0, 1, 2], store=store,
+            bandwidths=[None] * 3, health=health,
+            membership=Membership(rendezvous=rendezvous, run="run", own="b", members=tuple(names)),
         )  # fmt: skip
 
     yield make
@@ -48,13 +51,13 @@ def test_the_next_group_forms_while_nobody_asks(make_world: MakeWorld, monkeypat
     world, second, third = make_world(), make_world(), make_world()
     formed: list[World] = []
 
-    def go_over(of: World) -> None:
-        of.become([second, third][len(formed)])
-        formed.append(of)
+    def next_group(_of: World) -> World:
+        formed.append([second, third][len(formed)])
         if len(formed) == 1:  # which is lost before it is of any use
             second.health.announce(LOST)
+        return formed[-1]
 
-    monkeypatch.setattr(module, "_go_over", go_over)
+    monkeypatch.setattr(module, "_next_group", next_group)
     following = Following(world)
     assert following.newest(BROKEN).membership is world.membership  # nothing has happened
     world.health.announce(LOST)
@@ -64,7 +67,7 @@ def test_the_next_group_forms_while_nobody_asks(make_world: MakeWorld, monkeypat
         time.sleep(0.01)
     assert following.newest(BROKEN).health is third.health
     with pytest.raises(ConnectionBroken):
-        world.transport.send(HashStore, 0, 0)  # type: ignore[arg-type]
+        world.transport.send(torch.zeros(1, dtype=torch.uint8), 0, 0)
     following.close()
 
 
@@ -93,7 +96,7 @@ def test_what_kept_a_group_from_forming_is_raised(make_world: MakeWorld, monkeyp
     def go_over(_of: World) -> None:
         raise DeviceLost("the others went on without this process")
 
-    monkeypatch.setattr(module, "_go_over", go_over)
+    monkeypatch.setattr(module, "_next_group", go_over)
     world = make_world()
     following = Following(world)
     world.health.announce(LOST)
@@ -110,7 +113,7 @@ def test_an_error_of_any_kind_ends_the_wait(
     def go_over(_of: World) -> None:
         raise error
 
-    monkeypatch.setattr(module, "_go_over", go_over)
+    monkeypatch.setattr(module, "_next_group", go_over)
     world = make_world()
     following = Following(world)
     world.health.announce(LOST)

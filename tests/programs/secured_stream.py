@@ -65,6 +65,8 @@ try:
             world.last_word = "fine"
         with torch.no_grad():
             equal = all(torch.equal(one, model(*two)) for one, two in zip(outputs, inputs, strict=True))
-        tell(equal=equal, changes=[change.why for change in pipe.changes], transport=type(world.transport).__name__)
+        tell(
+            equal=equal, changes=[change.why for change in pipe.changes], transport=type(world.transport.inner).__name__
+        )
 except PenstockError as error:
     tell(kind=type(error).__name__, message=str(error))

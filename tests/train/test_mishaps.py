@@ -45,7 +45,7 @@ def test_a_lost_message_is_named_by_everybody(rank: int, said: str) -> None:
     def script(world: World) -> str:
         first = link_tag(training_set(1), 2)  # of the first generation, activations of the first cut
         fault = Fault(kind="drop", rank=rank, message=3, tag=first + rank)
-        world.transport = FaultyTransport(world.transport, [fault])
+        world.transport.become(FaultyTransport(world.transport.inner, [fault]))
         trainer = make_trainer(captured, world, microbatches=4, stall_s=0.4)
         try:
             trainer.train_step(*images(8), F.cross_entropy)

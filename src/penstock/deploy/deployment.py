@@ -107,7 +107,7 @@ class Deployment:
     def leave(self) -> None:
         """Close at interpreter exit without starting a thread, which Python 3.12 and later refuse at that point."""
         for pipeline in self.pipelines:
-            self.world.health.call_instead(pipeline.give_up)
+            self.world.health.when_failed(pipeline.give_up)
             finish_stream(pipeline)
             if self.world.health.failure is None:
                 channels = pipeline.channels

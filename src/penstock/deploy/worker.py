@@ -22,7 +22,7 @@ from penstock.engine.tracers import follow_stages
 from penstock.errors import PenstockError, ProgramError, TransportError
 from penstock.group.entry import join_local
 from penstock.group.launcher import leave_with_parent
-from penstock.group.regroup import next_group
+from penstock.group.regroup import renew
 from penstock.group.world import Leave, World
 from penstock.runtime.torch_settings import applied
 from penstock.transport.base import send_bytes
@@ -70,10 +70,10 @@ def follow(
             with world:
                 leave = work(world, make, bundle, more, holdings)
         except PenstockError:
-            if not next_group(world):
+            if not renew(world):
                 raise
         else:
-            if not leave.again or not next_group(world):
+            if not leave.again or not renew(world):
                 return leave.message
 
 

@@ -14,7 +14,6 @@ from penstock.group.world import World
 from penstock.terminal.live import StageState
 from penstock.terminal.notes import note
 from penstock.tracing.record import FEEDER_STAGE
-from penstock.transport.base import MeteredTransport
 from penstock.wire import FEEDER, NUM_BUFFERS
 
 STALL_S = 60.0
@@ -157,16 +156,17 @@ class TrainingWatch:
     """Reports progress with every heartbeat; on rank 0, a thread detects stalls and reports waits.
 
     Example:
-        watch = TrainingWatch(world, transport, training_links(parts), grid.replicas, observer)
+        watch = TrainingWatch(world, training_links(parts), grid.replicas, observer)
         ...
         watch.close()
     """
 
     def __init__(
-        self, world: World, transport: MeteredTransport, links: Sequence[StageLink], replicas: Sequence[Replica],
-        observer: Observer, stall_s: float = STALL_S,
+        self, world: World, links: Sequence[StageLink], replicas: Sequence[Replica], observer: Observer,
+        stall_s: float = STALL_S,
     ) -> None:  # fmt: skip
-        self._health, self._names = world.health, world.names
+        self._health, self._names, transport = world.health, world.names, world.transport
+        transport.owner = threading.get_ident()  # whose waits tell whether this process computes
         pipelines = [
             {stage: {rank: world.names[rank]} for stage, rank in enumerate(replica.stages)} for replica in replicas
         ]

@@ -25,7 +25,7 @@ def go_direct(world: World, ranks: Collection[int], device: torch.device) -> boo
     `UsageError` on all these ranks if NCCL is required but not usable.
     """
     mine = _describe(device) if world.rank in ranks else {}
-    others = sorted(set(ranks) - {FEEDER})
+    others, host = sorted(set(ranks) - {FEEDER}), world.transport.inner
     if world.rank == FEEDER:
         told = {rank: json.loads(receive_bytes(world.transport, rank, limit=WORD_BYTES)) for rank in others}
         told |= {FEEDER: mine} if mine else {}
@@ -33,7 +33,7 @@ def go_direct(world: World, ranks: Collection[int], device: torch.device) -> boo
         if world.secured:
             problem = "NCCL does not encrypt, and this run has a key; leave between_gpus out, or run without a key"
         wanted = world.between_gpus != "host" and len(told) > 1
-        known = world.transport.name if isinstance(world.transport, NcclTransport) else uuid.uuid4().hex
+        known = host.name if isinstance(host, NcclTransport) else uuid.uuid4().hex
         decision = {
             "name": known if wanted and not problem else "",
             "problem": problem if world.between_gpus == "nccl" else "",
@@ -48,9 +48,10 @@ def go_direct(world: World, ranks: Collection[int], device: torch.device) -> boo
         decision = json.loads(receive_bytes(world.transport, FEEDER, limit=WORD_BYTES))
     if decision["problem"]:
         raise UsageError(decision["problem"])
-    if decision["name"] and not isinstance(world.transport, NcclTransport):
-        world.transport = NcclTransport(world.transport, world.store, decision["name"], connect_nccl)
-        world.health.call_instead(world.transport.abort)
+    if decision["name"] and not isinstance(host, NcclTransport):
+        direct = NcclTransport(host, world.store, decision["name"], connect_nccl)
+        world.transport.become(direct)
+        world.health.when_failed(direct.abort)
     return bool(decision["name"])
 
 

@@ -33,7 +33,7 @@ from penstock.group.world import World
 from penstock.terminal.notes import note
 from penstock.terminal.progress import working
 from penstock.text import first_line
-from penstock.transport.base import SILENCE_S, Transport, receive_bytes, send_bytes
+from penstock.transport.base import SILENCE_S, MeteredTransport, Transport, receive_bytes, send_bytes
 from penstock.transport.faulty import wrap_if_faulty
 from penstock.transport.memory_network import MemoryNetwork
 from penstock.wire import FEEDER
@@ -215,7 +215,8 @@ def thread_worlds(names: Sequence[str]) -> list[World]:
     network, store = MemoryNetwork(len(names)), HashStore()
     return [
         World(
-            transport=transport, names=list(names), devices=list(range(1, len(names))) or [FEEDER], store=store,
+            transport=MeteredTransport(transport), names=list(names),
+            devices=list(range(1, len(names))) or [FEEDER], store=store,
             health=Health(Boards.of_threads(store, rank, len(names)), rank, list(names), transport.abort),
             bandwidths=[None] * len(names),
         )
@@ -251,7 +252,7 @@ def join_group(
             made, store = _connect(rendezvous, meeting.name, rank, size, join_s, watch)
             where_it_fails.callback(made.close)
             transport = wrap_if_faulty(made)
-            health.call_instead(transport.abort)
+            health.when_failed(transport.abort)
             if before is not None:
                 _wait_for_all(transport, health)
         except BaseException as error:
@@ -261,7 +262,7 @@ def join_group(
             raise
         where_it_fails.pop_all()
     return World(
-        transport=transport, health=health, names=names, devices=list(devices), store=store,
+        transport=MeteredTransport(transport), health=health, names=names, devices=list(devices), store=store,
         bandwidths=[hello.bandwidth_bytes_per_s for hello in meeting.hellos],
         hosts=[hello.host for hello in meeting.hellos], membership=_membership(meeting, rendezvous, before),
         secured=rendezvous.links.secured, unlike=meeting.unlike,

@@ -1,6 +1,5 @@
 """Background regrouping: a process joins its run's newest group while its program continues."""
 
-import dataclasses
 import threading
 
 from penstock.errors import DeviceLost, PenstockError, RunError
@@ -30,7 +29,7 @@ class Following:
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._closed = False
-        world.health.call_instead(self._ended)
+        world.health.when_failed(self._ended)
 
     def newest(self, error: PenstockError) -> World:
         """Wait until the group after the one in which `error` occurred has formed, and return it.
@@ -60,8 +59,7 @@ class Following:
         return self._problem is not None or self._closed or not outlives(self._world)
 
     def _ended(self) -> None:
-        """Abort a group after its verdict, and start forming the next one if the run survives."""
-        self._world.transport.abort()
+        """Start forming the next group after the verdict on a group, if the run survives."""
         with self._changed:
             if self._closed or self._thread is not None or not outlives(self._world):
                 return
@@ -71,9 +69,8 @@ class Following:
     def _form(self) -> None:
         """Form the next group; if it has failed by then and the run survives that, form another."""
         while True:
-            following = dataclasses.replace(self._world)
             try:
-                _go_over(following)
+                following = _next_group(self._world)
             # any error at all: callers of `newest` wait for this thread
             except BaseException as error:
                 with self._changed:
@@ -82,7 +79,7 @@ class Following:
                 return
             with self._changed:
                 self._world = following
-            following.health.call_instead(self._ended)
+            following.health.when_failed(self._ended)
             with self._changed:
                 if self._closed or not outlives(following):
                     self._thread = None
@@ -109,17 +106,17 @@ def _as_ours(error: BaseException) -> PenstockError:
     return ours
 
 
-def _go_over(world: World) -> None:
-    """Switch a world to the next group; raises `DeviceLost` if this process is in none."""
+def _next_group(world: World) -> World:
+    """Return the group after one that has failed; raises `DeviceLost` if this process is in none."""
     failure = world.health.failure
     if failure is None:
         raise DeviceLost("a regroup was requested without a failure; continue with the current group")
     if world.rank == FEEDER:
-        regroup(world, set() if failure.again else {failure.rank}, admits=failure.again)
-        return
-    release(world.transport, world.health)
-    if not next_group(world, waits=False):
+        return regroup(world, set() if failure.again else {failure.rank}, admits=failure.again)
+    release(world.transport.inner, world.health)
+    if (following := next_group(world, waits=False)) is None:
         raise DeviceLost(
             f"{failure.message}, and this process was not admitted to another group; if the others continued, start it "
             "again to join them"
         )
+    return following

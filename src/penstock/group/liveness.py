@@ -103,7 +103,7 @@ class Health:
         self._boards = boards
         self._rank = rank
         self._names = names
-        self._on_failure = on_failure
+        self._on_failure = [on_failure]
         self._silence_s = silence_s
         self.beat_s = beat_s
         self.call = ""  # the current call of a training run
@@ -123,11 +123,13 @@ class Health:
         for thread in (*self._threads, self._thread):
             thread.start()
 
-    def call_instead(self, on_failure: Callable[[], None]) -> None:
-        """Replace `on_failure`; if the group has already failed, call the new one immediately, from this thread."""
-        self._on_failure = on_failure
-        if self.failure is not None:
-            on_failure()
+    def when_failed(self, call: Callable[[], None]) -> None:
+        """Call this too when the group fails; if it has already failed, immediately, from this thread."""
+        with self._failing:
+            if self.failure is None:
+                self._on_failure.append(call)
+                return
+        call()
 
     def report(self, error: BaseException, *, again: bool = False, lost: bool = False) -> None:
         """Report to all ranks that this process failed; only the first report of a group counts.
@@ -341,4 +343,5 @@ class Health:
             if self.failure is not None:
                 return
             self.failure = verdict
-        self._on_failure()
+        for call in self._on_failure:
+            call()

@@ -1,8 +1,10 @@
 """Regrouping: move a run from one process group to the next, in the same processes.
 
-rank 0          regroup(world, lost={2})     the world becomes the next group: without lost ranks, with newcomers
-other ranks     next_group(world)            the same; returns False if the run is over
-a newcomer      join_later(host, port)       returns a world
+rank 0          regroup(world, lost={2})     the next group: without lost ranks, with newcomers
+other ranks     next_group(world)            the same; None if the run is over
+a newcomer      join_later(host, port)       the same
+
+Each returns another world, which the caller's becomes (`World.become`) when its program is ready for it.
 """
 
 import os
@@ -34,21 +36,21 @@ _POLL_S = 0.2
 _RETURN_S = 60.0  # how long a process that is cut off from rank 0 keeps retrying
 
 
-def regroup(world: World, lost: Collection[int] = (), *, admits: bool = True, join_s: float = _MEET_S) -> None:
-    """Form the next group from the survivors and the waiting newcomers, and switch the world to it.
+def regroup(world: World, lost: Collection[int] = (), *, admits: bool = True, join_s: float = _MEET_S) -> World:
+    """Form the next group from the survivors and the waiting newcomers, and return it.
 
     Rank 0 calls this, once no connection of the old group is needed any more. Without `admits`, newcomers continue to
     wait. Raises `DeviceLost` if no device is left, or after several attempts.
 
     Example:
-        regroup(world, lost={2})
+        world.become(regroup(world, lost={2}))
     """
     membership = world.membership
     if membership is None or membership.roll is None:
         raise UsageError(
             "only a run that survives lost devices can form another group; start the run with on_loss='continue'"
         )
-    closing = threading.Thread(target=release, args=(world.transport, world.health), name="penstock-release")
+    closing = threading.Thread(target=release, args=(world.transport.inner, world.health), name="penstock-release")
     closing.start()  # concurrently, as closing may have to wait for a lost rank
     feeds_only = FEEDER not in world.devices
     expected = [name for rank, name in enumerate(membership.members) if rank not in {FEEDER, *lost}]
@@ -60,13 +62,11 @@ def regroup(world: World, lost: Collection[int] = (), *, admits: bool = True, jo
                 "to the run"
             )
         try:
-            world.become(_meet(world, membership, answered, join_s))
+            return _meet(world, membership, answered, join_s)
         except RunError:  # a member was lost meanwhile, or not every rank can reach a newcomer
             membership.roll.note_failure(name for name in answered if name not in expected)
             expected = [name for name in expected if name in answered]
             membership = replace(membership, generation=membership.generation + 1)
-            continue
-        return
     raise DeviceLost(
         f"the surviving devices did not form a group in {_ATTEMPTS} attempts; check the network and start again"
     )
@@ -102,17 +102,20 @@ def release(transport: Transport, health: Health) -> None:
     transport.close()
 
 
-def next_group(world: World, *, waits: bool = True) -> bool:
-    """Wait for the run's next group and switch the world to it; False if there is none for this process.
+def next_group(world: World, *, waits: bool = True) -> World | None:
+    """Wait for the run's next group and return it; None if there is none for this process.
 
-    All ranks but rank 0 call this after releasing their old group. A process that failed by itself gets False, since it
+    All ranks but rank 0 call this after releasing their old group. A process that failed by itself gets None, since it
     would fail in any group. With `waits`, a process that was left out waits to be admitted again.
     """
     membership, failure = world.membership, world.health.failure
     itself = failure is not None and failure.rank == world.rank and not failure.lost
-    if membership is None or itself:
-        return False
-    following = _await(membership, membership.generation, waits=waits)
+    return None if membership is None or itself else _await(membership, membership.generation, waits=waits)
+
+
+def renew(world: World) -> bool:
+    """Switch a world to the run's next group, as `next_group`; return False if there is none for this process."""
+    following = next_group(world)
     if following is not None:
         world.become(following)
     return following is not None

@@ -23,7 +23,7 @@ from penstock.group.liveness import Health
 from penstock.group.roll_call import Membership
 from penstock.random_states import RandomStates
 from penstock.tracing.record import Clock
-from penstock.transport.base import WORD_BYTES, Transport, receive_bytes, send_bytes
+from penstock.transport.base import WORD_BYTES, MeteredTransport, Transport, receive_bytes, send_bytes
 from penstock.wire import FEEDER
 
 # timeout for a verdict after a broken connection: the silence limit, two beats and one hanging store call
@@ -66,7 +66,7 @@ class World:
             deployment = Deployment(world, ...)
     """
 
-    transport: Transport
+    transport: MeteredTransport
     health: Health
     names: list[str]
     devices: list[int]
@@ -193,10 +193,11 @@ class World:
             self.close()
 
     def become(self, following: "World") -> None:
-        """Switch this world to a new process group in place; existing references stay valid.
+        """Switch this world to a new process group in place; references to it and to its transport stay valid.
 
         State of this process itself is unchanged.
         """
+        self.transport.become(following.transport.inner)
         for name in _OF_A_GROUP:
             setattr(self, name, getattr(following, name))
 
@@ -217,8 +218,7 @@ class World:
 
 # fields of a world that belong to its process group
 _OF_A_GROUP = (
-    "transport", "health", "names", "devices", "store", "bandwidths", "workers", "hosts", "worker_ranks", "membership",
-    "unlike",
+    "health", "names", "devices", "store", "bandwidths", "workers", "hosts", "worker_ranks", "membership", "unlike",
 )  # fmt: skip
 
 

@@ -30,7 +30,7 @@ from penstock.graph.cuts import Cut, Cuts
 from penstock.graph.graph import Graph
 from penstock.graph.program import StageProgram
 from penstock.group.entry import start_local, thread_worlds
-from penstock.group.regroup import next_group, release
+from penstock.group.regroup import release, renew
 from penstock.group.world import World, assign_stages
 from penstock.measure.counts import counted_profile
 from penstock.runtime.registry import EAGER
@@ -260,8 +260,8 @@ class ServedStages:
         """Join the run's next group; return False if there is none."""
         if self._world.membership is None:
             return False
-        release(self._world.transport, self._world.health)
-        return next_group(self._world)
+        release(self._world.transport.inner, self._world.health)
+        return renew(self._world)
 
     def serve_to_end(self) -> None:
         """Serve streams until the stages are closed."""

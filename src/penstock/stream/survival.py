@@ -215,7 +215,7 @@ class SurvivingDeployment(Deployment):
 
     def _regroup(self, lost: set[int]) -> None:
         """Form another group, in which surviving devices keep their names."""
-        regroup(self.world, lost)
+        self.world.become(regroup(self.world, lost))
         members = _members(self.world)
         taken = {self._names[members[rank]] for rank in self.world.devices if members[rank] in self._names}
         for name, rank in name_devices(self.world).items():

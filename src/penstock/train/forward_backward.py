@@ -19,7 +19,6 @@ from penstock.train.outcome import step_document
 from penstock.train.placed_stages import PlacedStages
 from penstock.train.row_cut import RowCut
 from penstock.train.step_rows import StepContext
-from penstock.transport.base import MeteredTransport
 
 
 class ForwardBackward:
@@ -30,8 +29,8 @@ class ForwardBackward:
         gradients = work.gradients(work.divisor(told))
     """
 
-    def __init__(self, world: World, transport: MeteredTransport, losses: Losses, row_cut: RowCut) -> None:
-        self._world, self._transport, self._all_losses, self._row_cut = world, transport, losses, row_cut
+    def __init__(self, world: World, losses: Losses, row_cut: RowCut) -> None:
+        self._world, self._all_losses, self._row_cut = world, losses, row_cut
         self._step: StepContext  # step of the last `run`; `_now` are the stages that it ran on
         self._now: PlacedStages
         # gradient sums, if they must be complete before the processes exchange their documents (losses, counts, errors)
@@ -74,7 +73,7 @@ class ForwardBackward:
         self._before = [(tensor, tensor.clone()) for tensor in now.tensors.written().values()]
         document = self._forward_backward()
         self._sums = self._finish_sums()
-        now.tensors.share_buffers(self._transport)
+        now.tensors.share_buffers(self._world.transport)
         return document
 
     def undo(self) -> None:
@@ -92,18 +91,18 @@ class ForwardBackward:
             sums, self._sums, self._before = self._sums, {}, []
             return {name: gradient.div_(divisor) for name, gradient in sums.items()}
         sums = self._finish_sums(divisor)
-        self._now.tensors.share_buffers(self._transport)
+        self._now.tensors.share_buffers(self._world.transport)
         return sums
 
     def give_back(self, divisor: float) -> None:
         """Run the caller's graph backward from inputs that require a gradient."""
         if self._wanted:
             inputs, _ = self._step.rows.bound(self._now.captured.graph)
-            give_back(self._now, inputs, self._wanted, self._microbatches, divisor, self._transport)
+            give_back(self._now, inputs, self._wanted, self._microbatches, divisor, self._world.transport)
 
     def _finish_sums(self, divisor: float = 1.0) -> dict[str, Tensor]:
         """Wait for the gradient sums over all replicas, and return them divided."""
-        with self._transport.waiting():
+        with self._world.transport.waiting():
             return self._now.synchronizer.finish(divisor)
 
     def _forward_backward(self) -> dict[str, Any]:
@@ -140,7 +139,7 @@ class ForwardBackward:
         features, cached = self._now.features, self._step.cached
         if features is None or cached is None:
             return None
-        with self._transport.waiting():
+        with self._world.transport.waiting():
             return features.outputs(cached.samples, cached.following)
 
     def _run_stages(self, count: int, features: list[Tensor] | None) -> None:

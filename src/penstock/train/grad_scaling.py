@@ -24,7 +24,7 @@ _active: "weakref.WeakSet[Trainer]" = weakref.WeakSet()
 
 def follow_scalers(trainer: Trainer) -> None:
     """Share the infinities that a `GradScaler` finds among all ranks of this run, until `forget_scalers`."""
-    if trainer.transport.size == 1 and trainer.survivors is None:
+    if trainer.world.transport.size == 1 and trainer.survivors is None:
         return
     if not hasattr(GradScaler._unscale_grads_, "__wrapped__"):
         for name, wrap in (("_unscale_grads_", _shared), ("_check_scale_growth_tracker", _begun)):

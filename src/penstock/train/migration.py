@@ -52,10 +52,11 @@ def migrate(
     """
     if trainer.tracer is not None:
         raise UsageError("a trace must have one plan, but this run changes its plan; leave the trace out")
-    begin_s, sent_bytes = trainer.world.clock(), trainer.sent_bytes
+    transport = trainer.world.transport
+    begin_s, sent_bytes = trainer.world.clock(), transport.sent_bytes
     with trainer.world.explained():
         prepared = prepare(trainer, placed, captured, features)
-        gathered = all_gather(trainer.world.transport, {"bytes": trainer.sent_bytes - sent_bytes})
+        gathered = all_gather(transport, {"bytes": transport.sent_bytes - sent_bytes})
         prepared.commit()
     seconds = trainer.world.clock() - begin_s
     return Migration(seconds, sum(document["bytes"] for document in gathered))

@@ -28,7 +28,6 @@ from penstock.train.evaluation import Evaluation
 from penstock.train.features import Features
 from penstock.train.held_tensors import HeldTensors, written_buffers
 from penstock.train.own_loss import OwnLoss
-from penstock.transport.base import MeteredTransport
 from penstock.transport.messages import DATA, Message
 
 _CHANNELS = 256  # sets of tags that each placement reserves; each opening of its channels uses the next
@@ -61,8 +60,6 @@ class PlacedStages:
         self.captured, self.placed, self.how, self.features = captured, placed, how, features
         self._world, self.head = world, head
         transport = world.transport
-        if not isinstance(transport, MeteredTransport):
-            raise TypeError("the transport of a training run must be metered, to detect stalls")
         self.parts: list[TrainingPart] = captured.parts(placed.cuts, how.autocast, how.device)
         self.tensors: HeldTensors = HeldTensors(
             world, placed.grid, captured, self.parts, how.device, before=before.tensors if before is not None else None
@@ -80,7 +77,7 @@ class PlacedStages:
             transport, links, placed.replica, direct=how.direct, first_generation=_CHANNELS * self.number
         )
         self._evaluated = 0  # sets of tags that earlier evaluations used
-        self.watch = TrainingWatch(world, transport, links, placed.grid.replicas, self.observer, how.stall_s)
+        self.watch = TrainingWatch(world, links, placed.grid.replicas, self.observer, how.stall_s)
 
     @property
     def channels(self) -> Channels:

@@ -1,7 +1,6 @@
 """Training over all processes of the user's script: one process, or several as stages, as replicas, or as both."""
 
 import contextlib
-import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -40,7 +39,6 @@ from penstock.train.row_cut import RowCut
 from penstock.train.row_exchange import RowExchange
 from penstock.train.step_rows import StepContext, StepRows
 from penstock.train.training_tracer import TrainingTracer, training_facts
-from penstock.transport.base import MeteredTransport
 from penstock.transport.collectives import all_gather
 
 
@@ -70,9 +68,7 @@ class Trainer:
                 direct = device if go_direct(world, range(world.transport.size), device) else None
             except TransportError as error:
                 world.raise_cause(error)
-        metered = world.transport
-        self.transport = metered if isinstance(metered, MeteredTransport) else MeteredTransport(metered)
-        self.world = world if metered is self.transport else dataclasses.replace(world, transport=self.transport)
+        self.world = world
         self.device, self.seed = device, options.seed
         self._run = run
         how = Computing(
@@ -96,7 +92,7 @@ class Trainer:
         self.is_arranged = any(each is not None for each in (cut.stages, cut.cuts, cut.plan, options.replicas))
         self.row_cut = RowCut()
         self.losses = Losses(self.row_cut)
-        self._work = ForwardBackward(self.world, self.transport, self.losses, self.row_cut)
+        self._work = ForwardBackward(world, self.losses, self.row_cut)
         self._closed = False
         joins = placed is not None
         placed = placed or arrange(world, captured.graph, cut, options, captured.common_cuts)
@@ -189,7 +185,7 @@ class Trainer:
             if self.survivors is not None:
                 documents = self.survivors.together(marked, undo, admits=admits)
             else:
-                documents = all_gather(self.transport, marked())
+                documents = all_gather(self.world.transport, marked())
             return self.calls.checked(documents, self.world.names)
 
     def train_step(self, inputs: Any, labels: Any = None, loss_fn: LossFunction | None = None) -> Tensor:
@@ -221,7 +217,7 @@ class Trainer:
             return self._do_step(step)
 
     def _do_step(self, context: StepContext) -> Tensor:
-        sent_bytes = self.transport.sent_bytes
+        sent_bytes = self.world.transport.sent_bytes
         if self.captured.graph.callbacks:
             # hooks and custom functions of the model must see gradients of the batch's mean loss, so losses are scaled
             # first; without any, gradient sums are divided once at the end, so that their bits do not depend on the
@@ -255,7 +251,7 @@ class Trainer:
         self.tensors.add_gradients(gradients)
         self.now.direct.add(divisor)
         self._work.give_back(divisor)
-        self._report(self._work.ran, synchronize_s, self.transport.sent_bytes - sent_bytes)
+        self._report(self._work.ran, synchronize_s, self.world.transport.sent_bytes - sent_bytes)
         self.data.short = None
         return torch.tensor(loss, dtype=torch.float64).as_subclass(LossTensor)
 
@@ -325,11 +321,6 @@ class Trainer:
         """Return the parameters of this process's stages by their names in the model."""
         self.tensors.follow()
         yield from self.tensors.parameters.items()
-
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes that this process has sent so far."""
-        return self.transport.sent_bytes
 
     def write_trace(self, model: str) -> None:
         """Write the traces of all processes, on rank 0 (a collective call)."""

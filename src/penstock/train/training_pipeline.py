@@ -153,7 +153,7 @@ class TrainingPipeline:
                 raise UsageError(f"the runtime {self._run.runtime.name} cannot train; leave runtime out")
             trainer = Trainer(self._captured, world, self._cut, self._run, self._options, self._device)
             if self._run.on_loss.survives:
-                survive(trainer, world, self._run)
+                survive(trainer, self._run)
             return trainer
         except BaseException as error:
             world.health.report(error)

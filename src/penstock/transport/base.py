@@ -159,12 +159,13 @@ class _Together:
 
 
 class MeteredTransport:
-    """A wrapper of another transport that counts sent bytes and finished waits.
+    """A world's transport: a wrapper of the present group's transport that counts sent bytes and finished waits.
 
-    `waits` is true while the thread that created it waits for a message, or within `waiting`.
+    `waits` is true while the thread `owner`, at first the one that created this, waits for a message or is within
+    `waiting`. It lasts as long as the process: `inner` is replaced if another group forms.
 
     Example:
-        transport = MeteredTransport(world.transport)
+        transport = MeteredTransport(ZmqTransport(...))
         ...
         print(transport.sent_bytes)
     """
@@ -175,36 +176,36 @@ class MeteredTransport:
         self.sent_bytes = 0
         self.num_moved = 0
         self.waits = False
-        self._owner = threading.get_ident()
+        self.owner = threading.get_ident()
         self._counting = threading.Lock()
-        self._inner = inner
+        self.inner = inner
 
     def become(self, inner: Transport) -> None:
-        """Switch to the transport of another group."""
-        self.rank, self.size, self._inner = inner.rank, inner.size, inner
+        """Send and receive by another transport, as that of the next group."""
+        self.rank, self.size, self.inner = inner.rank, inner.size, inner
 
     def send(self, buffer: Tensor, to: int, tag: int) -> Pending:
         """Send a buffer and count it."""
         with self._counting:
             self.sent_bytes += buffer.nbytes
-        return _MeteredPending(self, self._inner.send(buffer, to, tag))
+        return _MeteredPending(self, self.inner.send(buffer, to, tag))
 
     def receive(self, buffer: Tensor, source: int, tag: int) -> Pending:
         """Post a buffer for the next message on a tag."""
-        return _MeteredPending(self, self._inner.receive(buffer, source, tag))
+        return _MeteredPending(self, self.inner.receive(buffer, source, tag))
 
     def abort(self) -> None:
         """End every wait of this process."""
-        self._inner.abort()
+        self.inner.abort()
 
     def close(self) -> None:
         """Close all connections."""
-        self._inner.close()
+        self.inner.close()
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
         """Mark the owner as waiting, if it is the caller; the end counts as progress."""
-        owner = threading.get_ident() == self._owner
+        owner = threading.get_ident() == self.owner
         self.waits = self.waits or owner
         try:
             yield

@@ -39,7 +39,8 @@ class Groups:
                 network, store = MemoryNetwork(len(members)), HashStore()
                 self._groups[members] = {
                     name: World(
-                        transport=network.transports[rank], names=list(members), devices=list(range(len(members))),
+                        transport=MeteredTransport(network.transports[rank]), names=list(members),
+                        devices=list(range(len(members))),
                         store=store, bandwidths=[None] * len(members), reason_s=1.0,
                         health=Health(
                             Boards.of_threads(store, rank, len(members)), rank, list(members),
@@ -81,8 +82,8 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def exchanges_of(world: World) -> tuple[Exchanges, World]:
-    inner = replace(world, transport=MeteredTransport(world.transport))
-    return Exchanges(inner, world), inner
+    own = replace(world, transport=MeteredTransport(world.transport.inner))
+    return Exchanges(own), own
 
 
 def lose(groups: Groups, name: str) -> None:

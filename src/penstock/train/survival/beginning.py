@@ -1,7 +1,5 @@
 """Start of a training run that survives lost processes, in its initial processes or in a process that joins later."""
 
-from dataclasses import replace
-
 import torch
 
 from penstock.deploy.placing import name_devices
@@ -22,7 +20,6 @@ from penstock.train.survival.exchanges import Exchanges
 from penstock.train.survival.rearrange import read_grid
 from penstock.train.survival.survivors import Survivors
 from penstock.train.trainer import Trainer
-from penstock.transport.base import MeteredTransport
 from penstock.wire import FEEDER, NUM_BUFFERS
 
 
@@ -45,22 +42,22 @@ def check_survivable(graph: Graph, options: TrainOptions, run: RunOptions, devic
         )
 
 
-def survive(trainer: Trainer, outer: World, run: RunOptions) -> None:
-    """Make a new training run survive lost processes; `outer` is its world without the MeteredTransport.
+def survive(trainer: Trainer, run: RunOptions) -> None:
+    """Make a new training run survive lost processes.
 
     Raises `UsageError` if the processes cannot form another group, `ClusterError` if the cluster lacks a process's
     device.
     """
-    if outer.membership is None:
+    if trainer.world.membership is None:
         raise UsageError(
             "on_loss needs at least two processes, started without torchrun (its agents end all processes when one "
             "fails); start them with penstock train, penstock lab run or penstock hosts run, or leave on_loss out"
         )
-    if run.on_loss.cluster is not None and outer.rank == FEEDER:
-        for name in name_devices(outer):
+    if run.on_loss.cluster is not None and trainer.world.rank == FEEDER:
+        for name in name_devices(trainer.world):
             run.on_loss.cluster.device(name)  # raises an error if unknown
     fix_microbatches(trainer)
-    exchanges = Exchanges(trainer.world, outer)
+    exchanges = Exchanges(trainer.world)
     trainer.survivors = Survivors(trainer, exchanges, run.on_loss, trainer.placed)
 
 
@@ -72,12 +69,11 @@ def join_training(
     Raises `RunError` if no run admits this process, `UsageError` if the run trains another model.
     """
     host, port = endpoint
-    outer = join_later(host, port)
-    if outer is None:
+    world = join_later(host, port)
+    if world is None:
         raise RunError(f"the training run at {host}:{port} ended before it admitted this process")
-    world = replace(outer, transport=MeteredTransport(outer.transport))
     try:
-        exchanges = Exchanges(world, outer, joins=True)
+        exchanges = Exchanges(world, joins=True)
         told, own = exchanges.described, identity_of(captured, options)
         if (theirs := told["alike"][: len(own)]) != own:
             raise UsageError(
@@ -95,9 +91,9 @@ def join_training(
         )  # fmt: skip
         trainer = Trainer(captured, world, cut, run, options, placed=held)
     except BaseException as error:
-        outer.health.report(error, lost=True)
-        outer.close()
+        world.health.report(error, lost=True)
+        world.close()
         raise
     trainer.now.number = told["number"]
     trainer.survivors = Survivors(trainer, exchanges, run.on_loss, begun, joins=True)
-    return trainer, outer
+    return trainer, world

@@ -15,7 +15,6 @@ from typing import Any, NoReturn
 from penstock.errors import PenstockError
 from penstock.group.following import Following
 from penstock.group.world import World
-from penstock.transport.base import MeteredTransport
 from penstock.transport.collectives import all_gather
 from penstock.wire import FEEDER
 
@@ -26,20 +25,18 @@ _NONE = -1  # number of exchanges so far, in a process that has just joined
 class Exchanges:
     """One process's exchanges in a run, across its process groups.
 
-    `outer` is `world` with the unmetered transport; both switch to each new group in place. After a switch `changed` is
-    called with a dict {old rank: new rank}. `describe` is called on rank 0 and returns a description of the run for
-    newcomers.
+    `world` switches to each new group in place. After a switch `changed` is called with a dict {old rank: new rank}.
+    `describe` is called on rank 0 and returns a description of the run for newcomers.
 
     Example:
-        exchanges = Exchanges(world, outer)
+        exchanges = Exchanges(world)
         told = exchanges.once(lambda: {"loss": compute()})      # None: the group has changed; call again
     """
 
-    def __init__(self, world: World, outer: World, *, joins: bool = False) -> None:
-        if not isinstance(world.transport, MeteredTransport):
-            raise TypeError("a training run needs a MeteredTransport, which can switch to another group")
-        self._world, self._outer, self._transport = world, outer, world.transport
-        self._following = Following(outer)
+    def __init__(self, world: World, *, joins: bool = False) -> None:
+        self._world, self._transport = world, world.transport
+        self._following = Following(world)
+        self.inside = False  # True while `once` runs its work, which may exchange objects itself
         self.count = _NONE if joins else 0
         self.last: Objects = []
         self.changed: Callable[[Mapping[int, int]], None] = lambda _ranks: None
@@ -61,10 +58,13 @@ class Exchanges:
                     # a process alone in its group receives nothing, so no failed receive would tell it that the group
                     # was ended to admit a newcomer
                     self._world.check()
+                self.inside = True
                 gathered = all_gather(self._transport, work())
         except PenstockError as error:
             self.go_over(error)
             return self.last if self.count > before else None
+        finally:
+            self.inside = False
         self.count, self.last = before + 1, gathered
         return gathered
 
@@ -107,10 +107,7 @@ class Exchanges:
     def _become(self, following: World) -> None:
         old, new = _members(self._world), _members(following)
         ranks = {name: rank for rank, name in enumerate(new)}
-        for world in (self._outer, self._world):
-            world.become(following)
-        self._transport.become(following.transport)
-        self._world.transport = self._transport
+        self._world.become(following)
         self.changed({rank: ranks[name] for rank, name in enumerate(old) if name in ranks})
 
     def _meet(self) -> None:

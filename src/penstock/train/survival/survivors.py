@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from penstock.deploy.run_options import OnLoss
 from penstock.errors import DeviceLost, PenstockError, PlanError, UsageError
 from penstock.group.board import Verdict
@@ -36,6 +38,28 @@ from penstock.wire import FEEDER
 _LOOK_S = 1.0  # interval between checks for waiting newcomers
 
 
+class _Continuation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How a run continues in another group, as rank 0 tells it: the placement, and the state of its program.
+
+    With `problem` it cannot. `lost` is a tensor that no process holds any longer, and `goes_back` is set if everything
+    is restored from `checkpoint`. `place` is the batch that is trained on, or being loaded if `loads`. A newcomer takes
+    over `schedulers` and the `settings` of optimizers.
+    """
+
+    problem: str = ""
+    grid: list[dict[str, Any]] = []
+    cuts: list[str] = []
+    groups: list[dict[str, int]] = []
+    step: int = 0
+    lost: str = ""
+    loads: bool = False
+    place: tuple[int, int] = (0, 0)
+    checkpoint: str | None = None
+    goes_back: bool = False
+    schedulers: list[Any] = []
+    settings: list[list[dict[str, Any]]] = []
+
+
 class Survivors:
     """One process's recovery from lost ranks in a training run; implements `Together` for its trainer.
 
@@ -52,9 +76,9 @@ class Survivors:
         self._trainer, self._exchanges, self._options, self._begun = trainer, exchanges, options, begun
         self._joins = self._changed = joins  # `_changed`: the current placement is for an earlier group
         self._place: JoinPlace | None = None
-        self._moving = self._knows_groups = False
+        self._knows_groups = False
         self._prepared: Prepared | None = None
-        self._said: Mapping[str, Any] = {}
+        self._told = _Continuation()
         self._checkpoint: Path | None = None
         self._going_back: Path | None = None
         self._looked_s = time.monotonic()
@@ -65,7 +89,7 @@ class Survivors:
         self, work: Callable[[], dict[str, Any]], undo: Callable[[], None] = lambda: None, *, admits: bool = False
     ) -> Objects:
         """Run `work` and return the objects of all ranks; see `Together`."""
-        if self._moving:  # this call is part of a switch to another group, which is repeated as a whole
+        if self._exchanges.inside:  # part of a switch to another group, which is repeated as a whole
             return all_gather(self._trainer.world.transport, work())
         while True:
             self._settle(admits=admits)
@@ -161,34 +185,29 @@ class Survivors:
     def _prepare(self) -> dict[str, Any]:
         """Receive the next placement from rank 0, and migrate tensors to it."""
         trainer = self._trainer
-        self._moving = True
-        try:
-            mine = self._say() if trainer.world.rank == FEEDER else {}
-            self._said = all_gather(trainer.world.transport, mine)[FEEDER]
-            if self._said["problem"]:
-                raise everywhere(DeviceLost(f"{self._exchanges.why}; {self._said['problem']}"))
-            if self._said["lost"] and self._said["checkpoint"] is None:
-                raise everywhere(DeviceLost(
-                    f"{self._exchanges.why}; no other process held {self._said['lost']}, and no checkpoint to "
-                    "restore was found: save checkpoints regularly, or use replicas"
-                ))  # fmt: skip
-            if self._joins:
-                self._check_alike()
-            trainer.known_groups[:] = [dict(groups) for groups in self._said["groups"]]
-            cuts = cuts_here(trainer.captured, self._said["cuts"])
-            placed = self._begun.moved(read_grid(self._said["grid"]), cuts, rank=trainer.world.rank)
-            self._prepared = prepare(trainer, placed)
-        finally:
-            self._moving = False
+        mine = msgspec.to_builtins(self._continuation()) if trainer.world.rank == FEEDER else {}
+        told = self._told = msgspec.convert(all_gather(trainer.world.transport, mine)[FEEDER], _Continuation)
+        if told.problem:
+            raise everywhere(DeviceLost(f"{self._exchanges.why}; {told.problem}"))
+        if told.lost and told.checkpoint is None:
+            raise everywhere(DeviceLost(
+                f"{self._exchanges.why}; no other process held {told.lost}, and no checkpoint to restore was found: "
+                "save checkpoints regularly, or use replicas"
+            ))  # fmt: skip
+        if self._joins:
+            self._check_alike()
+        trainer.known_groups[:] = told.groups
+        cuts = cuts_here(trainer.captured, told.cuts)
+        self._prepared = prepare(trainer, self._begun.moved(read_grid(told.grid), cuts, rank=trainer.world.rank))
         return {}
 
     def _check_alike(self) -> None:
         """Leave the run if this newcomer has other numbers of parameter groups or schedulers than the other ranks."""
-        trainer, said = self._trainer, self._said
+        trainer, told = self._trainer, self._told
         groups = [len(optimizer.param_groups) for optimizer in trainer.optimizers]
         for what, own, theirs in (
-            ("groups of parameters in its optimizers", groups, [len(each) for each in said["settings"]]),
-            ("schedulers", len(trainer.schedulers), len(said["schedulers"])),
+            ("groups of parameters in its optimizers", groups, [len(each) for each in told.settings]),
+            ("schedulers", len(trainer.schedulers), len(told.schedulers)),
         ):
             if own != theirs:
                 self._exchanges.leave(UsageError(
@@ -196,33 +215,32 @@ class Survivors:
                     f"run has {theirs}"
                 ))  # fmt: skip
 
-    def _say(self) -> dict[str, Any]:
-        """Return rank 0's object: the placement, and the state to continue with."""
+    def _continuation(self) -> _Continuation:
+        """Return how the run continues, on rank 0."""
         trainer = self._trainer
         try:
             grid, cuts = choose_grid(trainer, self._begun, self._options)
         except PlanError as error:
-            return {"problem": str(error)}
+            return _Continuation(problem=str(error))
         lost = sorted(lost_names(trainer.captured, trainer.tensors))
         batch, loading = trainer.data.trained, trainer.data.loading
-        return {
-            "problem": "", "grid": write_grid(grid), "cuts": [cut.name for cut in cuts],
-            "groups": trainer.known_groups, "step": trainer.step,
-            "lost": lost[0] if lost else "", "loads": loading is not None,
-            "place": loading or (batch.place if batch is not None else (0, 0)),
-            "checkpoint": str(self._checkpoint) if self._checkpoint is not None else None,
-            "goes_back": bool(lost) or self._going_back is not None,
-            "schedulers": [
+        return _Continuation(
+            grid=write_grid(grid), cuts=[cut.name for cut in cuts], groups=trainer.known_groups, step=trainer.step,
+            lost=lost[0] if lost else "", loads=loading is not None,
+            place=loading or (batch.place if batch is not None else (0, 0)),
+            checkpoint=str(self._checkpoint) if self._checkpoint is not None else None,
+            goes_back=bool(lost) or self._going_back is not None,
+            schedulers=[
                 scheduler_state(
                     each, "so a process that joins cannot copy it; use a scheduler of torch, or leave on_loss out"
                 )
                 for each in trainer.schedulers
             ],
-            "settings": [
+            settings=[
                 [group["settings"] for group in NamedOptimizer(trainer.tensors, optimizer).groups()]
                 for optimizer in trainer.optimizers
             ],
-        }  # fmt: skip
+        )  # fmt: skip
 
     @property
     def _num_begun(self) -> int:
@@ -230,19 +248,18 @@ class Survivors:
 
     def _commit(self) -> None:
         """Commit the prepared migration; sends nothing."""
-        prepared, said, trainer = self._prepared, self._said, self._trainer
+        prepared, told, trainer = self._prepared, self._told, self._trainer
         if prepared is None:
             return
         self._prepared = None
         prepared.commit()
         self._knows_groups = True
         if self._joins:
-            epoch, place = said["place"]
-            self._joins, self._place = False, JoinPlace(int(epoch), int(place), bool(said["loads"]))
-            trainer.step = said["step"]
-            self._checkpoint = Path(said["checkpoint"]) if said["checkpoint"] is not None else None
-            self._take_over_settings(said)
-        if said["goes_back"]:
+            self._joins, self._place = False, JoinPlace(*told.place, told.loads)
+            trainer.step = told.step
+            self._checkpoint = Path(told.checkpoint) if told.checkpoint is not None else None
+            self._take_over_settings(told)
+        if told.goes_back:
             self._going_back = self._checkpoint
         else:
             self._tell(went_back=False)
@@ -264,13 +281,13 @@ class Survivors:
                 f"after {change.took_s:.1f} s"
             )
 
-    def _take_over_settings(self, said: Mapping[str, Any]) -> None:
+    def _take_over_settings(self, told: _Continuation) -> None:
         """Copy the state of the other ranks' schedulers and the settings of their optimizers."""
         trainer = self._trainer
-        for optimizer, groups in zip(trainer.optimizers, said["settings"], strict=True):
+        for optimizer, groups in zip(trainer.optimizers, told.settings, strict=True):
             for group, settings in zip(optimizer.param_groups, groups, strict=True):
                 restore_settings(group, settings)
-        for scheduler, state in zip(trainer.schedulers, said["schedulers"], strict=True):
+        for scheduler, state in zip(trainer.schedulers, told.schedulers, strict=True):
             scheduler.load_state_dict(decode(state))
 
     def _go_back(self) -> dict[str, Any]:
@@ -283,15 +300,11 @@ class Survivors:
                 f"{self._exchanges.why}; the run was not training on a batch of pipe.loader, so it cannot go back to "
                 "the checkpoint by itself; start the run again from it"
             ))  # fmt: skip
-        self._moving = True
-        try:
-            index = read_index(folder)
-            load_checkpoint(trainer, folder, trainer.optimizers, trainer.schedulers)
-            place = index.loaders[index.trained] if index.trained is not None else None
-            batch.loader.rewind((place.epoch, place.position) if place is not None else (0, 0))
-            for parameter in trainer.tensors.parameters.values():
-                parameter.grad = None
-        finally:
-            self._moving = False
+        index = read_index(folder)
+        load_checkpoint(trainer, folder, trainer.optimizers, trainer.schedulers)
+        place = index.loaders[index.trained] if index.trained is not None else None
+        batch.loader.rewind((place.epoch, place.position) if place is not None else (0, 0))
+        for parameter in trainer.tensors.parameters.values():
+            parameter.grad = None
         trainer.data.rewound = batch
         return {}

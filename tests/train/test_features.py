@@ -19,7 +19,7 @@ from penstock.group.world import World
 from penstock.runtime.registry import EAGER
 from penstock.tensors import HOST
 from penstock.train.captured import Captured
-from penstock.train.features import LoadedBatch
+from penstock.train.loaded_batch import LoadedBatch, tensors_of
 from penstock.train.loader import Loader
 from penstock.train.migration import fix_microbatches, migrate
 from penstock.train.trainer import Trainer
@@ -42,7 +42,10 @@ Change = Callable[[Tensor], Tensor]
 def loaded_batch(loaded: Any) -> LoadedBatch:
     """A batch of which only the tensors count."""
     unused: Any = None
-    return LoadedBatch.of(loaded, [0, 1], None, unused, unused, (0, 0), short=False)
+    return LoadedBatch(
+        loaded=tensors_of(loaded), loader=unused, iteration=None, samples=[0, 1], following=None, placed=None,
+        place=(0, 0), short=False,
+    )  # fmt: skip
 
 
 def test_a_loaded_batch_is_known_again() -> None:

@@ -50,8 +50,7 @@ def load(num_rows: int, batch_size: int, changes: dict[int, int], workers: int =
                 rows = numbers.tolist()
                 assert x.shape == (len(numbers), 4)
                 assert x[:, 0].tolist() == rows
-                loaded = trainer.data.loaded
-                assert loaded is not None
+                loaded = trainer.data.yielded[0]
                 found.append((trainer.grid, len(numbers), rows, loaded.samples, loaded.following,
                               trainer.data.short))  # fmt: skip
                 change = changes.get(len(found))

@@ -27,12 +27,12 @@ def evaluate_all(
 ) -> list[tuple[float, float]]:
     """Return the sum and the count of each function over all rows of all replicas, from a single forward pass."""
     trainer.follow()
-    rows = StepRows(trainer.data, trainer.exchange, trainer.placed, inputs, labels)
+    rows = StepRows(trainer.data, trainer.exchange, trainer.placed, inputs, labels, functions)
     trainer.row_cut.check(labels, rows.bound(trainer.evaluation.graph)[1]["batch"])
 
     def work() -> dict[str, Any]:
         evaluation, only_replica = trainer.evaluation, len(trainer.grid.replicas) == 1
-        given = rows.now(trainer.placed, evaluation.parts, evaluation.graph, functions)
+        given = rows.now(trainer.placed, evaluation.parts, evaluation.graph)
         measures = evaluation.measures(given, functions, trainer.losses, trainer.row_cut, only_replica=only_replica)
         return {"measures": measures, "problem": given.problem}
 
@@ -61,7 +61,7 @@ def predict(trainer: Trainer, inputs: Any) -> Any:
         if trainer.placed is not placed:
             raise DeviceLost("a device was lost, and these rows were redistributed; request predictions again")
         evaluation = trainer.evaluation
-        found[:] = [evaluation.outputs(rows.now(placed, evaluation.parts, evaluation.graph, []))]
+        found[:] = [evaluation.outputs(rows.now(placed, evaluation.parts, evaluation.graph))]
         return {}
 
     if trainer.survivors is not None:

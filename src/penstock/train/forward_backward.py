@@ -18,20 +18,22 @@ from penstock.train.losses import Losses, is_undivided, total_count
 from penstock.train.outcome import step_document
 from penstock.train.placed_stages import PlacedStages
 from penstock.train.row_cut import RowCut
-from penstock.train.step_rows import StepContext
+from penstock.train.step_rows import StepRows
+from penstock.train.training_tracer import TrainingTracer
 
 
 class ForwardBackward:
     """The computation of a step on the current stages; repeated if a process is lost during it.
 
     Example:
-        told = trainer.together(lambda: work.run(step, trainer.now), work.undo)
+        told = trainer.together(lambda: work.run(rows, trainer.now), work.undo)
         gradients = work.gradients(work.divisor(told))
     """
 
-    def __init__(self, world: World, losses: Losses, row_cut: RowCut) -> None:
-        self._world, self._all_losses, self._row_cut = world, losses, row_cut
-        self._step: StepContext  # step of the last `run`; `_now` are the stages that it ran on
+    def __init__(self, world: World, losses: Losses, row_cut: RowCut, seed: int) -> None:
+        self._world, self._all_losses, self._row_cut, self._seed = world, losses, row_cut, seed
+        self.tracer: TrainingTracer | None = None
+        self._step: StepRows  # of the last `run`; `_now` are the stages that it ran on
         self._now: PlacedStages
         # gradient sums, if they must be complete before the processes exchange their documents (losses, counts, errors)
         self._sums: dict[str, Tensor] = {}
@@ -60,12 +62,12 @@ class ForwardBackward:
         now, step, labels = self._now, self._step, self._microbatches[microbatch].labels
         alone = len(self._microbatches) == 1 and len(now.placed.grid.replicas) == 1
         measured = self._all_losses.measure(
-            step.loss_fn, now.captured.graph, outputs, sizes, labels, own=now.own_loss, alone=alone
+            step.functions[0], now.captured.graph, outputs, sizes, labels, own=now.own_loss, alone=alone
         )
         self._losses[microbatch] = dataclasses.replace(measured, total=measured.total.detach())
         return measured.total if step.scale == 1.0 or is_undivided([measured.kind]) else measured.total * step.scale
 
-    def run(self, step: StepContext, now: PlacedStages) -> dict[str, Any]:
+    def run(self, step: StepRows, now: PlacedStages) -> dict[str, Any]:
         """Run forward and backward on this process's rows; returns the document for the other ranks."""
         self._step, self._now = step, now
         if not step.may_repeat:
@@ -97,7 +99,7 @@ class ForwardBackward:
     def give_back(self, divisor: float) -> None:
         """Run the caller's graph backward from inputs that require a gradient."""
         if self._wanted:
-            inputs, _ = self._step.rows.bound(self._now.captured.graph)
+            inputs, _ = self._step.bound(self._now.captured.graph)
             give_back(self._now, inputs, self._wanted, self._microbatches, divisor, self._world.transport)
 
     def _finish_sums(self, divisor: float = 1.0) -> dict[str, Tensor]:
@@ -106,8 +108,8 @@ class ForwardBackward:
             return self._now.synchronizer.finish(divisor)
 
     def _forward_backward(self) -> dict[str, Any]:
-        rows, now = self._step.rows, self._now
-        given = rows.now(now.placed, now.parts, now.captured.graph, [self._step.loss_fn])
+        rows, now = self._step, self._now
+        given = rows.now(now.placed, now.parts, now.captured.graph)
         sizes, self._problem = given.sizes, given.problem
         short = rows.is_short(sizes["batch"])
         count = now.placed.count_microbatches(sizes["batch"], short=short, least=now.captured.least_rows)
@@ -143,7 +145,7 @@ class ForwardBackward:
             return features.outputs(cached.samples, cached.following)
 
     def _run_stages(self, count: int, features: list[Tensor] | None) -> None:
-        now, tracer = self._now, self._step.tracer
+        now, tracer = self._now, self.tracer
         if now.open_channels(self._microbatches) and tracer:
             tracer.follow(now.channels)
         actions = now.placed.schedule(count)[now.placed.replica.devices.index(self._world.rank)]
@@ -163,7 +165,7 @@ class ForwardBackward:
             index: StepInput(
                 microbatch.sizes,
                 {value.name: microbatch.inputs[value.name] for value in part.own},
-                f"seed {step.seed} step {step.number} microbatch {first + index}",
+                f"seed {self._seed} step {step.number} microbatch {first + index}",
             )
             for index, microbatch in enumerate(self._microbatches)
         }

@@ -1,13 +1,8 @@
 """Iterations over one loader, and where the next one starts, even if the last was left early."""
 
-import weakref
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
-from penstock import trees
 from penstock.errors import UsageError
 
 Place = tuple[int, int]  # epoch, and number of the batch in the epoch
@@ -23,16 +18,6 @@ class Iteration:
     order: Any = None  # order of its epoch
     trained: bool = False
     finished: bool = False
-    _given: list["weakref.ref[Tensor]"] = field(default_factory=list)
-
-    def gave(self, loaded: Any) -> None:
-        """Record the tensors of the last batch."""
-        self._given = [weakref.ref(tensor) for tensor in trees.tensors(loaded)]
-
-    def has_given(self, tensors: Iterable[Tensor]) -> bool:
-        """Return whether a tensor belongs to the last batch."""
-        known = {id(tensor) for reference in self._given if (tensor := reference()) is not None}
-        return any(id(tensor) in known for tensor in tensors)
 
 
 class Iterations:
@@ -46,11 +31,6 @@ class Iterations:
         self._last: Iteration | None = None
         self._trained: Iteration | None = None  # the last that a step trained on; None once a later one has ended
         self._number = 0
-
-    @property
-    def current(self) -> Iteration | None:
-        """The iteration that yielded the last batch."""
-        return self._last
 
     def restart(self) -> None:
         """Drop unfinished iterations: the position in the data has changed."""

@@ -13,8 +13,9 @@ from penstock.errors import DataError, UsageError
 from penstock.train.agreement import check_same_data, data_identity
 from penstock.train.arrangement import Arrangement
 from penstock.train.data_order import SampledOrder, SeededOrder, order_of
-from penstock.train.features import Follower, JoinPlace, LoadedBatch
-from penstock.train.iterations import Iteration, Iterations
+from penstock.train.features import Follower, JoinPlace
+from penstock.train.iterations import Iteration, Iterations, Place
+from penstock.train.loaded_batch import LoadedBatch, tensors_of
 from penstock.train.loading import EXAMPLE_ROWS, Collate, WorkerStart, without_rows, workers_of
 from penstock.train.trainer import Trainer
 
@@ -83,7 +84,11 @@ class Loader:
     @property
     def was_trained(self) -> bool:
         """True if the last step trained on a batch of this loader."""
-        return self._trainer.data.trained_iterations is self._iterations
+        return self._trainer.data.trained_loader is self
+
+    def saw_step(self, iteration: Iteration) -> None:
+        """Record that a step trained on a batch of an iteration."""
+        self._iterations.saw_step(iteration)
 
     @property
     def epoch(self) -> int:
@@ -106,37 +111,35 @@ class Loader:
         self._reached = self._epoch
         self._iterations.restart()
 
-    def rewind(self, place: tuple[int, int]) -> None:
+    def rewind(self, place: Place) -> None:
         """Reset to an earlier position in the data; a running iteration still ends at the same epoch."""
         self._epoch, self.position = place
         self._known = self._epoch, self._order.batches(self._epoch)
 
-    def take(self) -> Any:
+    def take(self) -> tuple[Any, LoadedBatch]:
         """Load this process's rows of the next batch, outside of any iteration."""
         order = self._order_now()
         loaded = self.load_own(order[self.position], short=self._is_short(order))
-        self._go_on(loaded, order)
-        return loaded
+        return loaded, self._go_on(loaded, order, None)
 
     def _is_short(self, order: Sequence[Sequence[int]]) -> bool:
         """Return whether the next batch may be smaller than the other batches."""
         return self.position + 1 == len(order) or len(order[self.position]) < self._batch_size
 
-    def _go_on(self, loaded: Any, order: Sequence[Sequence[int]], *, alone: bool = False) -> None:
-        """Report the loaded batch to the trainer, and advance to the next one; if loaded `alone`, a step reloads it."""
+    def _go_on(
+        self, loaded: Any, order: Sequence[Sequence[int]], iteration: Iteration | None, *, alone: bool = False
+    ) -> LoadedBatch:
+        """Describe the loaded batch, and advance to the next one; if loaded `alone`, a step loads it again."""
         trainer, position = self._trainer, self.position
-        self.last_rows = len(order[position])
-        # elastic training (the follower) and runs that survive lost processes need to know the samples of a batch: to
-        # find cached outputs, and to load the rows again
-        if self.follower is not None or trainer.survivors is not None:
-            following = order[position + 1] if position + 1 < len(order) else None
-            batch = LoadedBatch.of(
-                loaded, order[position], following, self, None if alone else trainer.placed, (self._epoch, position),
-                short=self._is_short(order),
-            )  # fmt: skip
-            trainer.data.saw(batch, may_repeat=trainer.survivors is not None)
-        last = position + 1 == len(order)
+        self.last_rows, last = len(order[position]), position + 1 == len(order)
+        batch = LoadedBatch(
+            loaded=tensors_of(loaded), loader=self, iteration=iteration, samples=order[position],
+            following=None if last else order[position + 1], placed=None if alone else trainer.placed,
+            place=(self._epoch, position), short=self._is_short(order), followed=self.follower is not None,
+            repeats=trainer.survivors is not None,
+        )  # fmt: skip
         self._epoch, self.position = (self._epoch + 1, 0) if last else (self._epoch, position + 1)
+        return batch
 
     def load_own(self, samples: Sequence[int], *, short: bool) -> Any:
         """Load this process's rows of a batch for the current placement (a collective call of the replica)."""
@@ -190,12 +193,9 @@ class Loader:
             with trainer.loading():
                 loaded = self._load_alone(order) if alone else self._next()
             order = self._order_now()  # the run may have gone back to a checkpoint
-            self._go_on(loaded, order, alone=alone)
-            expected = self._epoch, self.position
+            trainer.data.saw(self._go_on(loaded, order, iteration, alone=alone))
             self._reached = max(self._reached, ends if self._epoch == ends else 0)
-            iteration.gave(loaded)
-            iteration.place, iteration.order = expected, self._known
-            trainer.data.gave(self._iterations, iteration)
+            iteration.place, iteration.order = (self._epoch, self.position), self._known
             yield loaded
             self._return_to(iteration)
             if self._epoch == ends and self.follower is not None:
@@ -303,7 +303,7 @@ class _Reading:
     placed: Arrangement
     order: list[list[int]]
     batches: Iterator[Any]
-    expected: tuple[int, int] | None = None
+    expected: Place | None = None
 
-    def continues(self, placed: Arrangement, order: list[list[int]], place: tuple[int, int]) -> bool:
+    def continues(self, placed: Arrangement, order: list[list[int]], place: Place) -> bool:
         return self.placed is placed and self.order is order and self.expected == place

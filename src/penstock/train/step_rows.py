@@ -1,7 +1,6 @@
-"""One step's context, and the rows of a call, which are reloaded if the placement changes during the call."""
+"""The rows of a step or of another call, which are reloaded if the placement changes during the call."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -12,29 +11,32 @@ from penstock.graph.graph import Graph
 from penstock.graph.training_parts import TrainingPart
 from penstock.train.arrangement import Arrangement
 from penstock.train.batches import bind
-from penstock.train.features import InputPlaces, LoadedBatch
-from penstock.train.loss_convention import LossFunction
-from penstock.train.recent_batches import RecentBatches
+from penstock.train.loaded_batch import LoadedBatch, RecentBatches
 from penstock.train.row_exchange import RowExchange, StepInputs
-from penstock.train.training_tracer import TrainingTracer
 
 
 class StepRows:
-    """This replica's rows of a batch, as passed to a method by the user's loop.
+    """This replica's rows of a batch, as passed to a method by the user's loop, and the functions to call with them.
+
+    In a step, `number` counts it, and `cached` is the batch whose cached features may replace the first stages. With
+    `may_repeat` the step keeps all that it needs to run again in another group. Losses are multiplied by `scale` before
+    the backward.
 
     Example:
-        rows = StepRows(trainer.data, trainer.exchange, trainer.placed, images, labels)
-        given = rows.now(trainer.placed, parts, graph, [loss_fn])        # rows for the current placement
+        rows = StepRows(trainer.data, trainer.exchange, trainer.placed, images, labels, [loss_fn])
+        given = rows.now(trainer.placed, parts, graph)        # rows for the current placement
     """
 
     def __init__(
-        self, data: RecentBatches, exchange: RowExchange, placed: Arrangement, inputs: Any, labels: Any
+        self, data: RecentBatches, exchange: RowExchange, placed: Arrangement, inputs: Any, labels: Any,
+        functions: Sequence[Any] = (),
     ) -> None:  # fmt: skip
         self._data, self._exchange, self._inputs, self._labels = data, exchange, inputs, labels
-        self.batch: LoadedBatch | None = None
-        self._input_places: InputPlaces | None = None
-        if (found := data.find(inputs)) is not None:
-            self.batch, self._input_places = found
+        self.functions = functions
+        self.number, self.scale, self.may_repeat = 0, 1.0, False
+        self.cached: LoadedBatch | None = None
+        batch, self._input_places = data.find(inputs)
+        self.batch = batch if batch is not None and batch.repeats and self._input_places is not None else None
         self._label_places = self.batch.places(labels) if self.batch is not None else None
         self._placed: Arrangement | None = self.batch.placed if self.batch is not None else placed
         self._given: tuple[Arrangement, StepInputs] | None = None
@@ -51,7 +53,7 @@ class StepRows:
 
     @property
     def _repeatable(self) -> bool:
-        return self._input_places is not None and (self._label_places is not None or not self._has_labels)
+        return self.batch is not None and (self._label_places is not None or not self._has_labels)
 
     def bound(self, graph: Graph) -> tuple[dict[str, Tensor], dict[str, int]]:
         """Return the inputs by name, with their sizes; raises `UsageError` for inputs that the model rejects."""
@@ -63,14 +65,12 @@ class StepRows:
         """Return True if these are rows of a loader's last batch, which may be smaller than others."""
         return num_rows == self._data.short
 
-    def now(
-        self, placed: Arrangement, parts: Sequence[TrainingPart], graph: Graph, functions: Sequence[Any]
-    ) -> StepInputs:
+    def now(self, placed: Arrangement, parts: Sequence[TrainingPart], graph: Graph) -> StepInputs:
         """Return the rows to compute with in a placement, from the rank that loads them (see `RowExchange.rows`)."""
         self.load(placed)
         if self._given is None or self._given[0] is not placed:
             own = StepInputs(*self.bound(graph), self._labels)
-            self._given = placed, self._exchange.rows(placed, parts, graph, own, functions)
+            self._given = placed, self._exchange.rows(placed, parts, graph, own, self.functions)
         return self._given[1]
 
     def load(self, placed: Arrangement) -> None:
@@ -81,8 +81,9 @@ class StepRows:
         data, batch = self._data, self.batch
         if batch is not None and data.rewound is batch:
             data.rewound = None
-            self._put(batch.loader.take(), placed)
-            self.batch = data.trained = data.loaded
+            loaded, self.batch = batch.loader.take()
+            data.trained = self.batch
+            self._put(loaded, placed)
         elif placed is not self._placed:
             if batch is None or not self._repeatable:
                 raise DeviceLost(
@@ -97,21 +98,3 @@ class StepRows:
         if self._label_places is not None:
             self._labels = self._label_places.inputs_of(loaded)
         self._placed = placed
-
-
-@dataclass(slots=True, kw_only=True)
-class StepContext:
-    """One step: its loss, and its rows with the batch that they came from and the placement that they were cut for.
-
-    `cached` is the batch whose cached features may replace the first stages. With `may_repeat` the step keeps all that
-    it needs to run again in another group. Losses are multiplied by `scale` before the backward.
-    """
-
-    rows: StepRows
-    number: int
-    seed: int
-    loss_fn: LossFunction | None
-    cached: LoadedBatch | None
-    may_repeat: bool
-    tracer: TrainingTracer | None
-    scale: float = 1.0

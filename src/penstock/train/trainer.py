@@ -29,15 +29,15 @@ from penstock.train.features import Follower, Together
 from penstock.train.forward_backward import ForwardBackward
 from penstock.train.held_tensors import HeldTensors
 from penstock.train.input_gradients import check_same, check_wanted
+from penstock.train.loaded_batch import RecentBatches
 from penstock.train.loss_convention import LossFunction
 from penstock.train.losses import Losses
 from penstock.train.optimizers import is_empty
 from penstock.train.outcome import LossTensor, StepReport, TrainingChange, everywhere, mean_loss
 from penstock.train.placed_stages import Computing, PlacedStages
-from penstock.train.recent_batches import RecentBatches
 from penstock.train.row_cut import RowCut
 from penstock.train.row_exchange import RowExchange
-from penstock.train.step_rows import StepContext, StepRows
+from penstock.train.step_rows import StepRows
 from penstock.train.training_tracer import TrainingTracer, training_facts
 from penstock.transport.collectives import all_gather
 
@@ -92,7 +92,7 @@ class Trainer:
         self.is_arranged = any(each is not None for each in (cut.stages, cut.cuts, cut.plan, options.replicas))
         self.row_cut = RowCut()
         self.losses = Losses(self.row_cut)
-        self._work = ForwardBackward(world, self.losses, self.row_cut)
+        self._work = ForwardBackward(world, self.losses, self.row_cut, options.seed)
         self._closed = False
         joins = placed is not None
         placed = placed or arrange(world, captured.graph, cut, options, captured.common_cuts)
@@ -108,6 +108,7 @@ class Trainer:
                 TrainingTracer(self.world, self.now.observer, self.now.synchronizer, profile=run.trace.profiler)
                 if run.trace is not None else None
             )  # fmt: skip
+        self._work.tracer = self.tracer
         self.exchange.mark(self.placed)
 
     @property
@@ -196,8 +197,8 @@ class Trainer:
         self.captured.check_unchanged()
         self.tensors.check_trained(self.captured.trainable)
         check_no_autocast("pass autocast=torch.bfloat16 to the pipeline instead")
-        self.data.saw_step(inputs)
-        rows = StepRows(self.data, self.exchange, self.placed, inputs, labels)
+        rows = StepRows(self.data, self.exchange, self.placed, inputs, labels, [loss_fn])
+        rows.number, rows.may_repeat, rows.cached = self.step, self.survivors is not None, self.data.saw_step(inputs)
         if self.survivors is not None:
             rows.check_repeatable()
             self.data.trained = rows.batch
@@ -209,25 +210,21 @@ class Trainer:
         tensors, sizes = rows.bound(self.captured.graph)
         self.row_cut.check(labels, sizes["batch"])
         check_wanted(self.now, tensors, labels, may_repeat=self.survivors is not None)
-        step = StepContext(
-            rows=rows, number=self.step, seed=self.seed, loss_fn=loss_fn, cached=self.data.as_loaded(inputs),
-            may_repeat=self.survivors is not None, tracer=self.tracer,
-        )  # fmt: skip
         with self.tracer.step(self.step, sizes["batch"]) if self.tracer else contextlib.nullcontext():
-            return self._do_step(step)
+            return self._do_step(rows)
 
-    def _do_step(self, context: StepContext) -> Tensor:
+    def _do_step(self, rows: StepRows) -> Tensor:
         sent_bytes = self.world.transport.sent_bytes
         if self.captured.graph.callbacks:
             # hooks and custom functions of the model must see gradients of the batch's mean loss, so losses are scaled
             # first; without any, gradient sums are divided once at the end, so that their bits do not depend on the
             # number of replicas
-            context.scale = 1.0 / max(1, self._count_rows(context.rows))
+            rows.scale = 1.0 / max(1, self._count_rows(rows))
 
         def run() -> dict[str, Any]:
             # a process that has just joined learns the step's number only now
-            context.number = self.step
-            return {**self._work.run(context, self.now), "empty": self._find_empty()}
+            rows.number = self.step
+            return {**self._work.run(rows, self.now), "empty": self._find_empty()}
 
         # while losses are exchanged, gradient sums are in flight, or complete if the step may have to be repeated
         gathered = self.together(run, self._work.undo, admits=True)

@@ -135,7 +135,9 @@ def test_a_plan_is_a_row_of_the_bench(penstock: Run, planned: Path, tmp_path: Pa
 
 def test_a_bundle_runs_without_the_model_s_source(penstock: Run, planned: Path) -> None:
     folder = planned / "bundle"
-    status, _, err = penstock("bundle", planned / "plan.json", "-o", folder, "--json", planned / "said.json")
+    status, _, err = penstock(
+        "split", SMALL, "--plan", planned / "plan.json", "-o", folder, "--json", planned / "said.json"
+    )
     assert status == 0, err
     assert [part["device"] for part in json.loads((planned / "said.json").read_text())["parts"]] == ["desk", "board"]
     module = load_model(SMALL, whole=True).module.eval()
@@ -150,24 +152,10 @@ def test_a_bundle_runs_without_the_model_s_source(penstock: Run, planned: Path) 
         torch.set_num_threads(threads)
 
 
-def test_a_plan_cannot_import_a_module(
-    penstock: Run, planned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A plan from elsewhere names a module that lies in the current folder."""
-    (tmp_path / "from_elsewhere.py").write_text("from pathlib import Path\nPath('ran').touch()\n")
-    text = json.loads((planned / "plan.json").read_text()) | {"model": "from_elsewhere:make"}
-    (tmp_path / "plan.json").write_text(json.dumps(text))
-    monkeypatch.chdir(tmp_path)
-    status, _, err = penstock("bundle", "plan.json", "-o", tmp_path / "bundle")
-    assert status == 2
-    assert err.splitlines()[-1] == (
-        "error: the model of a plan must start with timm: or hf:, but plan.json names 'from_elsewhere:make', which "
-        "would be imported; if that is your code, add --model package.module:function"
-    )
-    assert not (tmp_path / "ran").exists()
+def test_folders_need_a_plan(penstock: Run, planned: Path, tmp_path: Path) -> None:
+    assert penstock("split", SMALL, "-o", tmp_path / "bundle")[0] == 2
+    assert penstock("split", SMALL, "--plan", planned / "plan.json", "--stages", 2)[0] == 2
     assert not (tmp_path / "bundle").exists()
-    assert penstock("bundle", "plan.json", "-o", "bundle", "--model", "from_elsewhere:make")[0] == 2
-    assert (tmp_path / "ran").exists()  # the command line may
 
 
 def test_a_plan_of_another_model_is_one_line(penstock: Run, photos: Path, planned: Path) -> None:

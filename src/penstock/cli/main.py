@@ -27,7 +27,6 @@ _HELP = {
     "convert": "Convert a checkpoint to safetensors.",
     "fits": "Count what each machine needs, before a start.",
     "profile": "Measure the cost of every part of a model.",
-    "bundle": "Write each device's programs and weights.",
     "infer": "Classify images through a pipeline.",
     "generate": "Answer prompts with a language model.",
     "chat": "Talk to a language model.",
@@ -42,7 +41,7 @@ _HELP = {
     "worker": "Join a running job.",
     "lab": "An emulated cluster on this machine (root).",
 }
-_OLD = {"keys": "penstock hosts key FILE"}
+_OLD = {"bundle": "penstock split MODEL --plan PLAN -o FOLDER", "keys": "penstock hosts key FILE"}
 _WITHOUT_MODELS = {"plan", "report", "schedule", "hosts", "lab", "--help", "--version"}
 # if the first process fails, torchrun ends a machine's other processes within this time
 _FIRST_SPEAKS_S = 3.0

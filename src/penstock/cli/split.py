@@ -1,12 +1,16 @@
-"""`penstock split`: the stages of a model, and a comparison of policies."""
+"""`penstock split`: the stages of a model, a comparison of policies, and a plan's stages in folders."""
 
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Column, Table
 
 from penstock.cli import options as opt
+from penstock.cli.paths import Written
 from penstock.errors import CutError, UsageError
+from penstock.plan.check import read_plan
 from penstock.plan.search.partition import stage_sums
 from penstock.terminal.progress import working
 from penstock.text import counted
@@ -22,6 +26,12 @@ def split(
     stages: Annotated[int | None, typer.Option(min=1, help="Number of stages. Default: 4.")] = None,
     policy: opt.Policy = "balanced",
     cut: opt.CutNames = None,
+    plan: Annotated[Path | None, typer.Option(help="Plan written by `penstock plan`, instead of these.")] = None,
+    output: Annotated[
+        Path | None,
+        Written(is_folder=True),
+        typer.Option("-o", "--output", metavar="DIR", help="Write the programs and weights of --plan, by device."),
+    ] = None,
     work: Annotated[
         str, typer.Option(help="Cost model for balancing stages: 'counted' FLOPs or 'measured' seconds.")
     ] = "counted",
@@ -33,7 +43,9 @@ def split(
     json: opt.JsonFile = None,
 ) -> None:
     """Print the stages, the bytes that cross between them, and a comparison of policies."""
+    from penstock.deploy.bundle import write_bundle
     from penstock.deploy.policies import choose_cuts
+    from penstock.deploy.programs import cuts_of_plan
     from penstock.deploy.run_options import CutOptions
     from penstock.deploy.state import load_state
     from penstock.graph.capture import capture
@@ -44,18 +56,22 @@ def split(
 
     if work not in {"counted", "measured"}:
         raise UsageError(f"--work must be 'counted' or 'measured'; got {work!r}")
-    stages = CutOptions(stages=stages, policy=policy, cuts=cut or None).count(4)
+    if output is not None and plan is None:
+        raise UsageError("-o writes a folder for each device of a plan; add --plan, from penstock plan")
+    wanted = read_plan(plan) if plan is not None else None
+    stages = CutOptions(stages=stages, policy=policy, cuts=cut or None, plan=wanted).count(4)
     console = opt.make_console()
     with working("capturing the model"):
         zoo = load_model(model, weights=weights, pretrained=pretrained, seed=seed)
         graph = capture(zoo.module, zoo.example_args, zoo.example_kwargs)
-    cuts = Cuts(graph)
+    cuts = Cuts(graph) if wanted is None else cuts_of_plan(graph, wanted)
+    names = cut or None if wanted is None else wanted.pipelines[0].cut_sets[0].cuts
     sizes = graph.sizes(graph.fixed_batch or microbatch_size)
     costs = count_work(graph, sizes)
     if work == "measured":
         with working("measuring"):
             costs = measure_work(graph, lambda s: load_state(graph, s, zoo.weights), rows=microbatch_size)
-    chosen = choose_cuts(graph, cuts, names=cut or None, stages=stages, policy=policy, work=costs, sizes=sizes)
+    chosen = choose_cuts(graph, cuts, names=names, stages=stages, policy=policy, work=costs, sizes=sizes)
     rows = _stage_rows(graph, chosen, costs, sizes)
     policies = _policy_rows(graph, cuts, len(chosen) + 1, costs, sizes)
     console.print(
@@ -69,7 +85,13 @@ def split(
     if all_cuts:
         for possible in cuts:
             console.print(f"{possible.name}  {format_bytes(possible.num_bytes(sizes))}", highlight=False)
-    opt.write_json(json, {"model": model, "work": work, "stages": rows, "policies": policies})
+    parts = []
+    if output is not None and wanted is not None:
+        with working("writing the parts"):
+            folders = write_bundle(output, graph, wanted, partial(load_state, graph, weights=zoo.weights))
+        parts = [{"device": f.name, "folder": str(f), "weights_bytes": _weights_bytes(f)} for f in folders]
+        console.print(_part_table(parts))
+    opt.write_json(json, {"model": model, "work": work, "stages": rows, "policies": policies, "parts": parts})
 
 
 def _stage_rows(graph: "Graph", chosen: "list[Cut]", costs: list[float], sizes: dict[str, int]) -> list[dict[str, Any]]:
@@ -110,6 +132,17 @@ def _policy_rows(
             "crossing_bytes": sum(cut.num_bytes(sizes) for cut in chosen),
         })  # fmt: skip
     return rows
+
+
+def _weights_bytes(folder: Path) -> int:
+    return (folder / "weights.safetensors").stat().st_size
+
+
+def _part_table(parts: list[dict[str, Any]]) -> Table:
+    table = Table("device", "folder", "weights")
+    for part in parts:
+        table.add_row(part["device"], part["folder"], format_bytes(part["weights_bytes"]))
+    return table
 
 
 def _stage_table(rows: list[dict[str, Any]]) -> Table:

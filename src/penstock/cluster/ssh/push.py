@@ -200,7 +200,9 @@ def _source_files() -> dict[str, bytes]:
 def _bundle_files(bundle: Path, name: str) -> dict[str, bytes]:
     """Return the files of a bundle that a machine needs: the plan, the interface and its own part."""
     if not (bundle / "plan.json").is_file():
-        raise ClusterError(f"{bundle} is not a bundle: plan.json not found; make one with penstock bundle")
+        raise ClusterError(
+            f"{bundle} is not a bundle: plan.json not found; make one with penstock split --plan PLAN -o DIR"
+        )
     own = bundle / name
     chosen = [*(path for path in bundle.iterdir() if path.is_file()), *(own.rglob("*") if own.is_dir() else ())]
     return {str(path.relative_to(bundle)): path.read_bytes() for path in sorted(chosen) if path.is_file()}

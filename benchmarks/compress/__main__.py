@@ -17,9 +17,8 @@ from benchmarks.compress.subject import NAME
 from benchmarks.labs import ROOT, lab_text
 from benchmarks.training.__main__ import environment
 from penstock.cluster.lab import take_down
-from penstock.compress.frontier import draw_frontier
 from penstock.compress.measure import OnRuntimes, names_of_runtimes
-from penstock.compress.search import CompressSettings, Found, Outcome, baseline
+from penstock.compress.search import CompressSettings, Found, Outcome, baseline, draw_frontier
 from penstock.compress.steps import compress
 from penstock.errors import PlanError
 from penstock.recipes.tasks import spread

@@ -19,7 +19,7 @@ from torch import nn
 from benchmarks.fuzz.mutate import mutate_bytes, mutate_document, mutate_program, mutate_text
 from penstock.cluster.lab.spec import parse_lab
 from penstock.deploy.bundle import read_bundle, read_part
-from penstock.deploy.documents import (
+from penstock.deploy.jobs import (
     Document,
     DoMore,
     RunBaseline,

@@ -15,9 +15,8 @@ import pytest
 
 from penstock.cluster.lab import Lab, LabSpec, lab_session, processes, signals
 from penstock.cluster.lab import run as run_module
-from penstock.cluster.lab.cgroups import CgroupsV1, CgroupsV2, MemoryUse, quota
+from penstock.cluster.lab.cgroups import CgroupsV1, CgroupsV2, MemoryUse, MemoryWatch, explain, quota
 from penstock.cluster.lab.machine import Machine, find_cgroups, this_machine
-from penstock.cluster.lab.memory_watch import MemoryWatch, explain
 from penstock.cluster.lab.network import up_commands
 from penstock.cluster.lab.processes import Awake, Target, choose_cores, command_line, environment
 from penstock.cluster.lab.shell import RecordingShell, SystemShell

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from penstock.deploy.documents import RunBaseline, read_document, write_document
+from penstock.deploy.jobs import RunBaseline, read_document, write_document
 from penstock.errors import ProgramError
 from penstock.group.world import Leave
 

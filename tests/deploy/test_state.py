@@ -12,10 +12,9 @@ from torch import Tensor
 
 from penstock.deploy.state import Held, Wanted, redistribute
 from penstock.errors import TransportError
-from penstock.transport.base import Transport
+from penstock.transport.base import STATE, Transport
 from penstock.transport.faulty import Fault, FaultyTransport
 from penstock.transport.memory_network import MemoryNetwork
-from penstock.transport.tags import STATE
 from tests.fewer import examples
 from tests.trainers import on_each_rank
 

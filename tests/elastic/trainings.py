@@ -22,10 +22,10 @@ from penstock.graph.stages import graph_fingerprint
 from penstock.group.world import World
 from penstock.spec.cluster import Cluster, Device
 from penstock.spec.profile import Boundary, Profile, Unit
+from penstock.train.arrangement import common_cuts
 from penstock.train.captured import Captured
 from penstock.train.checkpoint import load_checkpoint
 from penstock.train.loader import Loader
-from penstock.train.planned import common_cuts
 from penstock.train.trainer import Trainer
 from tests.models import seeded
 from tests.trainers import errors, gathered, in_threads, make_trainer

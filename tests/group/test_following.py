@@ -10,11 +10,11 @@ import zmq
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from penstock.errors import ConnectionBroken, DeviceLost, RunError
-from penstock.group import following as module
+from penstock.group import regroup as module
 from penstock.group.board import Verdict
-from penstock.group.following import Following, outlives
 from penstock.group.links import PlainLinks
 from penstock.group.liveness import Boards, Health
+from penstock.group.regroup import Following, outlives
 from penstock.group.roll_call import Membership, Rendezvous
 from penstock.group.world import World
 from penstock.transport.base import MeteredTransport

@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import CutError
-from penstock.plan.search.line import best_path
-from penstock.plan.search.partition import balanced, check_stages, evenly, fill, stage_costs, stage_sums
+from penstock.plan.search.partition import balanced, best_path, check_stages, evenly, fill, stage_costs, stage_sums
 
 # whole numbers, so that sums in any order are exact; zeros and ties come often
 WORK = st.lists(st.integers(0, 6).map(float), min_size=1, max_size=9)

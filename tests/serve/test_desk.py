@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from penstock.serve.desk import SMALL_BYTES, Desk, Lane, lane_of
+from penstock.serve.admission import SMALL_BYTES, Desk, Lane, lane_of
 from penstock.serve.protocol import ApiError
 
 

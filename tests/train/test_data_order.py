@@ -23,8 +23,7 @@ import penstock
 from penstock.errors import UsageError
 from penstock.group.world import World
 from penstock.train.captured import Captured
-from penstock.train.loader import Loader
-from penstock.train.loading import WorkerStart
+from penstock.train.loader import Loader, WorkerStart
 from tests.models import seeded
 from tests.trainers import in_threads, make_trainer
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from penstock.errors import RunError
 from penstock.group.world import World
 from penstock.train.captured import Captured
+from penstock.transport.base import link_tag, training_set
 from penstock.transport.faulty import Fault, FaultyTransport
-from penstock.transport.tags import link_tag, training_set
 from tests.processes import PROGRAMS, run_groups
 from tests.train.test_pipeline import images, small
 from tests.trainers import in_threads, make_trainer

@@ -15,9 +15,9 @@ import penstock
 from penstock import trees
 from penstock.errors import UsageError
 from penstock.group.world import World
+from penstock.train.batches import RowCut
 from penstock.train.captured import Captured
 from penstock.train.loader import Loader
-from penstock.train.row_cut import RowCut
 from tests.models import seeded
 from tests.trainers import in_threads, make_trainer
 

@@ -19,14 +19,12 @@ from penstock import trees
 from penstock.errors import TransportError, UsageError
 from penstock.group.world import World
 from penstock.random_states import RandomStates
-from penstock.train.agreement import data_identity
+from penstock.train.agreement import captured_values, data_identity
+from penstock.train.batch_document import Absent, StandIn
 from penstock.train.captured import Captured
-from penstock.train.captured_values import captured_values
 from penstock.train.evaluate import evaluate, predict
 from penstock.train.loader import Loader
-from penstock.train.stand_in import Absent, StandIn
-from penstock.transport.base import send_bytes
-from penstock.transport.tags import LOADED
+from penstock.transport.base import LOADED, send_bytes
 from tests.fewer import long
 from tests.models import seeded
 from tests.processes import PROGRAMS, run_groups

@@ -13,8 +13,8 @@ import zmq
 from benchmarks.faults.strangers import FORGED, attack, hold, record_handshake, replayed
 from penstock.errors import UsageError
 from penstock.group.zmq_store import MAX_VALUE_BYTES, ZmqStore
+from penstock.transport.connections import MOST_UNPROVED
 from penstock.transport.curve import Curve, make_key, read_key, write_key
-from penstock.transport.gate import MOST_UNPROVED
 from tests.transport.test_zeromq import KEY, Room, filled
 
 HOST = "127.0.0.1"

@@ -17,10 +17,9 @@ from penstock.graph.stages import divide
 from penstock.group import direct
 from penstock.group.direct import why_not
 from penstock.runtime.eager import Runtime
-from penstock.transport.base import Transport, send_bytes
+from penstock.transport.base import Transport, device_tag, send_bytes
 from penstock.transport.memory_network import MemoryNetwork
 from penstock.transport.nccl import NcclTransport
-from penstock.transport.tags import device_tag
 from penstock.zoo.weights.weights import ModuleWeights
 from tests import pretend
 from tests.communicators import Communicators

@@ -14,8 +14,7 @@ from penstock.bench.peer import PeerSettings, block_after, do_peer
 from penstock.bench.samples import Difference, Measured, Samples, limit_of
 from penstock.cores import available_cores
 from penstock.deploy.deployment import Deployment, deploy_pipeline
-from penstock.deploy.documents import write_document
-from penstock.deploy.jobs import FromWeights
+from penstock.deploy.jobs import FromWeights, write_document
 from penstock.deploy.placing import place, ranks_of
 from penstock.deploy.policies import best_blocks, choose_cuts
 from penstock.deploy.programs import divide_by_sets

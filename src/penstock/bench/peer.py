@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from penstock.deploy.documents import DoMore, check_settings
+from penstock.deploy.jobs import DoMore, check_settings
 from penstock.deploy.worker import Job, main
 from penstock.graph.cuts import Cut
 from penstock.group.entry import start_local

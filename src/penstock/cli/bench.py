@@ -16,7 +16,7 @@ from penstock.cli.config import takes_config
 from penstock.cli.settings_options import Given, named_options, settings_of
 from penstock.errors import UsageError
 from penstock.plan.check import read_plan
-from penstock.report.comparison_text import name_of
+from penstock.report.comparison import name_of
 from penstock.spec.plan import Plan
 from penstock.spec.settings import BenchSettings
 from penstock.terminal import notes

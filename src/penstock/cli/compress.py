@@ -29,7 +29,7 @@ _SHARED = {
 @takes_settings(CompressSettings, _SHARED)
 def compress(*, given: Given, json: opt.JsonFile = None) -> None:
     """Prune, fine-tune and try runtimes; print the results and keep the fastest form that is accurate enough."""
-    from penstock.compress.frontier import draw_frontier
+    from penstock.compress.search import draw_frontier
     from penstock.compress.steps import compress as search
 
     settings = make_struct(given, CompressSettings, "options of penstock compress")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from penstock.deploy.bundle import LoadState
-from penstock.deploy.documents import RunBaseline, write_document
+from penstock.deploy.jobs import RunBaseline, write_document
 from penstock.deploy.state import receive_state, send_state
 from penstock.graph.program import StageProgram, read_program, states_of, write_program
 from penstock.group.world import World

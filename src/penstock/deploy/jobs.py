@@ -1,31 +1,116 @@
-"""Jobs of the driver, and the transfer of programs and weights to the workers.
+"""Jobs of the driver for workers: their documents, and the transfer of programs and weights.
 
-A job is a document (`deploy/documents.py`) followed by tensors, one message each, in the order in which the job's
-programs list their state. Workers need nothing else: they have no model.
+A job is a document of one type for each kind, decoded strictly: names must be valid, counts within bounds, ranks in the
+run.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import msgspec
 import torch
 from torch import Tensor
 
 from penstock.deploy.bundle import LoadState, read_part
-from penstock.deploy.documents import Document, read_document, write_document
-from penstock.deploy.holdings import Holdings, compare_holdings
-from penstock.deploy.state import receive_state, send_state
-from penstock.engine.job import StagesJob
+from penstock.deploy.state import Holdings, compare_holdings, receive_state, send_state
+from penstock.engine.job import Count, Few, Short, StagesJob
 from penstock.errors import ProgramError, UsageError
 from penstock.graph.program import StageProgram, read_interface, read_program, states_of, write_program
 from penstock.group.direct import go_direct
-from penstock.group.world import World
+from penstock.group.world import Leave, World
 from penstock.runtime.registry import EAGER, RuntimeChoice, StageRuntime
+from penstock.runtime.torch_settings import check_settings as check_torch_settings
+from penstock.spec.fields import check_name
 from penstock.tensors import HOST, copy_exactly, find_device, moved
 from penstock.transport.base import JOB_BYTES, Transport, receive_bytes, send_bytes
 from penstock.wire import FEEDER
+
+
+class RunBaseline(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="alone", forbid_unknown_fields=True):
+    """A job that runs a whole model on one worker, on inputs that follow, and reports the seconds."""
+
+    program: str
+    sizes: dict[Short, Count]
+    threads: Few
+    num_inputs: Few
+    num_microbatches: Count
+    computes_on: Short = "cpu"
+    torch_settings: dict[Short, bool | Short] = {}
+
+
+class DoMore(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="more", forbid_unknown_fields=True):
+    """An additional job of a worker, selected by `name` among those that the worker was started with."""
+
+    name: Short
+    settings: dict[str, Any]
+
+
+Document = Leave | StagesJob | RunBaseline | DoMore
+
+
+def write_document(document: Document) -> bytes:
+    """Encode a document for `read_document`."""
+    return msgspec.json.encode(document)
+
+
+def read_document(data: bytes, num_ranks: int) -> Document:
+    """Decode a job from the driver. Raises `ProgramError` if the job is not valid for this worker.
+
+    >>> read_document(write_document(Leave(message="done")), num_ranks=2).message
+    'done'
+    """
+    try:
+        document: Document = msgspec.json.decode(data, type=Document)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        raise ProgramError(
+            f"a worker serves stages and runs programs; got another request ({error}); start every process with the "
+            "same command"
+        ) from None
+    if isinstance(document, StagesJob | RunBaseline):
+        check_torch_settings(document.torch_settings)
+    if isinstance(document, StagesJob):
+        _check_stages(document, num_ranks)
+    return document
+
+
+def _check_stages(document: StagesJob, num_ranks: int) -> None:
+    if not document.ranks or max(document.ranks) >= num_ranks:
+        raise ProgramError(
+            f"a stage's rank must be below {num_ranks}, the number of processes; got "
+            f"{max(document.ranks, default='no stage')}; start again"
+        )
+    for index, programs in document.programs.items():
+        if not 0 <= index < len(document.ranks):
+            raise ProgramError(
+                f"a stage index of this job must be below {len(document.ranks)}; got {index}; start again"
+            )
+        if document.source != "bundle" and len(programs) != document.num_programs:
+            raise ProgramError(
+                f"stage {index} of a job must have {document.num_programs} programs; got {len(programs)}; start again"
+            )
+    if len(document.runtimes) not in (0, len(document.ranks)):
+        raise ProgramError(
+            f"expected {len(document.ranks)} runtimes, one per stage; got {len(document.runtimes)}; start again"
+        )
+    if len(document.device_names) != num_ranks:
+        raise ProgramError(
+            f"expected {num_ranks} names, one for each of {num_ranks} processes; got {len(document.device_names)}"
+        )
+    if document.source == "bundle":
+        check_name("the device of a job", document.part, ProgramError)
+
+
+def check_settings(settings: Mapping[str, Any], wanted: type[Any]) -> Any:
+    """Convert the settings of a `DoMore` to a struct; raises `ProgramError`."""
+    try:
+        return msgspec.convert(settings, wanted)
+    except msgspec.MsgspecError as error:
+        raise ProgramError(
+            f"a job's settings are not valid: {error}; start every process with the same command"
+        ) from None
+
 
 # makes a stage's runtime in a process that has the stage's module; only the stage's interface is sent
 MakeRuntime = Callable[[int, StageProgram], StageRuntime]

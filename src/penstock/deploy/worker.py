@@ -13,9 +13,8 @@ from typing import Any
 import torch
 
 from penstock.deploy.baseline import serve_baseline
-from penstock.deploy.documents import DoMore, RunBaseline
-from penstock.deploy.holdings import Holdings
-from penstock.deploy.jobs import MakeRuntime, read_stages, receive_job
+from penstock.deploy.jobs import DoMore, MakeRuntime, RunBaseline, read_stages, receive_job
+from penstock.deploy.state import Holdings
 from penstock.engine.executor import OwnStages
 from penstock.engine.job import StagesJob
 from penstock.engine.tracers import follow_stages

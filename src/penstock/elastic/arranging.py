@@ -12,9 +12,8 @@ from penstock.graph.cuts import Cuts
 from penstock.graph.stages import graph_fingerprint
 from penstock.spec.fields import fingerprint
 from penstock.spec.plan import CutSet, DeviceLoad, Plan, PlannedPipeline, PlannedStage, Prediction
-from penstock.train.arrangement import Arrangement
+from penstock.train.arrangement import Arrangement, grid_of_plan
 from penstock.train.captured import Captured
-from penstock.train.planned import grid_of_plan
 from penstock.train.survival.rearrange import assign, interchangeable, missing_bytes
 from penstock.train.trainer import Trainer
 

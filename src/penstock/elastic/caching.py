@@ -10,7 +10,7 @@ from penstock.elastic.cache.frozen_cache import (
     default_folder,
     sizes_of_layers,
 )
-from penstock.elastic.cache.speed import copy_s_per_byte
+from penstock.elastic.cache.shard import copy_s_per_byte
 from penstock.elastic.decide import CacheCosts
 from penstock.elastic.options import ElasticOptions
 from penstock.errors import CacheError

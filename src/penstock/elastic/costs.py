@@ -20,9 +20,8 @@ from penstock.spec.cluster import Cluster, Device
 from penstock.spec.profile import Profile
 from penstock.terminal.notes import note
 from penstock.terminal.progress import working
-from penstock.train.arrangement import Arrangement
+from penstock.train.arrangement import Arrangement, check_profile, common_cuts, names_of
 from penstock.train.captured import Captured
-from penstock.train.planned import check_profile, common_cuts, names_of
 from penstock.train.trainer import Trainer
 from penstock.transport.collectives import all_gather
 from penstock.wire import FEEDER

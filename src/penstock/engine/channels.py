@@ -21,9 +21,8 @@ from torch import Tensor
 from penstock.errors import ConnectionBroken, TransportError
 from penstock.tensors import copy_exactly
 from penstock.tracing.record import Track
-from penstock.transport.base import Pending, Transport
+from penstock.transport.base import Pending, Transport, device_tag
 from penstock.transport.messages import CLOSE, Format, Message, apart_of, program_of, size_of
-from penstock.transport.tags import device_tag
 
 _POLL_S = 0.1
 

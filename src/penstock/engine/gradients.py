@@ -10,9 +10,8 @@ from torch import Tensor
 
 from penstock.errors import RunError
 from penstock.tracing.record import FEEDER_STAGE, Recorder
-from penstock.transport.base import Transport
+from penstock.transport.base import Transport, bucket_tag
 from penstock.transport.collectives import all_reduce
-from penstock.transport.tags import bucket_tag
 from penstock.wire import NUM_ALL_REDUCES, adds_up_at_once, bucket_limit
 
 _POLL_S = 0.1

@@ -29,8 +29,7 @@ from penstock.text import counted
 from penstock.tracing.clock import Exchange, Reading, fit_clock, read_clock
 from penstock.tracing.record import FEEDER_STAGE, Clock, Recorder, feeder_stage
 from penstock.tracing.trace import Counter, MachineCapacity, PackedTrace, ProcessTrace, Span
-from penstock.transport.base import Transport, receive_bytes, send_bytes
-from penstock.transport.tags import CLOCK
+from penstock.transport.base import CLOCK, Transport, receive_bytes, send_bytes
 from penstock.wire import FEEDER
 
 _NUM_EXCHANGES = 24

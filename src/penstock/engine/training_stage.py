@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.gradients import Synchronizer
-from penstock.graph.training_parts import TrainingPart
+from penstock.graph.stages import TrainingPart
 from penstock.plan.schedule.actions import Action
 from penstock.runtime.split_backward import WeightHalf, backward_inputs, backward_weights
 from penstock.runtime.training import TrainingRuntime

@@ -23,12 +23,11 @@ from penstock.engine.channels import (
 from penstock.engine.counters import ACTIVATIONS, GRADIENTS
 from penstock.engine.placement import Replica
 from penstock.graph.program import StageProgram
-from penstock.graph.training_parts import TrainingPart
+from penstock.graph.stages import TrainingPart
 from penstock.tensors import HOST
 from penstock.tracing.record import FEEDER_STAGE, Recorder, Track
-from penstock.transport.base import Transport
+from penstock.transport.base import Transport, link_tag, training_set
 from penstock.transport.messages import Format
-from penstock.transport.tags import link_tag, training_set
 from penstock.values import Value
 from penstock.wire import DEPTH
 

@@ -15,14 +15,16 @@ same tokens wherever the model is cut.
 import math
 import mmap
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import nn
 
+from penstock.errors import CaptureError
 from penstock.graph.graph import Graph
-from penstock.graph.ops import Op, Ref
+from penstock.graph.ops import Argument, Op, Ref
+from penstock.values import Size
 
 _MARK = "penstock_caches"
 # inputs of a decoder with these names are the slots [B] and positions [B, S] at which keys and values are written
@@ -151,3 +153,64 @@ def is_cache(model: nn.Module, source: str) -> bool:
     """Return True if a model's buffer of this name is a cache."""
     owner, _, name = source.rpartition(".")
     return name in getattr(model.get_submodule(owner), _MARK, ())
+
+
+_REDUCTIONS = {"max", "min", "amax", "amin", "sum", "any", "all", "prod", "mean", "argmax", "argmin", "count_nonzero"}
+# arguments that are numbers to compute with, by operator; others are shapes
+_STARTS = {"slice": (2,), "narrow": (2,), "select": (2,)}
+_NUMBERS = {"add", "sub", "rsub", "mul", "div", "pow", "lt", "le", "gt", "ge", "eq", "ne", "clamp", "remainder"}
+
+
+def check_steps(graph: Graph) -> None:
+    """Raise `CaptureError` if rows of a decoder's step depend on each other's positions or on the number of keys."""
+    rooms = {
+        op.arguments[3].expression for op in graph.ops
+        if _kind(op) == "narrow" and isinstance(op.arguments[3], Size) and isinstance(op.arguments[3].expression, str)
+    }  # fmt: skip
+    for op in (*graph.prelude, *graph.ops):
+        if any(size.mentions(room) for size in _numbers(op) for room in rooms):
+            raise CaptureError(
+                f"{graph.model} computes with the number of keys ({op.target}), which is rounded up in a generator and "
+                "therefore not that of a sequence; use model.generate"
+            )
+    if (found := _reduction(graph)) is not None:
+        raise CaptureError(
+            f"{graph.model} takes the {_kind(found)} over the positions of all sequences of a step, so a request's "
+            "tokens would depend on others; use model.generate"
+        )
+
+
+def _numbers(op: Op) -> Iterator[Size]:
+    kind = _kind(op)
+    if kind in _NUMBERS:
+        given: list[Argument] = [*op.arguments, *op.keywords.values()]
+    elif kind == "arange":
+        given = list(op.arguments[:-1])  # the end is a shape
+    else:
+        given = [op.arguments[place] for place in _STARTS.get(kind, ()) if place < len(op.arguments)]
+    yield from (each for each in given if isinstance(each, Size))
+
+
+def _reduction(graph: Graph) -> Op | None:
+    """Return the first reduction over the rows of integers that depend on inputs alone, such as positions."""
+    known = {value.name for value in graph.tensor_inputs() if not value.dtype.is_floating_point}
+    fixed = {op.name for op in graph.prelude}
+    for op in graph.ops:
+        used = set(op.uses())
+        value = graph.values.get(op.name)
+        if not used & known or not used <= known | fixed or value is None:
+            continue
+        if _kind(op) in _REDUCTIONS and _reduces_rows(op, graph):
+            return op
+        if not value.dtype.is_floating_point:
+            known.add(op.name)
+    return None
+
+
+def _reduces_rows(op: Op, graph: Graph) -> bool:
+    shape = graph.values[next(op.uses())].shape
+    if not shape or not isinstance(shape[0], Size):
+        return False
+    dims = op.arguments[1] if len(op.arguments) > 1 else op.keywords.get("dim")
+    listed = dims if isinstance(dims, (list, tuple)) else [dims]
+    return dims is None or not listed or any(dim in (0, -len(shape)) for dim in listed)

@@ -20,7 +20,6 @@ from penstock.graph.encoding import settled
 from penstock.graph.graph import Graph
 from penstock.graph.ops import CALLBACK, GETITEM, Op, Ref, is_random, resolve_operator
 from penstock.graph.prepare import Storage
-from penstock.graph.row_callbacks import label_callback
 from penstock.graph.row_labels import (
     PLACE,
     ROWS,
@@ -35,7 +34,7 @@ from penstock.graph.row_labels import (
     row_labels,
     total,
 )
-from penstock.graph.row_rules import apply_rule
+from penstock.graph.row_rules import apply_rule, label_callback
 from penstock.tensors import HOST
 from penstock.values import Size, Value, write_expression
 

@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from penstock.graph.cuts import Cut
 from penstock.graph.graph import Graph
 from penstock.graph.ops import State
-from penstock.graph.training_parts import divide_for_training
+from penstock.graph.stages import divide_for_training
 from penstock.measure.costs import (
     MOST_ROUNDS,
     MOST_S,

@@ -12,9 +12,9 @@ from typing import Any
 from penstock.errors import DataError, UsageError
 from penstock.files import write_whole
 from penstock.report.page.figures import Figure, loads, timeline
-from penstock.report.page.learning_figures import learning_figure, learning_lines
 from penstock.report.page.page import Text, make_page
 from penstock.report.page.tables import Cell, Table, markdown, predicted_loads, stage_table
+from penstock.report.page.training_figures import learning_figure, learning_lines
 from penstock.report.run_report import profiled_lines
 from penstock.report.stream.account import shape_of
 from penstock.report.stream.measured import MeasuredStream, measure_stream

@@ -10,8 +10,6 @@ from penstock.files import write_whole
 from penstock.plan.schedule.schedules import SCHEDULES
 from penstock.report.page.chrome import write_chrome_trace
 from penstock.report.page.figures import Figure, loads, memory, throughput, timeline, waterfall
-from penstock.report.page.generation_tables import generation_tables
-from penstock.report.page.learning_figures import learning_figure, learning_lines
 from penstock.report.page.page import Text, make_page
 from penstock.report.page.plan_figures import plans_figure, plans_lines
 from penstock.report.page.tables import (
@@ -19,13 +17,14 @@ from penstock.report.page.tables import (
     account_table,
     clock_table,
     environment_table,
+    generation_tables,
     link_table,
     markdown,
     plan_table,
     predicted_loads,
     stage_table,
 )
-from penstock.report.page.training_figures import training_figures, training_tables
+from penstock.report.page.training_figures import learning_figure, learning_lines, training_figures, training_tables
 from penstock.report.stream.account import Account, make_account, shape_of
 from penstock.report.stream.advice import Advice, advise, advise_memory
 from penstock.report.stream.measured import measure_stream

@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # the command line needs only the names, without importing to
     from torch import Tensor
 
     from penstock.graph.program import StageProgram
-    from penstock.graph.training_parts import TrainingPart
+    from penstock.graph.stages import TrainingPart
     from penstock.runtime.training import TrainingRuntime
 
 

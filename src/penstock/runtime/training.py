@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from penstock.graph.ops import BATCH_NORM, CALLBACK, GETITEM, Op, State, effect, is_random
-from penstock.graph.training_parts import TrainingPart, written_inputs
+from penstock.graph.stages import TrainingPart, written_inputs
 from penstock.runtime.bound_calls import Bound, BoundCall
 from penstock.runtime.eager import Runtime
 from penstock.tensors import HOST

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from penstock.errors import DataError, RunError
 from penstock.recipes.classify import as_input, best_classes, class_scores, confidences
-from penstock.serve.admission import Admission
-from penstock.serve.desk import Desk, Lane
+from penstock.serve.admission import Admission, Desk, Lane
 from penstock.serve.metrics import Metrics
 from penstock.serve.protocol import ApiError
 from penstock.stream.pushed import PushedStream

@@ -13,8 +13,7 @@ from penstock.generate.generator import Generator
 from penstock.generate.request import Request
 from penstock.generate.text import TextDecoder
 from penstock.recipes.texts import chat_tokens
-from penstock.serve.admission import Admission, Ticket
-from penstock.serve.desk import SMALL_BYTES, Desk, lane_of
+from penstock.serve.admission import SMALL_BYTES, Admission, Desk, Ticket, lane_of
 from penstock.serve.grammar import JsonGrammar
 from penstock.serve.metrics import Metrics
 from penstock.serve.options import check_tokens, json_grammar, prompts_of, schema_of, submit_options

@@ -1,5 +1,6 @@
 """Division of a model for streaming: cut, or given as modules; deployed by the driver, served by a worker."""
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,14 +13,13 @@ from torch import nn
 
 from penstock.deploy.bundle import LoadState, interface_graph, read_bundle
 from penstock.deploy.deployment import Deployment, deploy_pipeline
-from penstock.deploy.holdings import Holdings
 from penstock.deploy.jobs import FromModules, FromWeights, MakeRuntime, Source, read_stages, receive_stages
 from penstock.deploy.modules import advising, chain, runtime_maker, start_threads
 from penstock.deploy.placing import name_devices, place, place_bundle, places_in_line
 from penstock.deploy.policies import choose_cuts
 from penstock.deploy.programs import divide_by_sets
 from penstock.deploy.run_options import Bundle, CutOptions, ModelCall, RunOptions
-from penstock.deploy.state import load_state, with_packings
+from penstock.deploy.state import Holdings, load_state, with_packings
 from penstock.deploy.worker import BUNDLE
 from penstock.engine.executor import OwnStages
 from penstock.engine.tracers import FeederTracer, follow_stages
@@ -28,6 +28,7 @@ from penstock.graph.call import bind_inputs
 from penstock.graph.capture import capture
 from penstock.graph.cuts import Cut, Cuts
 from penstock.graph.graph import Graph
+from penstock.graph.live_module import LiveModule, rewritten, version_of
 from penstock.graph.program import StageProgram
 from penstock.group.entry import start_local, thread_worlds
 from penstock.group.regroup import release, renew
@@ -39,6 +40,7 @@ from penstock.spec.fields import as_name
 from penstock.spec.plan import Plan, PlannedStage, Precision
 from penstock.stream.replanner import Replanner
 from penstock.stream.survival import SurvivingDeployment
+from penstock.terminal.notes import note
 from penstock.transport.messages import CLOSE
 from penstock.zoo.weights.weights import ModuleWeights
 
@@ -267,3 +269,29 @@ class ServedStages:
         """Serve streams until the stages are closed."""
         while not self.closed:
             self.serve()
+
+
+class StreamedModule:
+    """A model as it was when its stages were made; held weakly, so that the caller may release its memory."""
+
+    def __init__(self, model: nn.Module, graph: Graph, *, reads_weights: bool) -> None:
+        self._name = graph.model
+        self._live = LiveModule(model, graph.reads, graph.left)
+        named = [*model.named_parameters(), *model.named_buffers()] if reads_weights else []
+        self._weights = [(name, weakref.ref(tensor), version_of(tensor)) for name, tensor in named]
+
+    def check_unchanged(self) -> None:
+        """Print a note once if the model's weights changed, which the stages do not follow.
+
+        Raises `UsageError` if its modules, hooks or attributes changed.
+        """
+        if what := self._live.rebuilt() or self._live.changed():
+            raise UsageError(
+                f"{what}, but the stages compute what was captured; change {self._name} before, or make a new pipeline"
+            )
+        if any(rewritten(self._weights)):
+            self._weights = []
+            note(
+                f"the weights of {self._name} changed after its pipeline was made, which streams with those that it "
+                "had then; to use the new ones, make a new pipeline"
+            )

@@ -34,8 +34,7 @@ from penstock.group.world import World, end_when_dropped, failed
 from penstock.plan.check import check_purpose
 from penstock.runtime.torch_settings import check_no_autocast, check_unchanged, read_settings
 from penstock.spec.plan import Plan
-from penstock.stream.division import ServedStages, divide_model
-from penstock.stream.streamed_module import StreamedModule
+from penstock.stream.division import ServedStages, StreamedModule, divide_model
 from penstock.stream.survival import StreamChange, SurvivingDeployment
 from penstock.tensors import find_device
 from penstock.terminal.notes import note

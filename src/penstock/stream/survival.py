@@ -8,7 +8,8 @@ results, so each is yielded once and in order.
 """
 
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
@@ -24,11 +25,42 @@ from penstock.errors import DeviceLost, OutOfMemory, PenstockError, PlanError, R
 from penstock.group.regroup import regroup, wait_for_newcomers
 from penstock.group.world import World
 from penstock.spec.plan import Plan
-from penstock.stream.feed import Feed
 from penstock.stream.replanner import Count, ObservedSpeeds, Replanner
+from penstock.tensors import copy_exactly
 from penstock.terminal.notes import note
 from penstock.tracing.trace import StreamTrace
 from penstock.wire import FEEDER
+
+
+class Feed:
+    """The microbatches of a stream; after a device is lost, first those without a result, then the remaining ones.
+
+    The caller may reuse tensors once a microbatch was sent, so microbatches that may be sent again are copied.
+    """
+
+    def __init__(self, source: Iterator[Microbatch]) -> None:
+        self._source = source
+        self._pending: deque[Microbatch] = deque()
+        self.paused = False
+        self.fed_s = 0.0
+
+    @property
+    def num_pending(self) -> int:
+        """Number of microbatches that were sent and have no result."""
+        return len(self._pending)
+
+    def done(self) -> Mapping[str, int]:
+        """Record a result; return the sizes of its microbatch."""
+        return self._pending.popleft()[1]
+
+    def __iter__(self) -> Iterator[Microbatch]:
+        yield from list(self._pending)
+        while not self.paused and (following := next(self._source, None)) is not None:
+            tensors, sizes = following
+            self._pending.append(([copy_exactly(tensor) for tensor in tensors], sizes))
+            self.fed_s = time.perf_counter()
+            yield following
+
 
 _LOOK_S = 1.0
 _ATTEMPTS = 8

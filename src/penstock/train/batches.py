@@ -1,11 +1,15 @@
-"""Split one process's rows of a batch into microbatches."""
+"""Rows of a batch: inputs, labels and examples are cut by rows, into microbatches."""
 
+import enum
+import pathlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from penstock import trees
 from penstock.engine.placement import shares
@@ -16,8 +20,136 @@ from penstock.graph.fixed_batch import check_fixed
 from penstock.graph.graph import Graph
 from penstock.graph.rows import input_dims, take_rows
 from penstock.graph.stages import output_values
-from penstock.train.row_cut import RowCut
 from penstock.values import BATCH, Size
+
+# types of leaves without rows, which all rows share
+_SETTINGS = (bool, int, float, complex, str, bytes, type(None), np.generic, torch.dtype, torch.device, enum.Enum,
+             pathlib.PurePath)  # fmt: skip
+
+
+class RowCut:
+    """A row slicer for trees of the same structure, batch after batch.
+
+    A tensor or an array is cut along its first dimension. A list or tuple either holds such tensors, each of which is
+    cut, or it has one entry for each row. If both are possible, an earlier batch decides; without an earlier batch, a
+    sequence that holds tensors directly has its tensors cut, and a sequence of dicts, texts or lists is cut by entries.
+    Unless `exact`, values without rows are unchanged.
+
+    Example:
+        cut = RowCut()
+        first, second = cut.parts(labels, 8, [range(4), range(4, 8)])
+    """
+
+    def __init__(self, *, exact: bool = True) -> None:
+        self._exact = exact
+        self._inside: dict[tuple[Any, ...], bool] = {}  # by path: how a sequence was cut when that was unambiguous
+
+    def parts(self, tree: Any, num_rows: int, parts: Sequence[Sequence[int]]) -> list[Any]:
+        """Return the rows of each part; raises `UsageError` unless labels have `num_rows` rows."""
+        if self._exact:
+            self.check(tree, num_rows)
+        if [list(part) for part in parts] == [list(range(num_rows))]:
+            return [tree]
+        return [self._take(tree, num_rows, rows, ()) for rows in parts]
+
+    def check(self, tree: Any, num_rows: int, path: tuple[Any, ...] = ()) -> None:
+        """Raise `UsageError` unless labels have `num_rows` rows."""
+        if isinstance(tree, (Tensor, np.ndarray)):
+            if not _is_nested(tree) and not _has_length(tree, num_rows):
+                raise UsageError(
+                    f"the labels are {tuple(tree.shape)} but the inputs have {num_rows} rows; "
+                    "give one label for each row"
+                )
+        elif (entries := self._entries(tree)) is not None and not self._by_entries(tree, num_rows, path):
+            for key, value in entries:
+                self.check(value, num_rows, (*path, key))
+
+    def _take(self, tree: Any, num_rows: int, rows: Sequence[int], path: tuple[Any, ...]) -> Any:
+        if isinstance(tree, Tensor) and (tree.layout != torch.strided or tree.is_nested) and self._exact:
+            kind = "nested" if tree.is_nested else str(tree.layout).removeprefix("torch.")
+            raise UsageError(f"a {kind} tensor in the labels cannot be cut by rows; use dense ones, or microbatches=1")
+        if isinstance(tree, (Tensor, np.ndarray)):
+            if not self._exact and not _has_length(tree, num_rows):
+                return tree
+            if isinstance(rows, range):
+                return tree[rows.start : rows.stop]
+            if isinstance(tree, np.ndarray):
+                return tree[list(rows)]
+            return torch.cat([tree[row : row + 1] for row in rows]) if rows else tree[:0]
+        if isinstance(tree, _SETTINGS):
+            return tree
+        entries = self._entries(tree)
+        if entries is None and not self._exact:
+            return tree
+        if entries is None:
+            raise UsageError(
+                f"a {type(tree).__name__} in the labels cannot be cut into rows; "
+                "use tensors or a list with an entry for each row, or microbatches=1"
+            )
+        if self._by_entries(tree, num_rows, path):
+            return _rebuilt(tree, [tree[row] for row in rows])
+        return _rebuilt(tree, [self._take(value, num_rows, rows, (*path, key)) for key, value in entries])
+
+    @staticmethod
+    def _entries(tree: Any) -> list[tuple[Any, Any]] | None:
+        return None if isinstance(tree, PackedSequence) else trees.children(tree)
+
+    def _by_entries(self, tree: Any, num_rows: int, path: tuple[Any, ...]) -> bool:
+        """Return whether a container has one entry for each row; raises `UsageError` if it has no rows at all."""
+        if not isinstance(tree, (list, tuple)) or hasattr(tree, "_fields"):
+            return False
+        inside, entries = _has_rows(tree, num_rows), len(tree) == num_rows
+        if inside and entries:
+            return not self._inside.get(path, any(isinstance(x, (Tensor, np.ndarray)) for x in tree))
+        if not inside and not entries:
+            arrays = [x for x in trees.leaves(tree) if isinstance(x, (Tensor, np.ndarray))]
+            if arrays and self._exact:
+                raise UsageError(
+                    f"the labels have a {type(tree).__name__} of {len(tree)} entries with tensors of "
+                    f"{sorted({len(x) if x.ndim else 0 for x in arrays})} rows but the inputs have {num_rows} rows; "
+                    "give one entry, or tensors with one row, for each row of the inputs"
+                )
+            return False
+        self._inside[path] = inside
+        return entries
+
+
+def _is_nested(tree: Tensor | np.ndarray[Any, Any]) -> bool:
+    return isinstance(tree, Tensor) and tree.is_nested
+
+
+def _has_length(tree: Tensor | np.ndarray[Any, Any], num_rows: int) -> bool:
+    return bool(tree.ndim) and len(tree) == num_rows
+
+
+def _has_rows(tree: Any, num_rows: int) -> bool:
+    """Return whether a container can be cut inside: all its values have rows, or are shared by all rows."""
+    found = False
+    for _, value in trees.children(tree) or []:
+        if isinstance(value, (Tensor, np.ndarray)):
+            if _is_nested(value) or not _has_length(value, num_rows):
+                return False
+            found = True
+        elif isinstance(value, _SETTINGS):
+            continue
+        elif isinstance(value, (list, tuple)) and not hasattr(value, "_fields") and len(value) == num_rows:
+            found = True
+        elif trees.children(value) is None or not _has_rows(value, num_rows):
+            return False
+        else:
+            found = True
+    return found
+
+
+def _rebuilt(tree: Any, values: list[Any]) -> Any:
+    try:
+        return trees.rebuilt(tree, values)
+    # catch any error of a user's container when it is copied or filled
+    except Exception as error:
+        raise UsageError(
+            f"a {type(tree).__name__} cannot be rebuilt with other values ({error}); use a dict, a list or a tuple"
+        ) from error
+
 
 # advice for a model whose rows interact
 WHOLE = "create the pipeline with microbatches=1 and one replica"

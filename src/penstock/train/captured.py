@@ -24,7 +24,7 @@ from penstock.graph.graph import Graph
 from penstock.graph.live_module import LiveModule
 from penstock.graph.ops import BATCH_NORM
 from penstock.graph.prepare import check_unwrapped
-from penstock.graph.training_parts import TrainingPart, divide_for_training
+from penstock.graph.stages import TrainingPart, divide_for_training
 from penstock.runtime.registry import EAGER
 from penstock.tensors import HOST
 from penstock.terminal.notes import note

@@ -16,20 +16,18 @@ from penstock.graph.call import build_output
 from penstock.graph.cuts import Cut
 from penstock.graph.graph import Graph
 from penstock.graph.rows import batch_dim, check_rows
-from penstock.graph.training_parts import TrainingPart
+from penstock.graph.stages import TrainingPart
 from penstock.group.world import World
 from penstock.plan.schedule.actions import forward_only
 from penstock.runtime.registry import EAGER
-from penstock.train.batches import WHOLE, Microbatch, cut_rows, largest
+from penstock.train.batches import WHOLE, Microbatch, RowCut, cut_rows, largest
 from penstock.train.captured import Captured
 from penstock.train.held_tensors import HeldTensors
 from penstock.train.loss_convention import LossFunction, MeasuredLoss
 from penstock.train.losses import Losses, described
 from penstock.train.own_loss import OwnLoss
-from penstock.train.row_cut import RowCut
 from penstock.train.row_exchange import StepInputs
-from penstock.transport.base import receive_tensor, send_tensor
-from penstock.transport.tags import OUTPUTS
+from penstock.transport.base import OUTPUTS, receive_tensor, send_tensor
 
 # callback that receives a microbatch's outputs on the last stage
 Use = Callable[[Microbatch, Sequence[Tensor]], None]

@@ -15,14 +15,13 @@ from penstock.engine.placement import Grid
 from penstock.errors import UsageError
 from penstock.graph.ops import State, effect
 from penstock.graph.program import StageProgram
-from penstock.graph.training_parts import TrainingPart
+from penstock.graph.stages import TrainingPart
 from penstock.group.world import World
 from penstock.tensors import HOST, moved
 from penstock.train.captured import Captured
 from penstock.train.live_tensors import LiveTensors, follow_parameters, follow_unused
 from penstock.train.optimizers import check_separable, drop_elsewhere, empty_allowed, nothing
-from penstock.transport.base import Transport
-from penstock.transport.tags import BUFFERS
+from penstock.transport.base import BUFFERS, Transport
 from penstock.wire import FEEDER
 
 # limit on tensors in flight during a migration: enough to keep all links busy, few enough to fit into memory

@@ -17,14 +17,13 @@ from torch import Tensor
 from penstock import trees
 from penstock.errors import UsageError
 from penstock.graph.rows import batch_dim
-from penstock.graph.training_parts import differentiable_values
+from penstock.graph.stages import differentiable_values
 from penstock.tensors import HOST
 from penstock.train.batches import Microbatch
 from penstock.train.outcome import everywhere
 from penstock.train.placed_stages import PlacedStages
-from penstock.transport.base import Transport
+from penstock.transport.base import INPUT_GRADIENTS, Transport
 from penstock.transport.collectives import all_reduce
-from penstock.transport.tags import INPUT_GRADIENTS
 from penstock.wire import adds_up_at_once
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from penstock import trees
 from penstock.train.arrangement import Arrangement
-from penstock.train.iterations import Iteration, Place
+from penstock.train.data_order import Iteration, Place
 
 _YIELDED = 8  # iterations whose last batch is remembered, since a validation loader may run before the step
 

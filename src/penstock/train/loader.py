@@ -1,7 +1,9 @@
 """Data loading: the same order on every rank, different rows per replica, each row loaded once."""
 
+import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,12 +14,61 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from penstock.errors import DataError, UsageError
 from penstock.train.agreement import check_same_data, data_identity
 from penstock.train.arrangement import Arrangement
-from penstock.train.data_order import SampledOrder, SeededOrder, order_of
+from penstock.train.batches import RowCut
+from penstock.train.data_order import Iteration, Iterations, Place, SampledOrder, SeededOrder, order_of
 from penstock.train.features import Follower, JoinPlace
-from penstock.train.iterations import Iteration, Iterations, Place
 from penstock.train.loaded_batch import LoadedBatch, tensors_of
-from penstock.train.loading import EXAMPLE_ROWS, Collate, WorkerStart, without_rows, workers_of
 from penstock.train.trainer import Trainer
+
+Collate = Callable[[list[Any]], Any]
+
+_PARENT_POLL_S = 0.5
+EXAMPLE_ROWS = 5  # enough to not mistake a container with few entries for a list of rows
+_SETTINGS = ["num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator"]
+_OF_WORKERS = ["prefetch_factor", "persistent_workers"]
+
+
+def workers_of(loader: DataLoader[Any]) -> dict[str, Any]:
+    """Return a DataLoader's settings as arguments for another DataLoader."""
+    names = [*_SETTINGS, "in_order"] + (_OF_WORKERS if loader.num_workers else [])
+    found = {name: getattr(loader, name) for name in names if hasattr(loader, name)}
+    if loader.pin_memory_device:
+        found["pin_memory_device"] = loader.pin_memory_device
+    return found
+
+
+class WorkerStart:
+    """A `worker_init_fn` that makes the worker exit with its parent, then calls the user's `worker_init_fn`."""
+
+    def __init__(self, then: Callable[[int], Any] | None) -> None:
+        self._then = then
+
+    def __call__(self, worker: int) -> None:
+        """Initialize a worker."""
+        leave_with_parent()
+        if self._then is not None:
+            self._then(worker)
+
+
+def leave_with_parent() -> None:
+    """Exit this loader process soon after the training process exits, for any reason.
+
+    A forked process holds all sockets of its parent. Until it exits, which may take as long as loading a row, the other
+    ranks see no broken connection, and the run's port stays in use.
+    """
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_PARENT_POLL_S)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="penstock-parent", daemon=True).start()
+
+
+def without_rows(example: Any) -> Any:
+    """Return a batch without rows, from an example of `EXAMPLE_ROWS` rows."""
+    return RowCut(exact=False).parts(example, EXAMPLE_ROWS, [[]])[0]
 
 
 class Loader:

@@ -13,10 +13,9 @@ from penstock.engine.training_stage import Sizes
 from penstock.errors import UsageError
 from penstock.graph.call import build_output
 from penstock.graph.graph import Graph
-from penstock.train.batches import sample_rows
+from penstock.train.batches import RowCut, sample_rows
 from penstock.train.loss_convention import Conventions, LossFunction, MeasuredLoss, MicrobatchRows
 from penstock.train.own_loss import OwnLoss
-from penstock.train.row_cut import RowCut
 
 _EVEN = 1e-5
 _NAMES = {

@@ -15,7 +15,7 @@ from penstock.engine.observer import Observer
 from penstock.engine.stall import TrainingWatch
 from penstock.engine.training_stage import Head, TrainingStage
 from penstock.engine.wiring import Channels, GrowingChannels, training_links
-from penstock.graph.training_parts import TrainingPart
+from penstock.graph.stages import TrainingPart
 from penstock.group.world import World
 from penstock.runtime.registry import EAGER
 from penstock.runtime.training import TrainingRuntime

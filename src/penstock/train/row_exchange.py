@@ -19,9 +19,10 @@ from penstock import trees
 from penstock.engine.placement import Replica
 from penstock.errors import TransportError, UsageError
 from penstock.graph.graph import Graph
-from penstock.graph.training_parts import TrainingPart
+from penstock.graph.stages import TrainingPart
 from penstock.group.world import World
 from penstock.random_states import RandomStates
+from penstock.train.agreement import captured_values, first_difference
 from penstock.train.arrangement import Arrangement
 from penstock.train.batch_document import (
     BatchReader,
@@ -32,9 +33,7 @@ from penstock.train.batch_document import (
     pack_all,
     unpack_all,
 )
-from penstock.train.captured_values import captured_values, first_difference
-from penstock.transport.base import DOCUMENT_BYTES, Pending, Transport, post_bytes, receive_bytes
-from penstock.transport.tags import LOADED, ROWS
+from penstock.transport.base import DOCUMENT_BYTES, LOADED, ROWS, Pending, Transport, post_bytes, receive_bytes
 
 _PLAIN = (bool, int, float, str, type(None))
 _SMALL = 2**16  # bytes up to which tensors are sent in the message of their document

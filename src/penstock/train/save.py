@@ -11,7 +11,7 @@ from penstock.deploy.state import Held, Wanted, redistribute
 from penstock.errors import ModelError
 from penstock.train.outcome import everywhere
 from penstock.train.trainer import Trainer
-from penstock.transport.tags import STATE
+from penstock.transport.base import STATE
 from penstock.wire import FEEDER
 from penstock.zoo.weights.weight_files import file_order, save_weights
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from penstock import trees
 from penstock.errors import DeviceLost, UsageError
 from penstock.graph.graph import Graph
-from penstock.graph.training_parts import TrainingPart
+from penstock.graph.stages import TrainingPart
 from penstock.train.arrangement import Arrangement
 from penstock.train.batches import bind
 from penstock.train.loaded_batch import LoadedBatch, RecentBatches

@@ -13,7 +13,7 @@ from penstock.engine.placement import Grid
 from penstock.engine.stall import TrainingWatch
 from penstock.errors import RunError, TransportError, UsageError
 from penstock.graph.cuts import Cut
-from penstock.graph.training_parts import TrainingPart
+from penstock.graph.stages import TrainingPart
 from penstock.group.calls import ADVICE, Calls
 from penstock.group.direct import go_direct
 from penstock.group.world import World
@@ -23,6 +23,7 @@ from penstock.tensors import HOST, most_bytes
 from penstock.tracing.trace import write_run
 from penstock.train.agreement import check_alike, identity_of
 from penstock.train.arrangement import Arrangement, TrainOptions, arrange
+from penstock.train.batches import RowCut
 from penstock.train.captured import Captured
 from penstock.train.evaluation import Evaluation
 from penstock.train.features import Follower, Together
@@ -35,7 +36,6 @@ from penstock.train.losses import Losses
 from penstock.train.optimizers import is_empty
 from penstock.train.outcome import LossTensor, StepReport, TrainingChange, everywhere, mean_loss
 from penstock.train.placed_stages import Computing, PlacedStages
-from penstock.train.row_cut import RowCut
 from penstock.train.row_exchange import RowExchange
 from penstock.train.step_rows import StepRows
 from penstock.train.training_tracer import TrainingTracer, training_facts

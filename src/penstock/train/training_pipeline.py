@@ -27,8 +27,7 @@ from penstock.train.captured import Captured
 from penstock.train.checkpoint import Optimizers, load_checkpoint, save_checkpoint
 from penstock.train.evaluate import evaluate, predict
 from penstock.train.grad_scaling import follow_scalers, forget_scalers
-from penstock.train.loader import Loader
-from penstock.train.loading import Collate
+from penstock.train.loader import Collate, Loader
 from penstock.train.loss_convention import LossFunction
 from penstock.train.optimizers import check_at_steps
 from penstock.train.outcome import StepReport, TrainingChange

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.transport.base import DOCUMENT_BYTES, ArrivingBytes, Transport, post_bytes
-from penstock.transport.tags import DOCUMENTS
+from penstock.transport.base import DOCUMENT_BYTES, DOCUMENTS, ArrivingBytes, Transport, post_bytes
 
 
 def all_reduce(transport: Transport, flat: Tensor, group: Sequence[int], tag: int, *, at_once: bool = False) -> None:

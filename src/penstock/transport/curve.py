@@ -13,8 +13,7 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from penstock.errors import UsageError
 from penstock.files import read_private
-from penstock.transport.connections import TcpConnections
-from penstock.transport.gate import Gate
+from penstock.transport.connections import Gate, TcpConnections
 
 _KEY_LENGTH = 40  # 32 bytes in Z85
 

@@ -20,8 +20,7 @@ import msgspec
 from torch import Tensor
 
 from penstock.errors import ConnectionBroken, UsageError
-from penstock.transport.base import Pending, Transport
-from penstock.transport.tags import CONTROL
+from penstock.transport.base import CONTROL, Pending, Transport
 
 FAULTS_VARIABLE = "PENSTOCK_FAULTS"
 

@@ -1,9 +1,8 @@
 """An emulated cluster on one Linux machine: hosts with their own CPU share, memory and network."""
 
 from penstock.cluster.lab.lab import DEFAULT_PORT, HostStatus, Lab, LabStatus, lab_session, take_down
-from penstock.cluster.lab.presets import PRESETS, preset
 from penstock.cluster.lab.run import LabRun
-from penstock.cluster.lab.spec import HostSpec, LabSpec, parse_lab, read_lab, write_lab
+from penstock.cluster.lab.spec import PRESETS, HostSpec, LabSpec, parse_lab, preset, read_lab, write_lab
 from penstock.cluster.output import OutputLine, print_line
 
 __all__ = [

@@ -16,8 +16,7 @@ from subprocess import Popen, TimeoutExpired
 from typing import IO, Literal
 
 from penstock.cluster.lab import processes
-from penstock.cluster.lab.cgroups import Cgroups, kill_processes, processes_in
-from penstock.cluster.lab.memory_watch import MemoryWatch, explain
+from penstock.cluster.lab.cgroups import Cgroups, MemoryWatch, explain, kill_processes, processes_in
 from penstock.cluster.lab.processes import Target
 from penstock.cluster.output import EndTogether, Output, OutputLine, exit_name
 from penstock.errors import ClusterError, OutOfMemory, RunError

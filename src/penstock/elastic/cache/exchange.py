@@ -18,8 +18,7 @@ from penstock.elastic.cache.shard import Shard
 from penstock.engine.placement import Grid
 from penstock.errors import TransportError
 from penstock.tensors import sum_words
-from penstock.transport.base import Pending, Transport
-from penstock.transport.tags import FEATURES
+from penstock.transport.base import FEATURES, Pending, Transport
 
 _CHECKSUM_BYTES = 8
 

@@ -26,7 +26,7 @@ from penstock.elastic.cache.shard import (
 from penstock.errors import CacheError
 from penstock.graph.call import as_call, bind_inputs
 from penstock.graph.cuts import Cut, Cuts
-from penstock.graph.training_parts import TrainingPart, divide_for_training
+from penstock.graph.stages import TrainingPart, divide_for_training
 from penstock.runtime.registry import EAGER
 from penstock.tensors import digest, moved
 from penstock.train.arrangement import Arrangement
@@ -35,9 +35,8 @@ from penstock.train.features import Features
 from penstock.train.held_tensors import IN_FLIGHT
 from penstock.train.loader import Loader
 from penstock.train.trainer import Trainer
-from penstock.transport.base import Transport
+from penstock.transport.base import STATE, Transport
 from penstock.transport.collectives import all_gather
-from penstock.transport.tags import STATE
 from penstock.values import Size
 from penstock.wire import FEEDER
 

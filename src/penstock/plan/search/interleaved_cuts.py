@@ -21,8 +21,7 @@ from numpy.typing import NDArray
 from penstock.plan.cost.problem import Division, Placed, Problem
 from penstock.plan.cost.stage_cost import Vector
 from penstock.plan.cost.training_step import interleaved_memory
-from penstock.plan.search.line import ROUNDING, best_path
-from penstock.plan.search.partition import balanced, check_stages, stage_costs
+from penstock.plan.search.partition import ROUNDING, balanced, best_path, check_stages, stage_costs
 
 # devices whose loads differ by less than this count as equally busy: then more equal stages are better
 SLACK = 0.003

@@ -12,10 +12,9 @@ from penstock.group.world import World
 from penstock.plan.schedule.schedules import SCHEDULES
 from penstock.tensors import HOST
 from penstock.train.agreement import identity_of
-from penstock.train.arrangement import Arrangement, ScheduleChoice, TrainOptions
+from penstock.train.arrangement import Arrangement, ScheduleChoice, TrainOptions, check_profile
 from penstock.train.captured import Captured
 from penstock.train.migration import fix_microbatches
-from penstock.train.planned import check_profile
 from penstock.train.survival.exchanges import Exchanges
 from penstock.train.survival.rearrange import read_grid
 from penstock.train.survival.survivors import Survivors

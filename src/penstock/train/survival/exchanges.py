@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from penstock.errors import PenstockError
-from penstock.group.following import Following
+from penstock.group.regroup import Following
 from penstock.group.world import World
 from penstock.transport.collectives import all_gather
 from penstock.wire import FEEDER

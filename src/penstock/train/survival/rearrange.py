@@ -20,10 +20,9 @@ from penstock.plan.cost.frozen import keep_cuts
 from penstock.plan.cost.training_step import ADAMW_STATE
 from penstock.spec.cluster import Cluster, Device
 from penstock.spec.profile import Profile
-from penstock.train.arrangement import Arrangement
+from penstock.train.arrangement import Arrangement, common_cuts, grid_of_plan, plan_training
 from penstock.train.captured import Captured
 from penstock.train.held_tensors import HeldTensors
-from penstock.train.planned import common_cuts, grid_of_plan, plan_training
 from penstock.train.trainer import Trainer
 from penstock.wire import FEEDER
 

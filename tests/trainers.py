@@ -144,8 +144,8 @@ def train(
             optimizer = trainer.optimizer(make)
             losses, first = [], {}
             for step, (inputs, labels) in enumerate(batches):
-                rows = trainer.grid.rows(len(labels) if labels is not None else rows_of(inputs))
-                mine = rows[trainer.placed.replica_index]
+                rows = trainer.now.placed.grid.rows(len(labels) if labels is not None else rows_of(inputs))
+                mine = rows[trainer.now.placed.replica_index]
                 losses.append(float(trainer.train_step(take_rows(inputs, mine), take_rows(labels, mine), loss_fn)))
                 if step == 0:
                     first = gathered(trainer, lambda p: p.grad)
@@ -154,7 +154,7 @@ def train(
             finished = True
         finally:
             trainer.close(wait=finished)
-        return losses, first, gathered(trainer, lambda p: p) | trainer.tensors.others
+        return losses, first, gathered(trainer, lambda p: p) | trainer.now.tensors.others
 
     results = in_threads(size, script)
     assert all(result[0] == results[0][0] for result in results), "the loss is not the same everywhere"

@@ -37,7 +37,7 @@ def main() -> None:
         for stages in moves:
             grid, cuts = arrangement(trainer, *stages)
             before = needs(trainer)
-            moved = migrate(trainer, trainer.placed.moved(grid, cuts))
+            moved = migrate(trainer, trainer.now.placed.moved(grid, cuts))
             least = sum(size for key, size in needs(trainer).items() if key not in before)
             begin = time.perf_counter()
             step(pipe, trainer, images, labels, optimizer)
@@ -50,7 +50,7 @@ def main() -> None:
 
 def step(pipe: Any, trainer: Trainer, images: torch.Tensor, labels: torch.Tensor, optimizer: Any) -> None:
     """Take one step on this replica's rows."""
-    rows = trainer.grid.rows(len(images))[trainer.placed.replica_index]
+    rows = trainer.now.placed.grid.rows(len(images))[trainer.now.placed.replica_index]
     pipe.train_step(images[rows.start : rows.stop], labels[rows.start : rows.stop], torch.nn.functional.cross_entropy)
     optimizer.step()
     optimizer.zero_grad()
@@ -58,7 +58,7 @@ def step(pipe: Any, trainer: Trainer, images: torch.Tensor, labels: torch.Tensor
 
 def arrangement(trainer: Trainer, stages: int, replicas: int) -> tuple[Grid, list[Any]]:
     """Cut after as many blocks in each stage; replicas share four microbatches."""
-    cuts = Cuts(trainer.captured.graph)
+    cuts = Cuts(trainer.now.captured.graph)
     chosen = [cuts.find(f"blocks.{12 * stage // stages - 1}:after") for stage in range(1, stages)]
     ranks = [tuple(range(stages * index, stages * (index + 1))) for index in range(replicas)]
     return Grid(tuple(Replica(own, own, 4 // replicas) for own in ranks)), chosen
@@ -67,11 +67,11 @@ def arrangement(trainer: Trainer, stages: int, replicas: int) -> tuple[Grid, lis
 def needs(trainer: Trainer) -> dict[tuple[int, str], int]:
     """Return the bytes of each tensor, with its optimizer's state, on each rank that needs it."""
     found = {}
-    for part in trainer.parts:
+    for part in trainer.now.parts:
         for state in part.program.states:
             copies = _COPIES if state.kind == "parameter" else int(state.kind == "buffer")
-            for stage in holding(trainer.parts, state.source):
-                for rank in trainer.grid.holders(stage):
+            for stage in holding(trainer.now.parts, state.source):
+                for rank in trainer.now.placed.grid.holders(stage):
                     found[rank, state.source] = copies * state.value.num_bytes({})
     return found
 

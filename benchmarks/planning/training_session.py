@@ -89,7 +89,7 @@ def _train(
 
 def _steps(pipe: penstock.Pipeline, ids: torch.Tensor) -> list[float]:
     optimizer = pipe.optimizer(lambda parameters: torch.optim.AdamW(parameters, lr=3e-4))
-    mine = pipe.trainer.grid.rows(len(ids))[pipe.trainer.placed.replica_index]
+    mine = pipe.trainer.now.placed.grid.rows(len(ids))[pipe.trainer.now.placed.replica_index]
     own, seconds = ids[mine.start : mine.stop], []
     for _ in range(STEPS + 1):
         begin = time.perf_counter()

@@ -183,8 +183,8 @@ def test_freezing_that_is_taken_back(tmp_path: Path) -> None:
         elastic.validated(accuracy=accuracies[epoch])
         (optimizer,) = trainer.optimizers
         decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
-        trained = trainer.captured.trainable
-        groups[epoch] |= {name: decay[id(p)] for name, p in trainer.tensors.parameters.items() if name in trained}
+        trained = trainer.now.captured.trainable
+        groups[epoch] |= {name: decay[id(p)] for name, p in trainer.now.tensors.parameters.items() if name in trained}
 
     found = train_elastically(
         vit(), 2, images(), policy, epochs=5, make=_grouped, between=between, folder=tmp_path

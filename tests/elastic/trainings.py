@@ -157,13 +157,13 @@ def train_elastically(
         while loader.epoch < epochs:
             epoch = loader.epoch
             for number, (inputs, labels, rows) in enumerate(loader, loader.position):
-                if world.rank in trainer.grid.holders(trainer.placed.num_stages - 1):
+                if world.rank in trainer.now.placed.grid.holders(trainer.now.placed.num_stages - 1):
                     samples[epoch] += rows.tolist()
                 losses.append(float(loop(Step(trainer, elastic, epoch, number, inputs, labels))))
                 optimizer.step()
                 optimizer.zero_grad()
             between(trainer, elastic, epoch)
-        weights = gathered(trainer, lambda p: p) | trainer.tensors.others
+        weights = gathered(trainer, lambda p: p) | trainer.now.tensors.others
         trainer.close()
         return losses, weights, samples, elastic.changes, elastic.history
 

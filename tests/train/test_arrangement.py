@@ -102,7 +102,7 @@ def test_a_device_works_through_neighbouring_stages_as_through_one() -> None:
 def test_the_schedule_of_a_planned_replica() -> None:
     def script(world: World) -> list[str]:
         trainer = make_trainer(given, world, plan=plan)
-        found = [text(actions) for actions in trainer.placed.schedule(trainer.placed.num_microbatches)]
+        found = [text(actions) for actions in trainer.now.placed.schedule(trainer.now.placed.num_microbatches)]
         trainer.close()
         return found
 
@@ -145,7 +145,7 @@ def test_a_plan_of_one_device_trains_in_this_process(tmp_path: Path, kind: Calla
     given = plan if kind is None else kind(tmp_path / "plan.json")
     with penstock.Pipeline(small().train(), inputs, plan=given) as pipe:
         assert float(pipe.train_step(inputs, labels, F.cross_entropy)) > 0
-        assert pipe.trainer.placed.num_microbatches == 3
+        assert pipe.trainer.now.placed.num_microbatches == 3
 
 
 def test_sums_are_planned_in_the_buckets_in_which_they_travel() -> None:
@@ -165,7 +165,7 @@ def test_sums_are_planned_in_the_buckets_in_which_they_travel() -> None:
     def script(world: World) -> list[tuple[int, tuple[int, ...], int]]:
         trainer = make_trainer(given, world, plan=plan)
         trainer.close()
-        made = engine_buckets(trainer.tensors.weights(), trainer.now.order)
+        made = engine_buckets(trainer.now.tensors.weights(), trainer.now.order)
         return [(b.number, b.weights[0].ranks, sum(w.leaves[0].nbytes for w in b.weights)) for b in made]
 
     travelling = sorted({bucket for found in in_threads(4, script) for bucket in found})
@@ -181,7 +181,7 @@ def test_an_arrangement_whose_microbatches_are_said_cuts_batches_as_before() -> 
 
     def script(world: World) -> list[float]:
         trainer = make_trainer(model, world, stages=2)
-        before = trainer.placed
+        before = trainer.now.placed
         found = before.fixed()
         assert [replica.num_microbatches for replica in found.grid.replicas] == [4]
         assert (found.num_microbatches, found.num_stages, found.first_microbatch) == (4, 2, 0)
@@ -207,7 +207,7 @@ def test_microbatches_that_were_asked_for_are_asked_for_in_every_arrangement() -
     def script(world: World) -> None:
         trainer = make_trainer(captured("deit", torch.float32), world, stages=2, microbatches=4)
         trainer.close()
-        for placed in (trainer.placed, trainer.placed.fixed(), trainer.placed.fixed().fixed()):
+        for placed in (trainer.now.placed, trainer.now.placed.fixed(), trainer.now.placed.fixed().fixed()):
             assert placed.num_microbatches == 4
             assert placed.count_microbatches(3, short=True) == 3
             with pytest.raises(UsageError, match="a batch of 3 rows cannot be split into 4 microbatches"):

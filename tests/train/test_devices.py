@@ -98,7 +98,9 @@ def _go(device: torch.device, size: int, folder: Path, *, begin: str = "", end: 
             assert {key: tensor.device for key, tensor in state.items()} == {
                 "step": HOST, "exp_avg": parameter.device, "exp_avg_sq": parameter.device,
             }  # fmt: skip
-        assert {t.device for t in (*trainer.tensors.parameters.values(), *trainer.tensors.others.values())} <= {device}
+        assert {t.device for t in (*trainer.now.tensors.parameters.values(), *trainer.now.tensors.others.values())} <= {
+            device
+        }
         if end:
             save_checkpoint(trainer, folder / end, optimizer)
             save_model(trainer, folder / f"{end}.safetensors")

@@ -139,7 +139,7 @@ def learn(
         optimizer = trainer.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9))
         data, grid = Images(), Grid(replicas)
         features = Computed(model, data, world.rank, grid) if skipped and caches else None
-        migrate(trainer, trainer.placed.moved(grid, [frozen, after], skipped=skipped), model, features)
+        migrate(trainer, trainer.now.placed.moved(grid, [frozen, after], skipped=skipped), model, features)
         loader, losses = Loader(trainer, data, batch_size=BATCH), []
         loader.follower = Still()
 
@@ -156,7 +156,7 @@ def learn(
         for _ in range(epochs):
             if own_rows:
                 for batch in BATCHES:
-                    rows = grid.rows(len(batch))[trainer.placed.replica_index]
+                    rows = grid.rows(len(batch))[trainer.now.placed.replica_index]
                     mine = batch[rows.start : rows.stop]
                     trainer.data.short = len(mine)
                     step(data.images[mine], data.labels[mine])
@@ -236,7 +236,7 @@ def test_the_schedule_leaves_out_what_is_skipped() -> None:
     def script(world: World) -> None:
         trainer: Trainer = make_trainer(whole, world, stages=2, microbatches=3)
         trainer.close()
-        placed = trainer.placed.moved(Grid((Replica((0, 1), (0, 0, 1), 3),)), [cuts[4], cuts[9]], skipped=1)
+        placed = trainer.now.placed.moved(Grid((Replica((0, 1), (0, 0, 1), 3),)), [cuts[4], cuts[9]], skipped=1)
         plain = placed.moved(Grid((Replica((0, 1), (0, 1), 3),)), [cuts[9]])
         for count in (1, 3):
             found = placed.schedule(count)

@@ -54,7 +54,7 @@ def collect(captured: Captured, size: int, make: Any, **settings: Any) -> list[A
         epochs = [[(y.tolist() if y.device.type == "cpu" else len(y)) for _, y in loader] for _ in range(2)]
         place = loader.state()
         trainer.close()
-        return epochs, len(data.read), place, trainer.tensors.stages
+        return epochs, len(data.read), place, trainer.now.tensors.stages
 
     return in_threads(size, script)
 

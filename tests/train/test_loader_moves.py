@@ -51,11 +51,11 @@ def load(num_rows: int, batch_size: int, changes: dict[int, int], workers: int =
                 assert x.shape == (len(numbers), 4)
                 assert x[:, 0].tolist() == rows
                 loaded = trainer.data.yielded[0]
-                found.append((trainer.grid, len(numbers), rows, loaded.samples, loaded.following,
+                found.append((trainer.now.placed.grid, len(numbers), rows, loaded.samples, loaded.following,
                               trainer.data.short))  # fmt: skip
                 change = changes.get(len(found))
                 if change is not None:
-                    migrate(trainer, trainer.placed.moved(GRIDS[change], [cuts[0], cuts[1]]))
+                    migrate(trainer, trainer.now.placed.moved(GRIDS[change], [cuts[0], cuts[1]]))
         state = loader.state()
         trainer.close()
         return found, orders, state, len(data.read)

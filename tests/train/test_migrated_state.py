@@ -58,7 +58,7 @@ def check_optimizer(trainer: Trainer, optimizer: torch.optim.Optimizer, groups: 
     """The same groups, with the parameters that are here and train, each with its state, and nothing else."""
     assert optimizer is trainer.optimizers[0]
     assert all(now is was for now, was in zip(optimizer.param_groups, groups, strict=True))
-    own = [p for p in trainer.tensors.parameters.values() if p.requires_grad]
+    own = [p for p in trainer.now.tensors.parameters.values() if p.requires_grad]
     members = [p for group in groups for p in group["params"] if p.numel()]
     assert {id(p) for p in members} == {id(p) for p in own}
     assert len(members) == len(own)
@@ -85,8 +85,8 @@ def learn(
                 rearrange(trainer, whole, Way(way.frozen, (((1,), 4),)) if size == 1 else way,
                           ORDERS[step] if size > 1 else [0])  # fmt: skip
             check_optimizer(trainer, optimizer, groups)
-            held.append(len(trainer.tensors.stages))
-            rows = trainer.grid.rows(8)[trainer.placed.replica_index]
+            held.append(len(trainer.now.tensors.stages))
+            rows = trainer.now.placed.grid.rows(8)[trainer.now.placed.replica_index]
             loss = trainer.train_step(take_rows(inputs, rows), take_rows(labels, rows), LOSSES[name])
             losses.append(float(loss))
             optimizer.step()
@@ -96,7 +96,7 @@ def learn(
             assert groups[1]["lr"] == pytest.approx(rate / 2)
             assert rate == pytest.approx(groups[0]["initial_lr"] * 0.9 ** (step + 1))
         assert scheduler.optimizer is optimizer
-        buffers = {n: t for n, t in trainer.tensors.others.items() if n in whole.names}
+        buffers = {n: t for n, t in trainer.now.tensors.others.items() if n in whole.names}
         trainer.close()
         came_back = 0 in held and any(held[held.index(0) :])
         return losses, gathered(trainer, lambda p: p) | buffers, came_back
@@ -147,7 +147,7 @@ def test_gradients_that_wait_for_their_step_are_taken_along(frozen: int) -> None
                 if step and way is not None:
                     rearrange(trainer, whole, way, [2, 1, 0] if size > 1 else [0])
                 if step:  # onto the gradients that are there
-                    rows = trainer.grid.rows(8)[trainer.placed.replica_index]
+                    rows = trainer.now.placed.grid.rows(8)[trainer.now.placed.replica_index]
                     trainer.train_step(take_rows(others, rows), take_rows(other_labels, rows), LOSSES["bert"])
                 norms.append(float(trainer.clip_grad_norm_(0.1)))
                 optimizer.step()
@@ -237,8 +237,8 @@ def test_a_training_that_is_traced_keeps_its_arrangement(tmp_path: Path) -> None
 def least_bytes(trainer: Trainer, before: Any, slots: int) -> int:
     """The bytes that ranks hold now and lacked, with AdamW's slots and its number of steps."""
     total = 0
-    for state in trainer.captured.graph.states:
-        fresh = set(trainer.tensors.holders(state.source)) - set(before.holders(state.source))
+    for state in trainer.now.captured.graph.states:
+        fresh = set(trainer.now.tensors.holders(state.source)) - set(before.holders(state.source))
         num_bytes = state.value.num_bytes({})
         total += len(fresh) * (num_bytes * (1 + slots) + (4 if slots else 0))
     return total
@@ -263,8 +263,8 @@ def test_nothing_moves_that_is_there(to: tuple[Replica, ...]) -> None:
         trainer.train_step(rows, rows, F.mse_loss)
         optimizer.step()
         optimizer.zero_grad()
-        cuts, before = Cuts(whole.graph), trainer.tensors
-        moved = migrate(trainer, trainer.placed.moved(Grid(to), [cuts[2], cuts[4]]))
+        cuts, before = Cuts(whole.graph), trainer.now.tensors
+        moved = migrate(trainer, trainer.now.placed.moved(Grid(to), [cuts[2], cuts[4]]))
         trainer.close()
         return moved.moved_bytes, least_bytes(trainer, before, slots=2)
 

@@ -53,7 +53,7 @@ def rearrange(trainer: Trainer, whole: Captured, way: Way, order: Sequence[int] 
         replicas.append(Replica(tuple(devices), tuple(held + [devices[-1]] * spare), microbatches))
     first = replicas[0]
     replicas[0] = Replica((*first.devices, *free), first.stages, first.num_microbatches)
-    migrate(trainer, trainer.placed.moved(Grid(tuple(replicas)), places), model)
+    migrate(trainer, trainer.now.placed.moved(Grid(tuple(replicas)), places), model)
 
 
 def train_so(
@@ -72,14 +72,14 @@ def train_so(
             if way is not None:
                 alone = Way(way.frozen, ALONE) if size == 1 else way
                 rearrange(trainer, whole, alone, orders[step] if orders and size > 1 else range(size))
-            rows = trainer.grid.rows(len(labels))[trainer.placed.replica_index]
+            rows = trainer.now.placed.grid.rows(len(labels))[trainer.now.placed.replica_index]
             trainer.data.short = len(rows)
             losses.append(float(trainer.train_step(take_rows(inputs, rows), take_rows(labels, rows), loss_fn)))
             optimizer.step()
             optimizer.zero_grad()
             scheduler.step()
         trainer.close()
-        return losses, gathered(trainer, lambda p: p) | trainer.tensors.others
+        return losses, gathered(trainer, lambda p: p) | trainer.now.tensors.others
 
     results = in_threads(size, script)
     last: dict[str, Tensor] = {}

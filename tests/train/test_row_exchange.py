@@ -238,7 +238,7 @@ def test_a_forged_batch_is_refused_in_one_line(sent: bytes, captured: Captured) 
         world.random_states = trainer.world.random_states = RandomStates()
         try:
             if world.rank:
-                trainer.exchange.batch(trainer.placed, 1, list, list)
+                trainer.exchange.batch(trainer.now.placed, 1, list, list)
             else:
                 send_bytes(world.transport, sent, 1, LOADED)
         finally:

@@ -28,8 +28,8 @@ def steps(size: int, **settings: Any) -> list[tuple[StepReport, float]]:
         begin = time.perf_counter()
         trainer.train_step(x, x, F.mse_loss)
         seconds = time.perf_counter() - begin
-        own = [state for state in trainer.watch.stage_states() if state.name.endswith(f"rank {world.rank}")]
-        assert [state.computed for state in own] == [2 * trainer.placed.num_microbatches]
+        own = [state for state in trainer.now.watch.stage_states() if state.name.endswith(f"rank {world.rank}")]
+        assert [state.computed for state in own] == [2 * trainer.now.placed.num_microbatches]
         assert own[0].busy_s > 0.0 == own[0].queue
         trainer.close()
         return trainer.last_step, seconds

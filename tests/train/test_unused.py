@@ -86,7 +86,7 @@ def test_they_are_saved_as_they_are_and_resumed(
         trainer = make_trainer(captured, world, microbatches=2, **settings)
         optimizer = trainer.optimizer(decaying)
         images, labels = batches(1)[0]
-        rows = trainer.grid.rows(4)[trainer.placed.replica_index]
+        rows = trainer.now.placed.grid.rows(4)[trainer.now.placed.replica_index]
         trainer.train_step(images[rows.start : rows.stop], labels[rows.start : rows.stop], loss)
         optimizer.step()
         save_model(trainer, tmp_path / "model.safetensors")

@@ -89,8 +89,8 @@ def same_places(trainer: Trainer, captured: Captured) -> Arrangement:
     A cut that the model no longer has is replaced by the nearest existing one; the distance of two cuts is the
     difference between the fractions of all operations that precede them.
     """
-    placed, cuts = trainer.placed, Cuts(captured.graph)
-    old = len(trainer.captured.graph.ops)
+    placed, cuts = trainer.now.placed, Cuts(captured.graph)
+    old = len(trainer.now.captured.graph.ops)
     found = []
     for cut in placed.cuts[placed.skipped :]:
         try:
@@ -112,9 +112,9 @@ def near(
 
     The bytes to receive include the optimizer's state: `state_factor` times the bytes of the trained weights.
     """
-    placed = arrangement_of(trainer.placed, captured, plan, costs.ranks, cached_layers=cached_layers)
+    placed = arrangement_of(trainer.now.placed, captured, plan, costs.ranks, cached_layers=cached_layers)
     names = sorted(costs.ranks, key=lambda name: costs.ranks[name])
     ranks = [costs.ranks[name] for name in names]
-    missing = missing_bytes(placed, captured, trainer.tensors, ranks, state_factor)
+    missing = missing_bytes(placed, captured, trainer.now.tensors, ranks, state_factor)
     taken = assign(missing, interchangeable([costs.cluster.device(name) for name in names]))
     return {name: ranks[device] for name, device in zip(names, taken, strict=True)}

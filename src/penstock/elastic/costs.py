@@ -68,7 +68,7 @@ def find_costs(trainer: Trainer, captured: Captured, options: ElasticOptions, ro
     if given is None:
         note(f"measuring {captured.graph.model}; give a profile to skip this")
     with working("measuring the model"):
-        profile = given or measure_profile(captured, trainer.placed, rows, told[FEEDER]["round_s"])
+        profile = given or measure_profile(captured, trainer.now.placed, rows, told[FEEDER]["round_s"])
     reference_s = profile.calibration_s or told[FEEDER]["round_s"]
     if cluster is None:
         devices = [

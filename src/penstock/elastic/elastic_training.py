@@ -72,14 +72,14 @@ class ElasticTraining:
             )
         if trainer.survivors is not None:
             raise UsageError("an elastic training cannot survive lost processes yet; leave on_loss or elastic out")
-        if trainer.placed.schedule_name not in SCHEDULES:
+        if trainer.now.placed.schedule_name not in SCHEDULES:
             raise UsageError(
                 "an elastic training needs a named schedule, because a custom one cannot be adapted to other numbers "
                 "of stages; name one"
             )
         self._trainer, self._loader, self._options = trainer, loader, options
         self._policy, self._told = options.policy(), told
-        self._whole: Captured = trainer.captured  # the whole model, with no layer frozen
+        self._whole: Captured = trainer.now.captured  # the whole model, with no layer frozen
         self._captured: dict[int, Captured] = {}
         self._num_layers = self._count_layers()
         self._norms = LayerNorms(layer_of(self._whole.graph, self._whole.layers), self._num_layers)
@@ -100,7 +100,7 @@ class ElasticTraining:
     @property
     def frozen_layers(self) -> int:
         """Number of leading layers that are currently frozen."""
-        return self._trainer.captured.frozen_layers
+        return self._trainer.now.captured.frozen_layers
 
     def _count_layers(self) -> int:
         """Return how many leading layers can be frozen while some parameters still train.
@@ -140,8 +140,8 @@ class ElasticTraining:
 
     def saw_gradients(self, gradients: Mapping[str, Tensor]) -> None:
         """Add the squared gradients of a step to the epoch's sums."""
-        if self._trainer.placed.replica_index == 0:  # replicas have the same gradients
-            counted = self._trainer.tensors.counted_here
+        if self._trainer.now.placed.replica_index == 0:  # replicas have the same gradients
+            counted = self._trainer.now.tensors.counted_here
             self._norms.add({name: gradient for name, gradient in gradients.items() if name in counted})
 
     def end_epoch(self, loader: Loader) -> None:
@@ -210,7 +210,7 @@ class ElasticTraining:
 
     def _rows(self) -> int:
         """Return the rows per microbatch of a full batch."""
-        return max(1, self._loader.batch_size // self._trainer.placed.all_microbatches)
+        return max(1, self._loader.batch_size // self._trainer.now.placed.all_microbatches)
 
     def _go_on(self, frozen: int, *, first: bool) -> None:
         """Decide on the placement with `frozen` layers frozen, fill a cache if that pays off, and migrate to it."""
@@ -234,7 +234,7 @@ class ElasticTraining:
             self._caching.drop()
         if self._costs is not None:  # identical devices may have exchanged their places in the plan
             self._costs = dataclasses.replace(self._costs, ranks=document["ranks"])
-        placed = arrangement_of(self._trainer.placed, captured, plan, document["ranks"], cached_layers=cached)
+        placed = arrangement_of(self._trainer.now.placed, captured, plan, document["ranks"], cached_layers=cached)
         moved = migrate(self._trainer, placed, captured, self._caching.features(placed))
         if moved.moved_bytes:
             self._migrate_s, self._moves_measured = moved.seconds, True
@@ -252,7 +252,7 @@ class ElasticTraining:
         state_factor = self._state_factor()
         if trainer.world.rank == FEEDER and costs is not None:
             plan = self._plan or plan_of(
-                trainer.placed, costs, self._whole, rows=self._rows(), state_factor=state_factor
+                trainer.now.placed, costs, self._whole, rows=self._rows(), state_factor=state_factor
             )
             with working(f"planning for {len(costs.cluster.devices)} devices"):
                 decided = self._decide(costs, plan, frozen, first=first)
@@ -297,8 +297,8 @@ class ElasticTraining:
         """Return the elements of optimizer state per element of trained weights, over all processes."""
         weights = state = 0
         for optimizer in self._trainer.optimizers:
-            for name, slots in NamedOptimizer(self._trainer.tensors, optimizer).slots().items():
-                size = self._trainer.tensors.parameters[name].numel()
+            for name, slots in NamedOptimizer(self._trainer.now.tensors, optimizer).slots().items():
+                size = self._trainer.now.tensors.parameters[name].numel()
                 weights += size
                 state += sum(size for slot in slots.values() if isinstance(slot, Tensor) and slot.numel() == size)
         gathered = all_gather(self._trainer.world.transport, {"weights": weights, "state": state})
@@ -308,7 +308,7 @@ class ElasticTraining:
 
     def _tell(self, document: Mapping[str, Any], *, migrate_s: float, moved_bytes: int, fill_s: float) -> None:
         trainer = self._trainer
-        placed = trainer.placed
+        placed = trainer.now.placed
         stages = max(len(set(r.stages[placed.skipped :])) for r in placed.grid.replicas)
         change = PlanChange(
             step=trainer.step, epoch=self._loader.epoch, frozen_layers=self.frozen_layers,
@@ -337,7 +337,7 @@ class ElasticTraining:
             self._norms.put(state["squares"])
         trainer = self._trainer
         fix_microbatches(trainer)
-        if captured.frozen_layers != self.frozen_layers or trainer.placed.skipped:
+        if captured.frozen_layers != self.frozen_layers or trainer.now.placed.skipped:
             migrate(trainer, same_places(trainer, captured), captured)
         self._caching.drop()  # the cache may be of a later epoch than the checkpoint
         trainer.known_groups[:] = [dict(groups) for groups in state["groups"]]

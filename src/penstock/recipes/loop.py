@@ -231,7 +231,7 @@ class _Fit:
         epochs = self._epochs
         try:
             unit, shown = self._task.unit, self._world.rank == FEEDER
-            look = self._trainer.watch.stage_states if self._settings.live else None
+            look = self._trainer.now.watch.stage_states if self._settings.live else None
             with FitProgress(self._num_steps, unit, shown=shown, done=self._first, look=look) as progress:
                 self._say = progress.say
                 if (unrecorded := self._unrecorded()) is not None:

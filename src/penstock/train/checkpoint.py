@@ -115,7 +115,7 @@ def _write(
     states: list[TrainState] = []
 
     def write() -> dict[str, Any]:
-        named = NamedOptimizer(trainer.tensors, *_each(optimizers))
+        named = NamedOptimizer(trainer.now.tensors, *_each(optimizers))
         state = TrainState(tensors=_saved_tensors(trainer), slots=named.slots(), step=trainer.step)
         states[:] = [state]
         # encoded before anything is written
@@ -157,7 +157,7 @@ def load_checkpoint(
     state = TrainState(tensors=tensors, step=index.step, random=index.random_state())
     _check_shapes(folder, index, tensors)
     _check_schedulers(folder, index, schedulers)
-    named = NamedOptimizer(trainer.tensors, *_each(optimizers))
+    named = NamedOptimizer(trainer.now.tensors, *_each(optimizers))
     groups = _find_groups(trainer, named, index)
     if _each(optimizers):
         state.slots = named.restore(index, groups)
@@ -205,8 +205,8 @@ def _check_schedulers(folder: Path, index: CheckpointIndex, schedulers: Any) -> 
 
 def _saved_tensors(trainer: Trainer) -> dict[str, Tensor]:
     """Return the parameters and buffers that this process holds; constants are part of the model."""
-    held = trainer.tensors
-    buffers = {s.source for part in trainer.parts for s in part.program.states if s.kind == "buffer"}
+    held = trainer.now.tensors
+    buffers = {s.source for part in trainer.now.parts for s in part.program.states if s.kind == "buffer"}
     names = [*held.parameters, *(name for name in held.others if name in buffers), *held.unused]
     return {name: held.find(name) for name in names}
 
@@ -214,12 +214,12 @@ def _saved_tensors(trainer: Trainer) -> dict[str, Tensor]:
 def _written_here(trainer: Trainer, state: TrainState, suffix: str) -> dict[str, dict[str, Tensor]]:
     """Return the tensors that this process writes, by stage folder and name; each is written by its first holder."""
     named = state.named()
-    holders = {name: trainer.tensors.holders(source_of(name)) for name in named}
+    holders = {name: trainer.now.tensors.holders(source_of(name)) for name in named}
     have = Held(holders, named.__getitem__)
     want = Wanted({name: ranks[:1] for name, ranks in holders.items()}, named.__getitem__)
     own: dict[str, dict[str, Tensor]] = defaultdict(dict)
     for name, tensor in redistribute(have, want, trainer.world.transport):
-        stages = holding(trainer.parts, source_of(name))
+        stages = holding(trainer.now.parts, source_of(name))
         own[f"{f'stage-{stages[0]}' if stages else 'unused'}{suffix}"][name] = tensor
     return own
 
@@ -233,8 +233,8 @@ def _index(
     # the last one, if none was trained on
     trained = next(iter(first["trained"]), len(loaders) - 1) if loaders else None
     return CheckpointIndex(
-        model=trainer.captured.graph.model, step=state.step, num_stages=trainer.placed.num_stages,
-        num_replicas=len(trainer.grid.replicas), places=_merged(gathered, "places"),
+        model=trainer.now.captured.graph.model, step=state.step, num_stages=trainer.now.placed.num_stages,
+        num_replicas=len(trainer.now.placed.grid.replicas), places=_merged(gathered, "places"),
         shapes={name: (dtype, shape) for name, (dtype, shape) in _merged(gathered, "shapes").items()},
         scalars=_merged(gathered, "scalars"), groups=merged(document["groups"] for document in gathered),
         schedulers=first["schedules"], loaders=loaders, trained=trained,
@@ -313,15 +313,15 @@ def _check_shapes(folder: Path, index: CheckpointIndex, tensors: Mapping[str, Te
 
 def _check_names(trainer: Trainer, places: Mapping[str, str]) -> None:
     saved = {name.removeprefix("model/") for name in places if name.startswith("model/")}
-    here = {s.source for part in trainer.parts for s in part.program.states if s.kind != "constant"}
+    here = {s.source for part in trainer.now.parts for s in part.program.states if s.kind != "constant"}
     # tensors that no stage uses are optional: frozen layers use fewer tensors
-    known = {*trainer.captured.unused, *(state.source for state in trainer.captured.graph.states)}
+    known = {*trainer.now.captured.unused, *(state.source for state in trainer.now.captured.graph.states)}
     missing, more = sorted(here - saved), sorted(saved - here - known)
     if missing or more:
         parts = [f"it lacks {', '.join(missing[:3])}"] if missing else []
         parts += [f"it also has {', '.join(more[:3])}"] if more else []
         raise UsageError(
-            f"the checkpoint is of another model than {trainer.captured.graph.model}: {' and '.join(parts)} "
+            f"the checkpoint is of another model than {trainer.now.captured.graph.model}: {' and '.join(parts)} "
             f"({len(missing) + len(more)} names differ); load it into the model that it was written from"
         )
 

@@ -27,17 +27,17 @@ def evaluate_all(
 ) -> list[tuple[float, float]]:
     """Return the sum and the count of each function over all rows of all replicas, from a single forward pass."""
     trainer.follow()
-    rows = StepRows(trainer.data, trainer.exchange, trainer.placed, inputs, labels, functions)
-    trainer.row_cut.check(labels, rows.bound(trainer.evaluation.graph)[1]["batch"])
+    rows = StepRows(trainer.data, trainer.exchange, trainer.now.placed, inputs, labels, functions)
+    trainer.row_cut.check(labels, rows.bound(trainer.now.evaluation.graph)[1]["batch"])
 
     def work() -> dict[str, Any]:
-        evaluation, only_replica = trainer.evaluation, len(trainer.grid.replicas) == 1
-        given = rows.now(trainer.placed, evaluation.parts, evaluation.graph)
+        evaluation, only_replica = trainer.now.evaluation, len(trainer.now.placed.grid.replicas) == 1
+        given = rows.now(trainer.now.placed, evaluation.parts, evaluation.graph)
         measures = evaluation.measures(given, functions, trainer.losses, trainer.row_cut, only_replica=only_replica)
         return {"measures": measures, "problem": given.problem}
 
     gathered = trainer.together(work)
-    trainer.exchange.mark(trainer.placed)
+    trainer.exchange.mark(trainer.now.placed)
     check_same_rows(gathered)
     found = []
     for index in range(len(functions)):
@@ -53,14 +53,14 @@ def predict(trainer: Trainer, inputs: Any) -> Any:
     Raises `DeviceLost` if a process is lost during the call, because the rows are then redistributed.
     """
     trainer.follow()
-    placed = trainer.placed
+    placed = trainer.now.placed
     rows = StepRows(trainer.data, trainer.exchange, placed, inputs, None)
     found: list[Any] = []
 
     def work() -> dict[str, Any]:
-        if trainer.placed is not placed:
+        if trainer.now.placed is not placed:
             raise DeviceLost("a device was lost, and these rows were redistributed; request predictions again")
-        evaluation = trainer.evaluation
+        evaluation = trainer.now.evaluation
         found[:] = [evaluation.outputs(rows.now(placed, evaluation.parts, evaluation.graph))]
         return {}
 

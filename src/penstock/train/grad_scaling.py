@@ -93,6 +93,6 @@ def _trainer_of(optimizer: torch.optim.Optimizer) -> Trainer | None:
     given = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     active = list(_active)
     for trainer in active:
-        if optimizer in trainer.optimizers or not given.isdisjoint(map(id, trainer.tensors.parameters.values())):
+        if optimizer in trainer.optimizers or not given.isdisjoint(map(id, trainer.now.tensors.parameters.values())):
             return trainer
     return active[0] if len(active) == 1 else None

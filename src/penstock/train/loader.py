@@ -185,7 +185,7 @@ class Loader:
         self.last_rows, last = len(order[position]), position + 1 == len(order)
         batch = LoadedBatch(
             loaded=tensors_of(loaded), loader=self, iteration=iteration, samples=order[position],
-            following=None if last else order[position + 1], placed=None if alone else trainer.placed,
+            following=None if last else order[position + 1], placed=None if alone else trainer.now.placed,
             place=(self._epoch, position), short=self._is_short(order), followed=self.follower is not None,
             repeats=trainer.survivors is not None,
         )  # fmt: skip
@@ -196,7 +196,7 @@ class Loader:
         """Load this process's rows of a batch for the current placement (a collective call of the replica)."""
         trainer, mine = self._trainer, self._own_rows(samples, short=short)
         return trainer.exchange.batch(
-            trainer.placed, len(mine), lambda: next(self._load([mine], {"num_workers": 0})), self._example
+            trainer.now.placed, len(mine), lambda: next(self._load([mine], {"num_workers": 0})), self._example
         )
 
     def _order_now(self) -> list[list[int]]:
@@ -259,7 +259,7 @@ class Loader:
         if trainer.world.transport.size == 1:
             return
         documents = trainer.together(lambda: {"rows": self.num_samples, "data": self._identity})
-        loading: Sequence[int] = [replica.stages[0] for replica in trainer.grid.replicas]
+        loading: Sequence[int] = [replica.stages[0] for replica in trainer.now.placed.grid.replicas]
         if self.follower is not None:  # every rank computes cached outputs of its own rows
             loading = range(trainer.world.transport.size)
         check_same_data(documents, trainer.world.names, loading)
@@ -297,7 +297,7 @@ class Loader:
     def _read(self, order: list[list[int]]) -> Any:
         """Load or receive the next batch in the current placement."""
         trainer, place = self._trainer, (self._epoch, self.position)
-        placed = trainer.placed
+        placed = trainer.now.placed
         mine = self._own_rows(order[self.position], short=self._is_short(order))
         now = self._reading
         if trainer.exchange.loads(placed) and (now is None or not now.continues(placed, order, place)):
@@ -322,7 +322,7 @@ class Loader:
 
     def _parts(self, batches: list[list[int]]) -> list[list[int]]:
         """Return this process's rows of batches."""
-        grid, index = self._trainer.grid, self._trainer.placed.replica_index
+        grid, index = self._trainer.now.placed.grid, self._trainer.now.placed.replica_index
         parts = [grid.rows(len(batch))[index] for batch in batches]
         return [batch[part.start : part.stop] for batch, part in zip(batches, parts, strict=True)]
 

@@ -46,7 +46,7 @@ def migrate(
     stages. Errors are raised before any tensor is moved.
 
     Example:
-        migrate(trainer, trainer.placed.moved(grid, cuts))
+        migrate(trainer, trainer.now.placed.moved(grid, cuts))
 
     Raises `UsageError` if optimizers differ between processes, or if the run is traced.
     """
@@ -98,7 +98,7 @@ def prepare(
 
 def gather_groups(trainer: Trainer) -> "list[_Told]":
     """Gather the description of each optimizer's state from all ranks, and record the parameters' groups."""
-    optimizers = [_gather(trainer, optimizer, trainer.tensors) for optimizer in trainer.optimizers]
+    optimizers = [_gather(trainer, optimizer, trainer.now.tensors) for optimizer in trainer.optimizers]
     _remember_groups(trainer, optimizers)
     return optimizers
 

@@ -26,8 +26,8 @@ class GatheredWeights:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self._names = trainer.captured.names
-        self._states = {state.source: state for state in trainer.captured.graph.states}
+        self._names = trainer.now.captured.names
+        self._states = {state.source: state for state in trainer.now.captured.graph.states}
         order = file_order(self)
         have = Held({name: self._holders(name)[:1] for name in order}, self._find)
         want = Wanted(dict.fromkeys(order, (FEEDER,)), self._room)
@@ -40,12 +40,12 @@ class GatheredWeights:
     def shape(self, name: str) -> tuple[int, ...]:
         """Return a tensor's shape."""
         state = self._states.get(self._names[name])
-        return state.value.evaluate({}) if state else self._trainer.captured.weights.shape(self._names[name])
+        return state.value.evaluate({}) if state else self._trainer.now.captured.weights.shape(self._names[name])
 
     def dtype(self, name: str) -> torch.dtype:
         """Return a tensor's dtype."""
         state = self._states.get(self._names[name])
-        return state.value.dtype if state else self._trainer.captured.weights.dtype(self._names[name])
+        return state.value.dtype if state else self._trainer.now.captured.weights.dtype(self._names[name])
 
     def load(self, name: str) -> Tensor:
         """Return the next tensor, which must have this name, on the host."""
@@ -65,13 +65,13 @@ class GatheredWeights:
         return torch.empty(self.shape(name), dtype=self.dtype(name))
 
     def _holders(self, name: str) -> list[int]:
-        return self._trainer.tensors.holders(self._names[name]) if self._names[name] in self._states else [FEEDER]
+        return self._trainer.now.tensors.holders(self._names[name]) if self._names[name] in self._states else [FEEDER]
 
     def _find(self, name: str) -> Tensor:
-        source, tensors = self._names[name], self._trainer.tensors
+        source, tensors = self._names[name], self._trainer.now.tensors
         if source in self._states or source in tensors.unused:
             return tensors.find(source)
-        return self._trainer.captured.weights.load(source)
+        return self._trainer.now.captured.weights.load(source)
 
 
 def save_model(trainer: Trainer, path: Path, metadata: Mapping[str, str] | None = None) -> None:

@@ -23,8 +23,8 @@ class StepRows:
     the backward.
 
     Example:
-        rows = StepRows(trainer.data, trainer.exchange, trainer.placed, images, labels, [loss_fn])
-        given = rows.now(trainer.placed, parts, graph)        # rows for the current placement
+        rows = StepRows(trainer.data, trainer.exchange, trainer.now.placed, images, labels, [loss_fn])
+        given = rows.now(trainer.now.placed, parts, graph)        # rows for the current placement
     """
 
     def __init__(

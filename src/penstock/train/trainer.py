@@ -9,11 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.deploy.run_options import CutOptions, RunOptions
-from penstock.engine.placement import Grid
-from penstock.engine.stall import TrainingWatch
 from penstock.errors import RunError, TransportError, UsageError
-from penstock.graph.cuts import Cut
-from penstock.graph.stages import TrainingPart
 from penstock.group.calls import ADVICE, Calls
 from penstock.group.direct import go_direct
 from penstock.group.world import World
@@ -25,10 +21,8 @@ from penstock.train.agreement import check_alike, identity_of
 from penstock.train.arrangement import Arrangement, TrainOptions, arrange
 from penstock.train.batches import RowCut
 from penstock.train.captured import Captured
-from penstock.train.evaluation import Evaluation
 from penstock.train.features import Follower, Together
 from penstock.train.forward_backward import ForwardBackward
-from penstock.train.held_tensors import HeldTensors
 from penstock.train.input_gradients import check_same, check_wanted
 from penstock.train.loaded_batch import RecentBatches
 from penstock.train.loss_convention import LossFunction
@@ -109,52 +103,12 @@ class Trainer:
                 if run.trace is not None else None
             )  # fmt: skip
         self._work.tracer = self.tracer
-        self.exchange.mark(self.placed)
-
-    @property
-    def captured(self) -> Captured:
-        """Captured model with its current frozen layers."""
-        return self.now.captured
-
-    @property
-    def placed(self) -> Arrangement:
-        """Current placement of the training run."""
-        return self.now.placed
-
-    @property
-    def grid(self) -> Grid:
-        """Ranks of all replicas' stages."""
-        return self.now.placed.grid
-
-    @property
-    def tensors(self) -> HeldTensors:
-        """Tensors of the model that this process holds."""
-        return self.now.tensors
-
-    @property
-    def cuts(self) -> list[Cut]:
-        """Cuts between the stages of the model."""
-        return self.now.placed.cuts
-
-    @property
-    def parts(self) -> list[TrainingPart]:
-        """All stages of the model."""
-        return self.now.parts
-
-    @property
-    def watch(self) -> TrainingWatch:
-        """The watch on the progress of all stages, which detects stalls."""
-        return self.now.watch
-
-    @property
-    def evaluation(self) -> Evaluation:
-        """Evaluation with the current weights."""
-        return self.now.evaluation
+        self.exchange.mark(self.now.placed)
 
     def follow(self) -> None:
         """Switch to the caller's module as it is now, before an evaluation."""
-        self.tensors.follow()
-        if self.captured.follow_evaluation():
+        self.now.tensors.follow()
+        if self.now.captured.follow_evaluation():
             self.now.evaluate_again()
 
     @contextlib.contextmanager
@@ -162,7 +116,7 @@ class Trainer:
         """Run a collective call with the model's current tensors; its name is sent to other processes."""
         health = self.world.health
         if name != "close":
-            self.tensors.follow()
+            self.now.tensors.follow()
         with self.calls.entered(name):
             health.call = self.calls.current(numbered=self.survivors is None)
             try:
@@ -194,10 +148,10 @@ class Trainer:
 
         `inputs` and `labels` are this replica's rows. Gradients accumulate.
         """
-        self.captured.check_unchanged()
-        self.tensors.check_trained(self.captured.trainable)
+        self.now.captured.check_unchanged()
+        self.now.tensors.check_trained(self.now.captured.trainable)
         check_no_autocast("pass autocast=torch.bfloat16 to the pipeline instead")
-        rows = StepRows(self.data, self.exchange, self.placed, inputs, labels, [loss_fn])
+        rows = StepRows(self.data, self.exchange, self.now.placed, inputs, labels, [loss_fn])
         rows.number, rows.may_repeat, rows.cached = self.step, self.survivors is not None, self.data.saw_step(inputs)
         if self.survivors is not None:
             rows.check_repeatable()
@@ -207,7 +161,7 @@ class Trainer:
                 "this run may move parameters between processes, so it needs an optimizer of the pipeline; create one "
                 "with pipe.optimizer(lambda parameters: ...)"
             )
-        tensors, sizes = rows.bound(self.captured.graph)
+        tensors, sizes = rows.bound(self.now.captured.graph)
         self.row_cut.check(labels, sizes["batch"])
         check_wanted(self.now, tensors, labels, may_repeat=self.survivors is not None)
         with self.tracer.step(self.step, sizes["batch"]) if self.tracer else contextlib.nullcontext():
@@ -215,7 +169,7 @@ class Trainer:
 
     def _do_step(self, rows: StepRows) -> Tensor:
         sent_bytes = self.world.transport.sent_bytes
-        if self.captured.graph.callbacks:
+        if self.now.captured.graph.callbacks:
             # hooks and custom functions of the model must see gradients of the batch's mean loss, so losses are scaled
             # first; without any, gradient sums are divided once at the end, so that their bits do not depend on the
             # number of replicas
@@ -235,7 +189,7 @@ class Trainer:
         if self.tracer:
             self.tracer.synchronized(self._work.computed_s)
         step, self.step = self.step, self.step + 1  # counts even if the loss is not finite
-        self.exchange.mark(self.placed)
+        self.exchange.mark(self.now.placed)
         loss = mean_loss(gathered, step, self.now.last_stage)
         if set.intersection(*(set(document["empty"]) for document in gathered)):
             raise everywhere(
@@ -245,7 +199,7 @@ class Trainer:
         self._num_checked = len(self.optimizers)
         if self.follower is not None:
             self.follower.saw_gradients(gradients)
-        self.tensors.add_gradients(gradients)
+        self.now.tensors.add_gradients(gradients)
         self.now.direct.add(divisor)
         self._work.give_back(divisor)
         self._report(self._work.ran, synchronize_s, self.world.transport.sent_bytes - sent_bytes)
@@ -260,10 +214,10 @@ class Trainer:
         """Return the number of rows of the whole batch, over all replicas."""
 
         def tell() -> dict[str, Any]:
-            rows.load(self.placed)
-            return {"rows": rows.bound(self.captured.graph)[1]["batch"], "replica": self.placed.replica_index}
+            rows.load(self.now.placed)
+            return {"rows": rows.bound(self.now.captured.graph)[1]["batch"], "replica": self.now.placed.replica_index}
 
-        if len(self.grid.replicas) == 1:
+        if len(self.now.placed.grid.replicas) == 1:
             return int(tell()["rows"])
         counts = {document["replica"]: document["rows"] for document in self.together(tell)}
         return sum(counts.values())
@@ -293,22 +247,22 @@ class Trainer:
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients so that their norm over all stages is at most `max_norm`; returns the norm before."""
         # if replicas may be lost, every replica sends its norms, which are the same in each
-        tells = self.survivors is not None or self.placed.replica_index == 0
+        tells = self.survivors is not None or self.now.placed.replica_index == 0
         norms: dict[str, float] = {}
-        for document in self.together(lambda: {"norms": self.tensors.norms() if tells else {}}):
+        for document in self.together(lambda: {"norms": self.now.tensors.norms() if tells else {}}):
             norms |= document["norms"]
         norm = math.sqrt(math.fsum(norms[name] ** 2 for name in self.now.order if name in norms))
         factor = max_norm / (norm + 1e-6)
         if factor < 1:
-            for parameter in self.tensors.parameters.values():
+            for parameter in self.now.tensors.parameters.values():
                 if parameter.grad is not None:
                     parameter.grad.mul_(factor)
         return torch.tensor(norm, dtype=torch.float64)
 
     def optimizer(self, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> torch.optim.Optimizer:
         """Create the optimizer of this process's parameters; `make` receives them and returns an optimizer."""
-        self.tensors.follow()
-        optimizer = self.tensors.make_optimizer(make)
+        self.now.tensors.follow()
+        optimizer = self.now.tensors.make_optimizer(make)
         self.optimizers.append(optimizer)
         if self.tracer:
             self.tracer.watch(optimizer)
@@ -316,8 +270,8 @@ class Trainer:
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Return the parameters of this process's stages by their names in the model."""
-        self.tensors.follow()
-        yield from self.tensors.parameters.items()
+        self.now.tensors.follow()
+        yield from self.now.tensors.parameters.items()
 
     def write_trace(self, model: str) -> None:
         """Write the traces of all processes, on rank 0 (a collective call)."""
@@ -326,7 +280,7 @@ class Trainer:
         with self.world.explained():
             traces = self.tracer.gather()
         if traces:
-            facts = training_facts(self.world, self.placed, model=model, num_steps=self.step)
+            facts = training_facts(self.world, self.now.placed, model=model, num_steps=self.step)
             write_run(self._run.trace.folder, facts, traces)
 
     def close(self, *, wait: bool = True) -> None:

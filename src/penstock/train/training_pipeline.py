@@ -122,7 +122,7 @@ class TrainingPipeline:
                 self._trainer = self._begin()
             follow_scalers(self._trainer)
             trainer = self._trainer
-            self._check_optimizers = check_at_steps(lambda optimizer: trainer.tensors.divides(optimizer))
+            self._check_optimizers = check_at_steps(lambda optimizer: trainer.now.tensors.divides(optimizer))
             self._captured.hidden.hide()
             atexit.register(self._exit)  # announces this exit to the other ranks
         return self._trainer
@@ -135,7 +135,7 @@ class TrainingPipeline:
         try:
             with working("putting the stages in place", shown=world.rank == FEEDER):
                 trainer = self._begin_in(world)
-            self.cuts = tuple(trainer.cuts)  # the cuts depend on the placement of stages
+            self.cuts = tuple(trainer.now.placed.cuts)  # the cuts depend on the placement of stages
         except BaseException:
             self._closed = True
             if self._owns_world:

@@ -150,9 +150,10 @@ for epoch in range(loader.epoch, 6):
 pipe.save(folder / ("alone" if alone else "together"))
 if rank <= 0:
     hosts = pipe.trainer.world.hosts or ["here"]
+    replicas = pipe.trainer.now.placed.grid.replicas
     told = {"losses": losses, "accuracies": accuracies, "lr": optimizer.param_groups[0]["lr"],
-            "hosts": sorted({hosts[r] for each in pipe.trainer.grid.replicas for r in each.stages}),
-            "shape": [len(pipe.trainer.grid.replicas), len(pipe.trainer.grid.replicas[0].devices)]}
+            "hosts": sorted({hosts[r] for each in replicas for r in each.stages}),
+            "shape": [len(replicas), len(replicas[0].devices)]}
     (folder / ("alone.json" if alone else "joined.json" if joins else "together.json")).write_text(json.dumps(told))
 pipe.close()
 '''
@@ -273,7 +274,7 @@ def test_a_step_that_fails_leaves_buffers_as_they_were() -> None:
                 raise RuntimeError("lost")
             return F.cross_entropy(output, labels)
 
-        buffers = pipe.trainer.tensors.others
+        buffers = pipe.trainer.now.tensors.others
         before = {name: tensor.clone() for name, tensor in buffers.items()}
         inputs, labels = next(iter(pipe.loader(rows, batch_size=8)))
         with pytest.raises(RunError, match="lost"):

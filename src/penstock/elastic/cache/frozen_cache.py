@@ -245,7 +245,7 @@ class Filling:
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
         """Send every process the weights of the layers that it will compute; yields them with the program's names."""
         states = {state.source: state for state in self._part.program.states}
-        tensors, world = self._trainer.tensors, self._trainer.world
+        tensors, world = self._trainer.now.tensors, self._trainer.world
         there = {name: tensors.holders(name) for name, state in states.items() if state.kind != "constant"}
         have = Held(there, tensors.find)
         want = Wanted(dict.fromkeys(there, range(world.transport.size)), lambda name: room_for(states[name]))

@@ -57,7 +57,7 @@ def survive(trainer: Trainer, run: RunOptions) -> None:
             run.on_loss.cluster.device(name)  # raises an error if unknown
     fix_microbatches(trainer)
     exchanges = Exchanges(trainer.world)
-    trainer.survivors = Survivors(trainer, exchanges, run.on_loss, trainer.placed)
+    trainer.survivors = Survivors(trainer, exchanges, run.on_loss, trainer.now.placed)
 
 
 def join_training(

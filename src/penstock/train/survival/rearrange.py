@@ -135,7 +135,7 @@ def choose_grid(trainer: Trainer, begun: Arrangement, options: OnLoss) -> tuple[
     else:
         grid, cuts = _by_number(trainer, begun, len(ranks))
     placed = begun.moved(grid, cuts, rank=FEEDER)
-    taken = assign(missing_bytes(placed, trainer.captured, trainer.tensors, ranks, ADAMW_STATE), groups)
+    taken = assign(missing_bytes(placed, trainer.now.captured, trainer.now.tensors, ranks, ADAMW_STATE), groups)
     return grid.renumbered(dict(zip(ranks, taken, strict=True))), cuts
 
 
@@ -147,9 +147,9 @@ def _planned(
     cluster = cluster_among(known, list(ranks), feeder=trainer.world.hosts[FEEDER])
     batch = trainer.data.trained
     rows = profile.rows[-1] if batch is None else max(1, len(batch.samples) // begun.all_microbatches)
-    costs = keep_cuts(profile, common_cuts(trainer.captured))
+    costs = keep_cuts(profile, common_cuts(trainer.now.captured))
     plan = plan_training(costs, cluster, begun, rows=rows, state_factor=ADAMW_STATE)
-    return *grid_of_plan(trainer.captured.graph, plan, ranks), interchangeable(cluster.devices)
+    return *grid_of_plan(trainer.now.captured.graph, plan, ranks), interchangeable(cluster.devices)
 
 
 def _by_number(trainer: Trainer, begun: Arrangement, num_processes: int) -> tuple[Grid, Sequence[Cut]]:
@@ -158,7 +158,7 @@ def _by_number(trainer: Trainer, begun: Arrangement, num_processes: int) -> tupl
     first = grid.replicas[0]
     if len(first.stages) == begun.num_stages:
         return grid, begun.cuts
-    graph = trainer.captured.graph
+    graph = trainer.now.captured.graph
     return grid, choose_cuts(
         graph, Cuts(graph), stages=len(first.stages), places=[first.devices.index(rank) for rank in first.stages]
     )

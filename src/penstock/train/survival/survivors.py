@@ -66,7 +66,7 @@ class Survivors:
     `begun` is the initial placement of the run. A process that `joins` holds no tensors yet.
 
     Example:
-        trainer.survivors = Survivors(trainer, exchanges, options, trainer.placed)
+        trainer.survivors = Survivors(trainer, exchanges, options, trainer.now.placed)
     """
 
     def __init__(
@@ -197,7 +197,7 @@ class Survivors:
         if self._joins:
             self._check_alike()
         trainer.known_groups[:] = told.groups
-        cuts = cuts_here(trainer.captured, told.cuts)
+        cuts = cuts_here(trainer.now.captured, told.cuts)
         self._prepared = prepare(trainer, self._begun.moved(read_grid(told.grid), cuts, rank=trainer.world.rank))
         return {}
 
@@ -222,7 +222,7 @@ class Survivors:
             grid, cuts = choose_grid(trainer, self._begun, self._options)
         except PlanError as error:
             return _Continuation(problem=str(error))
-        lost = sorted(lost_names(trainer.captured, trainer.tensors))
+        lost = sorted(lost_names(trainer.now.captured, trainer.now.tensors))
         batch, loading = trainer.data.trained, trainer.data.loading
         return _Continuation(
             grid=write_grid(grid), cuts=[cut.name for cut in cuts], groups=trainer.known_groups, step=trainer.step,
@@ -237,7 +237,7 @@ class Survivors:
                 for each in trainer.schedulers
             ],
             settings=[
-                [group["settings"] for group in NamedOptimizer(trainer.tensors, optimizer).groups()]
+                [group["settings"] for group in NamedOptimizer(trainer.now.tensors, optimizer).groups()]
                 for optimizer in trainer.optimizers
             ],
         )  # fmt: skip
@@ -269,8 +269,8 @@ class Survivors:
         trainer = self._trainer
         change = TrainingChange(
             step=trainer.step, why=self._exchanges.why, took_s=time.monotonic() - self._exchanges.ended_s,
-            processes=trainer.world.transport.size, replicas=len(trainer.grid.replicas),
-            stages=trainer.placed.num_stages, went_back=went_back,
+            processes=trainer.world.transport.size, replicas=len(trainer.now.placed.grid.replicas),
+            stages=trainer.now.placed.num_stages, went_back=went_back,
         )  # fmt: skip
         trainer.changes.append(change)
         if trainer.world.rank == FEEDER:
@@ -304,7 +304,7 @@ class Survivors:
         load_checkpoint(trainer, folder, trainer.optimizers, trainer.schedulers)
         place = index.loaders[index.trained] if index.trained is not None else None
         batch.loader.rewind((place.epoch, place.position) if place is not None else (0, 0))
-        for parameter in trainer.tensors.parameters.values():
+        for parameter in trainer.now.tensors.parameters.values():
             parameter.grad = None
         trainer.data.rewound = batch
         return {}

@@ -20,7 +20,7 @@ from benchmarks.faults.__main__ import make_images
 from benchmarks.training.__main__ import environment
 from penstock.cluster.lab import parse_lab
 from penstock.cluster.lab.lab import lab_session
-from penstock.cluster.lab.roots import inside, root_folder
+from penstock.cluster.lab.processes import inside, root_folder
 from penstock.errors import OutOfMemory
 
 BOARD = "aarch64"

@@ -69,7 +69,7 @@ enter() {
 import os, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1] + "/src")
-from penstock.cluster.lab.roots import inside
+from penstock.cluster.lab.processes import inside
 words = inside(Path(sys.argv[2]), sys.argv[3:])
 os.execvp(words[0], words)' "$here" "$@"
 }

@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 from penstock.deploy.deployment import Deployment, deploy_pipeline
 from penstock.deploy.jobs import FromWeights
-from penstock.deploy.policies import choose_cuts
-from penstock.deploy.programs import divide_by_sets
+from penstock.deploy.policies import choose_cuts, divide_by_sets
 from penstock.deploy.run_options import RunOptions
 from penstock.deploy.state import load_state
 from penstock.errors import RunError, UsageError

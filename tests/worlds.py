@@ -11,8 +11,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from penstock.deploy.deployment import Deployment, deploy_pipeline
 from penstock.deploy.jobs import FromWeights
-from penstock.deploy.policies import choose_cuts
-from penstock.deploy.programs import divide_by_sets
+from penstock.deploy.policies import choose_cuts, divide_by_sets
 from penstock.deploy.run_options import RunOptions
 from penstock.deploy.state import load_state
 from penstock.deploy.worker import work

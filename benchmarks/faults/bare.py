@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks.boards import BOARD, Peaks
 from benchmarks.faults.__main__ import DEIT, make_images
 from benchmarks.training.__main__ import environment
-from penstock.cluster.lab.roots import inside, root_folder
+from penstock.cluster.lab.processes import inside, root_folder
 
 HOSTS, PORT, NUM_IMAGES = 2, 2222, 20
 _LONGEST_S = 3600.0

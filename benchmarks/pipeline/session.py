@@ -13,8 +13,7 @@ from benchmarks.pipeline.beside import Beside, start
 from penstock.bench.compare import Comparison
 from penstock.bench.peer import peer_job
 from penstock.cluster.lab import parse_lab
-from penstock.cluster.lab.network import bandwidth_commands
-from penstock.cluster.lab.shell import SystemShell
+from penstock.cluster.lab.network import SystemShell, bandwidth_commands
 from penstock.deploy.worker import work
 from penstock.group.entry import join_torchrun
 from penstock.group.world import World

@@ -12,9 +12,8 @@ import pytest
 from benchmarks.boards import count_anonymous
 from benchmarks.faults.bare import installed
 from penstock.cli.main import main
-from penstock.cluster.lab.processes import command_line
-from penstock.cluster.lab.roots import check_root, inside, root_folder
-from penstock.cluster.lab.shell import RecordingShell, SystemShell
+from penstock.cluster.lab.network import RecordingShell, SystemShell
+from penstock.cluster.lab.processes import check_root, command_line, inside, root_folder
 from penstock.errors import ClusterError, RunError
 from tests.cli.conftest import SMALL
 from tests.cluster.labs import make_spec

@@ -17,9 +17,8 @@ from penstock.cluster.lab import Lab, LabSpec, lab_session, processes, signals
 from penstock.cluster.lab import run as run_module
 from penstock.cluster.lab.cgroups import CgroupsV1, CgroupsV2, MemoryUse, MemoryWatch, explain, quota
 from penstock.cluster.lab.machine import Machine, find_cgroups, this_machine
-from penstock.cluster.lab.network import up_commands
+from penstock.cluster.lab.network import RecordingShell, SystemShell, up_commands
 from penstock.cluster.lab.processes import Awake, Target, choose_cores, command_line, environment
-from penstock.cluster.lab.shell import RecordingShell, SystemShell
 from penstock.cluster.lab.signals import ended_by_signals
 from penstock.errors import ClusterError, RunError
 from tests.cluster.labs import make_spec, until

@@ -3,8 +3,7 @@
 import torch
 from torch import nn
 
-from penstock.compress.measure import OnRuntimes
-from penstock.compress.quantize import INT8, keeping, layer_losses
+from penstock.compress.measure import INT8, OnRuntimes, keeping, layer_losses
 
 
 class Sensitive(nn.Module):

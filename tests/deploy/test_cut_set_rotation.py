@@ -11,7 +11,7 @@ from torch import nn
 
 from penstock.deploy.deployment import Deployment, deploy_pipeline
 from penstock.deploy.jobs import FromWeights
-from penstock.deploy.programs import divide_by_sets
+from penstock.deploy.policies import divide_by_sets
 from penstock.deploy.run_options import RunOptions
 from penstock.deploy.state import load_state
 from penstock.engine.channels import Formats

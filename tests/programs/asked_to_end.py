@@ -4,7 +4,7 @@ import signal
 import sys
 from types import FrameType
 
-from penstock.cluster.lab.shell import SystemShell
+from penstock.cluster.lab.network import SystemShell
 
 
 def end(number: int, _frame: FrameType | None) -> None:

@@ -30,7 +30,7 @@ from penstock.recipes.launch import explain_exit, fit, fit_apart
 from penstock.recipes.metrics import EpochResult, FitResult, drop_old_checkpoints, newest_checkpoint
 from penstock.recipes.settings import FitSettings, check_resumed
 from penstock.recipes.several import Row, draw_comparison, mode_runs, run_row
-from penstock.recipes.teaching import taught_loss
+from penstock.recipes.tasks import taught_loss
 from penstock.spec.plan import write_plan
 from penstock.train.captured import Captured
 from penstock.zoo.models.models import load_model

@@ -16,8 +16,7 @@ from penstock.cores import available_cores
 from penstock.deploy.deployment import Deployment, deploy_pipeline
 from penstock.deploy.jobs import FromWeights, write_document
 from penstock.deploy.placing import place, ranks_of
-from penstock.deploy.policies import best_blocks, choose_cuts
-from penstock.deploy.programs import divide_by_sets
+from penstock.deploy.policies import best_blocks, choose_cuts, divide_by_sets
 from penstock.deploy.run_options import RunOptions
 from penstock.deploy.state import load_state
 from penstock.engine.driver import DeployedPipeline

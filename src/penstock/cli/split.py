@@ -44,8 +44,7 @@ def split(
 ) -> None:
     """Print the stages, the bytes that cross between them, and a comparison of policies."""
     from penstock.deploy.bundle import write_bundle
-    from penstock.deploy.policies import choose_cuts
-    from penstock.deploy.programs import cuts_of_plan
+    from penstock.deploy.policies import choose_cuts, cuts_of_plan
     from penstock.deploy.run_options import CutOptions
     from penstock.deploy.state import load_state
     from penstock.graph.capture import capture

@@ -15,7 +15,7 @@ from penstock.spec.settings import PathText, Positive, WholePath
 from penstock.zoo.optional import optional_import
 
 if TYPE_CHECKING:
-    from penstock.compress.quantize import LayerLoss
+    from penstock.compress.measure import LayerLoss
 
 
 BASELINE = "eager"

@@ -14,9 +14,8 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from penstock.compress.measure import Examples, OnRuntimes, in_turns, names_of_runtimes
+from penstock.compress.measure import INT8, Examples, OnRuntimes, in_turns, keeping, layer_losses, names_of_runtimes
 from penstock.compress.prune import Pruning, prune, save_pruned
-from penstock.compress.quantize import INT8, keeping, layer_losses
 from penstock.compress.search import (
     BASELINE,
     CompressSettings,

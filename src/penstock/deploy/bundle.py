@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_structure
 
-from penstock.deploy.programs import divide_plan
+from penstock.deploy.policies import divide_plan
 from penstock.errors import PlanError, ProgramError
 from penstock.graph.graph import Graph
 from penstock.graph.ops import Ref, State

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from penstock.deploy.jobs import FromModules, Source, send_stages
-from penstock.deploy.programs import check_operators
+from penstock.deploy.policies import check_operators
 from penstock.deploy.run_options import RunOptions
 from penstock.engine.counters import ACTIVATIONS, Counters
 from penstock.engine.driver import JOIN_S, DeployedPipeline, Driver, Microbatch, finish_stream, stream_through

@@ -9,7 +9,7 @@ import msgspec
 from penstock.deploy.bundle import LoadState, interfaces, read_bundle
 from penstock.deploy.deployment import Deployment, deploy_pipeline
 from penstock.deploy.jobs import FromBundle, FromWeights
-from penstock.deploy.programs import divide_plan, order_of
+from penstock.deploy.policies import divide_plan, order_of
 from penstock.deploy.run_options import RunOptions
 from penstock.engine.tracers import FeederTracer
 from penstock.errors import PlanError

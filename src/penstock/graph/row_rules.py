@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.graph import row_places as places
-from penstock.graph import row_products as products
+from penstock.graph import row_operators as operators
 from penstock.graph.callbacks import Callback
 from penstock.graph.row_labels import (
     PLACE,
@@ -248,27 +247,27 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(_words("batch_norm native_batch_norm"), _batch_norm),
     **dict.fromkeys(_words(
         "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution"
-    ), products.convolution),
+    ), operators.convolution),
     **dict.fromkeys(_words("grid_sampler grid_sampler_2d grid_sampler_3d"), _per_row("input", "grid")),
     **dict.fromkeys(_words("gru_cell lstm_cell rnn_relu_cell rnn_tanh_cell"), _per_row("input", "hx")),
-    **dict.fromkeys(_words("gru lstm rnn_relu rnn_tanh"), products.recurrent),
-    **dict.fromkeys(_words("matmul linalg_matmul mm bmm mv dot vdot"), products.product),
-    **dict.fromkeys(_words("addmm baddbmm addmv"), products.added_product),
-    **dict.fromkeys(_words("outer ger"), products.outer),
-    **dict.fromkeys(_words("gather take_along_dim"), places.gather),
-    **dict.fromkeys(_words("scatter scatter_add scatter_reduce"), places.scatter),
-    **dict.fromkeys(_words("index_add index_copy index_fill index_reduce"), places.into_dim),
+    **dict.fromkeys(_words("gru lstm rnn_relu rnn_tanh"), operators.recurrent),
+    **dict.fromkeys(_words("matmul linalg_matmul mm bmm mv dot vdot"), operators.product),
+    **dict.fromkeys(_words("addmm baddbmm addmv"), operators.added_product),
+    **dict.fromkeys(_words("outer ger"), operators.outer),
+    **dict.fromkeys(_words("gather take_along_dim"), operators.gather),
+    **dict.fromkeys(_words("scatter scatter_add scatter_reduce"), operators.scatter),
+    **dict.fromkeys(_words("index_add index_copy index_fill index_reduce"), operators.into_dim),
     **dict.fromkeys(_words(
         "l1_loss mse_loss smooth_l1_loss huber_loss soft_margin_loss binary_cross_entropy "
         "binary_cross_entropy_with_logits kl_div hinge_embedding_loss poisson_nll_loss"
     ), _loss),
     "instance_norm": _over_rest(2), "pairwise_distance": _over_last(1), "stft": _per_row("self"),
     "col2im": _per_row("self"), "affine_grid_generator": _per_row("theta"),
-    "scaled_dot_product_attention": products.attention, "linear": products.linear, "inner": products.inner,
-    "tensordot": products.tensordot, "einsum": products.einsum, "index": places.read_index,
-    "index_select": places.read_selected, "embedding": places.embedding, "index_put": places.put_index,
-    "select_scatter": places.into_place, "slice_scatter": places.into_place, "copy": _copy, "fill": _fill,
-    "cdist": products.distances, "searchsorted": _searched, "view_as_complex": _complex_pairs,
+    "scaled_dot_product_attention": operators.attention, "linear": operators.linear, "inner": operators.inner,
+    "tensordot": operators.tensordot, "einsum": operators.einsum, "index": operators.read_index,
+    "index_select": operators.read_selected, "embedding": operators.embedding, "index_put": operators.put_index,
+    "select_scatter": operators.into_place, "slice_scatter": operators.into_place, "copy": _copy, "fill": _fill,
+    "cdist": operators.distances, "searchsorted": _searched, "view_as_complex": _complex_pairs,
     "view_as_real": _one_more, "one_hot": _one_more,
     "prelu": lambda r: join(r.first(), r.others()),
 }  # fmt: skip

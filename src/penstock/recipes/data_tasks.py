@@ -28,8 +28,8 @@ from penstock.recipes.tasks import (
     load_for,
     logits_of,
     spread,
+    taught,
 )
-from penstock.recipes.teaching import taught
 from penstock.zoo.data.image_names import open_images
 from penstock.zoo.data.image_set import ImageSet
 from penstock.zoo.data.preprocess import Transform, write_preprocess

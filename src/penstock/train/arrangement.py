@@ -7,8 +7,7 @@ from itertools import accumulate
 import torch
 
 from penstock.deploy.placing import ranks_of
-from penstock.deploy.policies import choose_cuts
-from penstock.deploy.programs import cuts_of_plan
+from penstock.deploy.policies import choose_cuts, cuts_of_plan
 from penstock.deploy.run_options import CutOptions
 from penstock.engine.placement import Grid, Replica, shares
 from penstock.errors import PlanError, UsageError

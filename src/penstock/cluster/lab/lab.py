@@ -6,14 +6,17 @@
 
 import contextlib
 import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Literal
 
 import msgspec
 
-from penstock.cluster.lab import network, presence
+from penstock.cluster.lab import network
 from penstock.cluster.lab.machine import Machine, this_machine
-from penstock.cluster.lab.processes import Target, choose_cores
-from penstock.cluster.lab.roots import check_root, root_folder
+from penstock.cluster.lab.network import delete_command, host_namespace, lab_namespaces, switch_namespace
+from penstock.cluster.lab.processes import Target, check_root, choose_cores, root_folder
 from penstock.cluster.lab.run import GRACE_S, LabRun
 from penstock.cluster.lab.signals import ended_by_signals
 from penstock.cluster.lab.spec import LabSpec, check_bandwidth, check_cpu, check_fit, read_lab
@@ -22,6 +25,9 @@ from penstock.errors import ClusterError, PenstockError
 from penstock.text import counted
 
 DEFAULT_PORT = 29500
+
+
+State = Literal["up", "partial", "down"]
 
 
 class HostStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,7 +48,7 @@ class LabStatus(msgspec.Struct, frozen=True, kw_only=True):
     """State of a lab, with its hosts if it is up; `partial` remains after a crash, for `down` to clean up."""
 
     name: str
-    state: presence.State
+    state: State
     hosts: tuple[HostStatus, ...] = ()
 
 
@@ -71,9 +77,9 @@ class Lab:
     def from_name(cls, name: str, machine: Machine | None = None) -> "Lab":
         """Return a running lab by its name; raises `ClusterError` if there is none."""
         machine = machine or this_machine()
-        spec = presence.remembered(name, machine)
+        spec = remembered(name, machine)
         if spec is None:
-            up = ", ".join(presence.remembered_names(machine)) or "none"
+            up = ", ".join(remembered_names(machine)) or "none"
             raise ClusterError(f"no lab {name!r} is up; use its file, or one of the labs that are up: {up}")
         return cls(spec, machine)
 
@@ -88,23 +94,23 @@ class Lab:
         for host in self.spec.hosts:
             check_root(host.name, host.arch, machine.shell)
         with machine.locked():
-            state = presence.find_state(self.spec, machine)
+            state = find_state(self.spec, machine)
             if state == "up":
                 return warnings
-            other = presence.remembered(name, machine)
-            if other is not None and other != self.spec and presence.find_state(other, machine) == "up":
+            other = remembered(name, machine)
+            if other is not None and other != self.spec and find_state(other, machine) == "up":
                 raise ClusterError(
                     f"another lab {name!r} is up, and names of labs must be unique; run penstock lab down {name} or "
                     "rename this one"
                 )
             if state == "partial":
-                presence.remove(name, machine)
+                remove(name, machine)
             try:
                 self._build()
             except BaseException:
                 # report the first error; `down` can be run again for the rest
                 with contextlib.suppress(PenstockError):
-                    presence.remove(name, machine)
+                    remove(name, machine)
                 raise
         return warnings
 
@@ -114,11 +120,11 @@ class Lab:
 
     def is_up(self) -> bool:
         """True if every part of the lab exists."""
-        return presence.find_state(self.spec, self._machine) == "up"
+        return find_state(self.spec, self._machine) == "up"
 
     def status(self) -> LabStatus:
         """Return the state of the lab and of each host."""
-        state = presence.find_state(self.spec, self._machine)
+        state = find_state(self.spec, self._machine)
         if state != "up":
             return LabStatus(name=self.spec.name, state=state)
         cut = network.cut_hosts(self.spec, self._machine.shell)
@@ -198,7 +204,7 @@ class Lab:
             (directory / "hosts").write_text(network.hosts_file(spec))
         for command in network.up_commands(spec):
             machine.shell.run(command)
-        presence.remember(spec, machine)
+        remember(spec, machine)
 
     def _host_status(self, index: int, cut: set[str]) -> HostStatus:
         host, cgroups = self.spec.hosts[index], self._machine.cgroups
@@ -275,4 +281,77 @@ def take_down(name: str, machine: Machine | None = None) -> None:
     """
     machine = machine or this_machine()
     with machine.locked():
-        presence.remove(name, machine)
+        remove(name, machine)
+
+
+def find_state(spec: LabSpec, machine: Machine) -> State:
+    """Return the state of a lab: up, partial or down."""
+    name = spec.name
+    namespaces = set(lab_namespaces(name, machine.shell))
+    needed = {switch_namespace(name), *(host_namespace(name, host.name) for host in spec.hosts)}
+    whole = namespaces == needed and all(machine.cgroups.directories(name, host.name) for host in spec.hosts)
+    if whole and remembered(name, machine) == spec:
+        return "up"
+    traces = namespaces or machine.cgroups.directories(name) or _host_files(name, machine)
+    return "partial" if traces or _file(name, machine).exists() else "down"
+
+
+def remember(spec: LabSpec, machine: Machine) -> None:
+    """Record that a lab is complete."""
+    file = _file(spec.name, machine)
+    new = file.with_suffix(".new")
+    new.write_bytes(msgspec.json.encode(spec))
+    new.replace(file)
+
+
+def remembered(name: str, machine: Machine) -> LabSpec | None:
+    """Return the spec of a completed lab; None if there is none, or if its file is damaged."""
+    try:
+        return msgspec.json.decode(_file(name, machine).read_bytes(), type=LabSpec)
+    except (OSError, msgspec.MsgspecError, PenstockError):
+        return None
+
+
+def remembered_names(machine: Machine) -> list[str]:
+    """Return the names of completed labs."""
+    return sorted(file.stem for file in machine.run_directory.glob("*.json"))
+
+
+def remove(name: str, machine: Machine) -> None:
+    """Remove all resources of a lab; no error if none exist.
+
+    If a resource cannot be removed, raises the first `RunError` after trying all the others.
+    """
+    failures: list[PenstockError] = []
+
+    @contextlib.contextmanager
+    def attempt() -> Iterator[None]:
+        try:
+            yield
+        except PenstockError as error:
+            failures.append(error)
+
+    _file(name, machine).unlink(missing_ok=True)
+    _file(name, machine).with_suffix(".new").unlink(missing_ok=True)
+    with attempt():
+        machine.cgroups.kill(name)
+    for namespace in lab_namespaces(name, machine.shell):
+        with attempt():
+            machine.shell.run(delete_command(namespace))
+    for directory in _host_files(name, machine):
+        shutil.rmtree(directory, ignore_errors=True)
+    # remove their directory too if it is now empty
+    with contextlib.suppress(OSError):
+        machine.netns_directory.rmdir()
+    with attempt():
+        machine.cgroups.remove(name)
+    if failures:
+        raise failures[0]
+
+
+def _file(name: str, machine: Machine) -> Path:
+    return machine.run_directory / f"{name}.json"
+
+
+def _host_files(name: str, machine: Machine) -> list[Path]:
+    return list(machine.netns_directory.glob(host_namespace(name, "*")))

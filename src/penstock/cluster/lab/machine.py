@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.cluster.lab.cgroups import Cgroups, CgroupsV1, CgroupsV2
-from penstock.cluster.lab.shell import Shell, SystemShell
+from penstock.cluster.lab.network import Shell, SystemShell
 from penstock.errors import ClusterError
 
 _PROGRAMS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "taskset": "util-linux", "chrt": "util-linux"}

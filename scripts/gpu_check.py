@@ -260,7 +260,9 @@ def across(device: torch.device) -> Iterator[Row]:
     model, inputs = make().eval().to(device), [rows for images, _ in batches() for rows in (images, images[:3])]
     with torch.inference_mode():
         expected = [model(images.to(device)) for images in inputs]
-    with penstock.Pipeline(make().eval(), inputs[0], stages=2, device="cuda", between_gpus="nccl") as pipe:
+    with penstock.Pipeline(
+        make().eval(), inputs[0], stages=2, device="cuda", links=penstock.LinkOptions(between_gpus="nccl")
+    ) as pipe:
         outputs = list(pipe.stream(inputs))
     yield Row("stream, 2 GPUs over NCCL", max(error(a, b) for a, b in zip(expected, outputs, strict=True)), OUTPUTS)
     yield Row("training, 2 GPUs over NCCL", errors(by_hand(device), in_processes("cuda", "nccl")), GRADIENTS)
@@ -320,10 +322,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         device = find_device(given.device)
         if given.rank_of is not None:
-            tensors = {
-                name: tensor.cpu().contiguous()
-                for name, tensor in by_stages(given.device, between_gpus=given.way)[1].items()
-            }
+            held = by_stages(given.device, links=penstock.LinkOptions(between_gpus=given.way))[1]
+            tensors = {name: tensor.cpu().contiguous() for name, tensor in held.items()}
             save_file(tensors, given.rank_of / os.environ["RANK"])
             return 0
     except PenstockError as problem:

@@ -66,7 +66,7 @@ def measure(architecture: Architecture) -> dict[str, Any]:
 def _ours(row: dict[str, Any], model: nn.Module, inputs: dict[int, Inputs], expected: dict[int, Any]) -> Graph | None:
     # a benchmark of coverage records whatever goes wrong
     try:
-        parts = split(model, (), inputs[2], stages=NUM_STAGES, policy="balanced")
+        parts = split(model, (), inputs[2], stages=NUM_STAGES)
         ours.travels(parts)
     except Exception as error:
         row["error"] = ours.one_line(error)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.version import __version__
 
 if TYPE_CHECKING:
-    from penstock.deploy.run_options import OnLoss, Trace
+    from penstock.deploy.run_options import LinkOptions, OnLoss, Trace
     from penstock.deploy.split import SplitModel, split
     from penstock.errors import DeviceLost, PenstockError, RunError, UsageError
     from penstock.generate.generator import Generator
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "DeviceLost": "penstock.errors",
     "Generator": "penstock.generate.generator",
+    "LinkOptions": "penstock.deploy.run_options",
     "OnLoss": "penstock.deploy.run_options",
     "PenstockError": "penstock.errors",
     "Pipe": "penstock.pipe",
@@ -45,8 +46,8 @@ _HOMES = {
     "split": "penstock.deploy.split",
 }
 __all__ = [
-    "DeviceLost", "Generator", "OnLoss", "PenstockError", "Pipe", "Pipeline", "RunError", "SplitModel", "Trace",
-    "UsageError", "__version__", "capture", "split",
+    "DeviceLost", "Generator", "LinkOptions", "OnLoss", "PenstockError", "Pipe", "Pipeline", "RunError", "SplitModel",
+    "Trace", "UsageError", "__version__", "capture", "split",
 ]  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
@@ -10,11 +11,10 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 import torch
 from torch import nn
 
-from penstock.deploy.run_options import Bundle, CutOptions, ModelCall, OnLoss, RunOptions, Trace
+from penstock.deploy.run_options import Bundle, CutOptions, LinkOptions, ModelCall, OnLoss, RunOptions, Trace
 from penstock.elastic.elastic_training import ElasticTraining
 from penstock.elastic.options import ElasticOptions
 from penstock.engine.observer import StreamReport
-from penstock.engine.stall import STALL_S
 from penstock.errors import UsageError
 from penstock.graph.cuts import Cut
 from penstock.graph.graph import Graph
@@ -30,7 +30,6 @@ from penstock.train.loader import Loader
 from penstock.train.outcome import StepReport
 from penstock.train.trainer import Trainer
 from penstock.train.training_pipeline import TrainingPipeline, trains
-from penstock.wire import DEPTH
 from penstock.zoo.weights.weights import Weights
 
 _Given = ParamSpec("_Given")
@@ -89,21 +88,18 @@ class Pipeline:
             threads of this process, or under torchrun in one process each; every process then needs the whole list.
         args, kwargs: an example call with the largest microbatch that will be streamed.
         stages: number of stages; default: one per process under torchrun, 4 for a stream started alone.
-        policy, cuts: where to cut the model, by a policy or by hand, as for `penstock.split`.
+        cuts: where to cut the model: a policy, by default `balanced`, or a list of names, as for `penstock.split`.
         plan: a plan from `penstock plan`, or the path of its file; determines stages, cuts and depth. A plan for
             training, made with `--schedule`, also replaces replicas, schedule and microbatches.
         dynamic: further symbolic dimensions, as for `penstock.capture`.
         world: already connected processes; default: join those of torchrun, or start new ones.
         weights: where tensors are read from, one at a time; default: the model itself.
         threads: threads per stage; default: by this machine's cores.
-        depth: number of microbatches that may wait at a cut.
         device: device of the stages, `cpu` or `cuda`. With `cuda` each process uses the GPU with its local rank;
             processes share GPUs if there are fewer. Outputs are on the CPU. A list of modules computes on the modules'
             own devices.
         runtime: how stages of a stream compute: `eager`, `onnxruntime`, or `onnxruntime:int8`, with linear layers in 8
             bits. A plan sets this for each stage.
-        between_gpus: transport of tensors between GPUs: `host`, through the hosts; `nccl`, which needs a GPU for each
-            process; or `auto`: NCCL if possible. NCCL is not the default, as it has never run on two GPUs.
         trace: a folder for the timeline, read by `penstock report`. Each stream replaces the previous one; a training
             run is written when the pipeline is closed. `penstock.Trace` also records every operation, or what
             torch.profiler records.
@@ -115,8 +111,7 @@ class Pipeline:
             has it, all state is read from the last checkpoint. Not for lists of modules, traces, or under torchrun's
             agents, which end all processes. If rank 0 is lost, the run always ends. `penstock.OnLoss` also has the
             longest wait, and a profile and a cluster for the planner; a training run needs both or neither.
-        stall_s: longest time without any progress while a result is due and no stage computes (in training, while all
-            processes wait), before a message counts as lost; must exceed the time of one message on the slowest link.
+        links: how stages exchange messages, such as `penstock.LinkOptions(depth=4)`.
 
     A model in training mode, or a function that makes one, can be trained: see the methods from `optimizer` on. The
     first call decides between training and streaming. For training under torchrun, all processes run the same script;
@@ -145,17 +140,14 @@ class Pipeline:
         kwargs: Mapping[str, Any] | None = None,
         *,
         stages: int | None = None,
-        policy: str = "balanced",
-        cuts: Sequence[str] | None = None,
+        cuts: str | Sequence[str] | None = None,
         plan: Plan | str | Path | None = None,
         weights: Weights | None = None,
         dynamic: Mapping[str, Mapping[str | int, int]] | None = None,
         threads: int | None = None,
-        depth: int = DEPTH,
         device: str | torch.device = "cpu",
         runtime: str = "eager",
-        between_gpus: str = "host",
-        stall_s: float = STALL_S,
+        links: LinkOptions | None = None,
         on_loss: str | OnLoss = "stop",
         world: World | None = None,
         replicas: int | None = None,
@@ -169,9 +161,9 @@ class Pipeline:
         args, kwargs = _example(args, kwargs)
         call = ModelCall(model=model, args=args, kwargs=kwargs, dynamic=dynamic, weights=weights)
         plan = read_plan(plan) if isinstance(plan, (str, Path)) else plan
-        cut = CutOptions(stages=stages, policy=policy, cuts=cuts, plan=plan)
+        cut = CutOptions(stages=stages, cuts=cuts, plan=plan)
         run = RunOptions(
-            threads=threads, depth=depth, device=str(device), between_gpus=between_gpus, stall_s=stall_s,
+            threads=threads, device=str(device), **asdict(links or LinkOptions()),
             trace=trace if trace is None or isinstance(trace, Trace) else Trace(trace), runtime=parse_runtime(runtime),
             on_loss=on_loss if isinstance(on_loss, OnLoss) else OnLoss(on_loss),
         )  # fmt: skip
@@ -190,7 +182,7 @@ class Pipeline:
     @classmethod
     def from_bundle(
         cls, folder: str | Path, *, threads: int | None = None, device: str | torch.device = "cpu",
-        between_gpus: str = "host",
+        links: LinkOptions | None = None,
     ) -> "Pipeline":  # fmt: skip
         """Stream through the stages of a bundle: every machine reads its own part and does not need the model's source.
 
@@ -207,7 +199,7 @@ class Pipeline:
         devices.
         """
         pipe = cls.__new__(cls)
-        run = RunOptions(threads=threads, device=str(device), between_gpus=between_gpus)
+        run = RunOptions(threads=threads, device=str(device), **asdict(links or LinkOptions()))
         pipe._pipe = StreamingPipeline(ModelCall(model=Bundle(Path(folder).absolute())), CutOptions(), run)
         return pipe
 

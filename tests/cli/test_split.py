@@ -13,7 +13,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 def test_the_published_equal_size_split_of_deit_s(penstock: Run, tmp_path: Path) -> None:
     file = tmp_path / "split.json"
-    arguments = ["timm:deit_small_patch16_224", "--stages", 4, "--policy", "equal-size", "--json", file]
+    arguments = ["timm:deit_small_patch16_224", "--stages", 4, "--cut", "equal-size", "--json", file]
     status, out, _ = penstock("split", *arguments)
     assert status == 0
     rows = json.loads(file.read_text())["stages"]
@@ -54,8 +54,8 @@ def test_all_cuts_are_listed(penstock: Run) -> None:
         (["--cut", "blocks.1.atn.proj:after"], "blocks.1.attn.proj:after"),
         (["--stages", 500], "use at most"),
         (["--stages", 4, "--cut", "blocks.0:after"], "2 for ['blocks.0:after']; got 4"),
-        (["--policy", "equal-size", "--cut", "blocks.0:after"], "equal-size"),
-        (["--policy", "fair"], "balanced"),
+        (["--cut", "equal-size", "--cut", "blocks.0:after"], "equal-size"),
+        (["--cut", "fair"], "balanced"),
         (["--work", "guessed"], "measured"),
     ],
 )

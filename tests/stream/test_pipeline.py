@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import ImageClassifierOutput
 
+from penstock.deploy.run_options import LinkOptions
 from penstock.errors import DeviceLost, RunError, UsageError
 from penstock.group.entry import start_local
 from penstock.group.world import World
@@ -132,7 +133,7 @@ def test_a_slow_consumer_bounds_what_is_pulled(world: World) -> None:
             pulled += 1
             yield microbatch
 
-    with Pipeline(tower(), tower_inputs(1)[0], stages=3, depth=1, threads=1, world=world) as pipe:
+    with Pipeline(tower(), tower_inputs(1)[0], stages=3, links=LinkOptions(depth=1), threads=1, world=world) as pipe:
         stream = pipe.stream(counting())
         next(stream)
         time.sleep(0.3)

@@ -52,7 +52,7 @@ def test_an_evaluation_follows_an_epoch(place: str, stages: int, policy: str) ->
     model = Net(place).train()
 
     def script(world: World) -> list[float]:
-        with Pipeline(copy.deepcopy(model), ROWS, stages=stages, policy=policy, microbatches=2, world=world) as pipe:
+        with Pipeline(copy.deepcopy(model), ROWS, stages=stages, cuts=policy, microbatches=2, world=world) as pipe:
             return [float(pipe.train_step(ROWS, LABELS, loss_of)), pipe.evaluate(ROWS, LABELS, loss_of)]
 
     expected = []

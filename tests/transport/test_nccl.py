@@ -116,10 +116,11 @@ def test_why_nccl_cannot_be() -> None:
 
 
 def test_a_way_that_cannot_be_is_refused_before_anything_starts() -> None:
+    model, x = torch.nn.Linear(2, 2).eval(), torch.zeros(2, 2)
     with pytest.raises(UsageError, match=r"between_gpus .* auto, host, nccl; got 'mpi'"):
-        penstock.Pipeline(torch.nn.Linear(2, 2).eval(), torch.zeros(2, 2), between_gpus="mpi")
+        penstock.Pipeline(model, x, links=penstock.LinkOptions(between_gpus="mpi"))
     with pytest.raises(UsageError, match="NCCL needs CUDA, but stages compute on cpu"):
-        penstock.Pipeline(torch.nn.Linear(2, 2).eval(), torch.zeros(2, 2), between_gpus="nccl")
+        penstock.Pipeline(model, x, links=penstock.LinkOptions(between_gpus="nccl"))
 
 
 def _pair(communicators: Communicators) -> list[NcclTransport]:

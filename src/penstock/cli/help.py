@@ -15,7 +15,7 @@ GROUPS = {
     """,
     "Model": "model weights pretrained seed preprocess runtime device threads training",
     "Stages": """
-        stages policy cut plan replicas devices processes schedule microbatches microbatch-size batch-size slots
+        stages cut plan replicas devices processes schedule microbatches microbatch-size batch-size slots
         max-length depth work all
     """,
     "Answers": "max-new-tokens temperature top-p top-k speculate",

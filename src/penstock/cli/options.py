@@ -14,6 +14,7 @@ from penstock.errors import UsageError
 from penstock.files import write_whole
 from penstock.group.addresses import BIND, is_everywhere, listen
 from penstock.spec.plan import CacheDtype
+from penstock.spec.settings import CUTS_HELP
 from penstock.terminal.console import PlainConsole
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="timm:NAME, hf:NAME_OR_PATH or package.module:function.")]
@@ -24,10 +25,7 @@ AnyModel = Annotated[
 WeightsFile = Annotated[Path | None, typer.Option("--weights", help="Safetensors file, index or folder.")]
 Pretrained = Annotated[bool, typer.Option("--pretrained", help="Download the model's published weights.")]
 Seed = Annotated[int, typer.Option(help="Seed of random weights, as in PyTorch.")]
-Policy = Annotated[str, typer.Option(help="Cuts: balanced, equal-blocks, equal-size or smallest-crossing.")]
-CutNames = Annotated[
-    list[str] | None, typer.Option("--cut", metavar="PATH:after", help="Position of a cut; may be repeated.")
-]
+CutNames = Annotated[list[str] | None, typer.Option("--cut", metavar="NAME", help=CUTS_HELP)]
 MicrobatchSize = Annotated[int, typer.Option(min=1, help="Rows per microbatch.")]
 CacheDtypeName = Annotated[
     str, typer.Option("--cache-dtype", help="Keys and values: model, float16, bfloat16 or int8.")

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 def split(
     model: opt.Model,
     stages: Annotated[int | None, typer.Option(min=1, help="Number of stages. Default: 4.")] = None,
-    policy: opt.Policy = "balanced",
     cut: opt.CutNames = None,
     plan: Annotated[Path | None, typer.Option(help="Plan written by `penstock plan`, instead of these.")] = None,
     output: Annotated[
@@ -58,19 +57,19 @@ def split(
     if output is not None and plan is None:
         raise UsageError("-o writes a folder for each device of a plan; add --plan, from penstock plan")
     wanted = read_plan(plan) if plan is not None else None
-    stages = CutOptions(stages=stages, policy=policy, cuts=cut or None, plan=wanted).count(4)
+    how = CutOptions(stages=stages, cuts=cut or None, plan=wanted)
     console = opt.make_console()
     with working("capturing the model"):
         zoo = load_model(model, weights=weights, pretrained=pretrained, seed=seed)
         graph = capture(zoo.module, zoo.example_args, zoo.example_kwargs)
     cuts = Cuts(graph) if wanted is None else cuts_of_plan(graph, wanted)
-    names = cut or None if wanted is None else wanted.pipelines[0].cut_sets[0].cuts
+    names = how.names if wanted is None else wanted.pipelines[0].cut_sets[0].cuts
     sizes = graph.sizes(graph.fixed_batch or microbatch_size)
     costs = count_work(graph, sizes)
     if work == "measured":
         with working("measuring"):
             costs = measure_work(graph, lambda s: load_state(graph, s, zoo.weights), rows=microbatch_size)
-    chosen = choose_cuts(graph, cuts, names=names, stages=stages, policy=policy, work=costs, sizes=sizes)
+    chosen = choose_cuts(graph, cuts, names=names, stages=how.count(4), policy=how.policy, work=costs, sizes=sizes)
     rows = _stage_rows(graph, chosen, costs, sizes)
     policies = _policy_rows(graph, cuts, len(chosen) + 1, costs, sizes)
     console.print(

@@ -51,7 +51,9 @@ def choose_cuts(
     sizes = sizes or graph.sizes(graph.fixed_batch or 1)
     work = work if work is not None else count_work(graph, sizes)
     if policy not in POLICIES:
-        raise CutError(f"policy must be one of {', '.join(POLICIES)}; got {policy!r}")
+        raise CutError(
+            f"cuts must be a list of names, such as blocks.5:after, or one of {', '.join(POLICIES)}; got {policy!r}"
+        )
     partition.check_stages(len(cuts) + 1, stages)
     if stages == 1:
         return []

@@ -18,6 +18,7 @@ from penstock.spec.cluster import Cluster, read_cluster
 from penstock.spec.plan import Plan
 from penstock.spec.profile import Profile, read_profile
 from penstock.spec.settings import ON_LOSS
+from penstock.wire import DEPTH
 from penstock.zoo.weights.weights import Weights
 
 
@@ -46,36 +47,48 @@ class ModelCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CutOptions:
-    """Cuts of a model: by a policy, by names, or by a plan; None if the model or the world decides.
+    """Cuts of a model: a policy's name or the cuts' own, or a plan; None if the model or the world decides.
 
     Raises `UsageError` for options that contradict each other.
     """
 
     stages: int | None = None
-    policy: str = "balanced"
-    cuts: Sequence[str] | None = None
+    cuts: str | Sequence[str] | None = None
     plan: Plan | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.cuts, str):
-            raise UsageError(f"cuts must be a list of names; got {self.cuts!r}; write [{self.cuts!r}]")
-        if self.plan is not None and (self.stages is not None or self.cuts is not None or self.policy != "balanced"):
-            raise UsageError("a plan determines the cuts; leave stages, cuts and policy out")
-        if self.cuts is None:
-            return
+        if isinstance(self.cuts, str) and ":" in self.cuts:
+            raise UsageError(f"cuts must be a policy or a list of names; got {self.cuts!r}; write [{self.cuts!r}]")
+        if self.plan is not None and (self.stages is not None or self.cuts is not None):
+            raise UsageError("a plan determines the cuts; leave stages and cuts out")
         stages = self.count(1)
-        if self.stages not in {None, stages}:
+        if self.names is not None and self.stages not in {None, stages}:
             raise UsageError(
-                f"stages must be one more than the cuts, {stages} for {list(self.cuts)}; got {self.stages}; leave "
+                f"stages must be one more than the cuts, {stages} for {list(self.names)}; got {self.stages}; leave "
                 "stages or cuts out, or name every cut"
             )
-        if self.policy != "balanced":
-            raise UsageError(f"named cuts need no policy; got {self.policy!r}; leave cuts or policy out")
+
+    @property
+    def names(self) -> Sequence[str] | None:
+        """Names of the cuts; None if a policy chooses them."""
+        return None if self.cuts is None or isinstance(self.cuts, str) or self._is_policy(self.cuts) else self.cuts
+
+    @property
+    def policy(self) -> str:
+        """The policy that chooses the cuts without names."""
+        if isinstance(self.cuts, str):
+            return self.cuts
+        return self.cuts[0] if self.cuts and self._is_policy(self.cuts) else "balanced"
+
+    @staticmethod
+    def _is_policy(cuts: Sequence[str]) -> bool:
+        """Return whether a list, as of an option that may be repeated, names a policy: cuts' names have a colon."""
+        return len(cuts) == 1 and ":" not in cuts[0]
 
     def count(self, otherwise: int) -> int:
         """Return the number of stages, which is `otherwise` if no option sets it."""
-        if self.cuts is not None:
-            return len(self.cuts) + 1
+        if self.names is not None:
+            return len(self.names) + 1
         return self.stages or otherwise
 
 
@@ -121,6 +134,26 @@ class Trace:
 
     def __init__(self, folder: str | Path, *, units: bool = False, profiler: bool = False) -> None:
         self.folder, self.units, self.profiler = Path(folder), units, profiler
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkOptions:
+    """How stages exchange messages.
+
+    Example:
+        Pipeline(model, (image,), device="cuda", links=LinkOptions(between_gpus="nccl"))
+
+    Arguments:
+        depth: number of microbatches of a stream that may wait at a cut.
+        between_gpus: transport of tensors between GPUs: `host`, through the hosts; `nccl`, which needs a GPU for each
+            process; or `auto`: NCCL if possible. NCCL is not the default, as it has never run on two GPUs.
+        stall_s: longest time without any progress while a result is due and no stage computes (in training, while all
+            processes wait), before a message counts as lost; must exceed the time of one message on the slowest link.
+    """
+
+    depth: int = DEPTH
+    between_gpus: str = "host"
+    stall_s: float = STALL_S
 
 
 class RunOptions(StageOptions, frozen=True, kw_only=True):

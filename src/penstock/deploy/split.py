@@ -109,15 +109,14 @@ def split(
     kwargs: Mapping[str, Any] | None = None,
     *,
     stages: int | None = None,
-    policy: str = "balanced",
-    cuts: Sequence[str] | None = None,
+    cuts: str | Sequence[str] = "balanced",
     dynamic: Mapping[str, Mapping[str | int, int]] | None = None,
     weights: Weights | None = None,
 ) -> SplitModel:
     """Split a model into stages; the result is called like the model and returns the same.
 
-    `stages` is 4 by default. `cuts` names the cuts explicitly, as in `["blocks.5:after"]`, which sets the number of
-    stages too. `weights` is needed only if the model's parameters are on the meta device.
+    `stages` is 4 by default. `cuts` is a policy (see `choose_cuts`), or names the cuts, as in `["blocks.5:after"]`,
+    which sets the number of stages too. `weights` is needed only if the model's parameters are on the meta device.
 
     Example:
         halves = penstock.split(model, (images,), stages=2)
@@ -126,10 +125,10 @@ def split(
     Raises `CaptureError` for a model that does not export, `CutError` for cuts that are not possible,
     `UsageError` for stages and cuts that contradict each other.
     """
-    stages = CutOptions(stages=stages, policy=policy, cuts=cuts).count(4)
+    cut = CutOptions(stages=stages, cuts=cuts)
     graph = capture(model, args, kwargs, dynamic=dynamic)
     work = count_work(graph, graph.sizes(graph.fixed_batch or 1))
-    chosen = choose_cuts(graph, Cuts(graph), names=cuts, stages=stages, policy=policy, work=work)
+    chosen = choose_cuts(graph, Cuts(graph), names=cut.names, stages=cut.count(4), policy=cut.policy, work=work)
     source = weights or ModuleWeights(model)
     tensors = {state.value.name: load_state(graph, state, source) for state in graph.states}
     return SplitModel(graph, chosen, tensors, work)

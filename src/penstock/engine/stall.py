@@ -112,7 +112,7 @@ class StallWatch:
     def _verdict(self, rank: int, name: str, what: str) -> Verdict:
         message = (
             f"{name} has waited {self.stall_s:g} s for {what}, and nothing computes, so a message was lost; "
-            f"{self._advice}, with a larger stall_s if one message takes longer than that on the slowest link"
+            f"{self._advice}, or with LinkOptions(stall_s=N) if one message takes longer than that on the slowest link"
         )
         return Verdict(rank=rank, lost=False, message=message)
 

@@ -69,8 +69,8 @@ class Generator:
 
     def __init__(
         self, model: Any, tokenizer: Any = None, *, stages: int | None = None, slots: int | None = None,
-        lanes: int | None = None, max_length: int | None = None, policy: str = "balanced",
-        cuts: Sequence[str] | None = None, plan: Plan | str | os.PathLike[str] | None = None,
+        lanes: int | None = None, max_length: int | None = None,
+        cuts: str | Sequence[str] | None = None, plan: Plan | str | os.PathLike[str] | None = None,
         threads: int = 1, device: str | torch.device = "cpu", runtime: str = "eager", weights: Weights | None = None,
         world: World | None = None, on_loss: str = "stop", speculate: bool = True, trace: str | Path | None = None,
         cache_dtype: CacheDtype | None = None,
@@ -85,7 +85,7 @@ class Generator:
         self._weights = weights
         self.tokenizer = tokenizer
         plan = read_plan(plan) if isinstance(plan, (str, os.PathLike)) else plan
-        cut = CutOptions(stages=stages, policy=policy, cuts=cuts, plan=plan)
+        cut = CutOptions(stages=stages, cuts=cuts, plan=plan)
         if plan is not None:
             caches, count = _caches_of(plan, slots, lanes, max_length, cache_dtype), len(plan.pipelines[0].stages)
         else:

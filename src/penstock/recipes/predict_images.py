@@ -44,7 +44,7 @@ def predict_images(asked: PredictSettings, world: World | None = None) -> tuple[
 
     Raises `UsageError` for names and files that do not match, and `KeyboardInterrupt` with the number of rows on disk.
     """
-    cut = CutOptions(stages=asked.stages, policy=asked.policy, cuts=asked.cuts)
+    cut = CutOptions(stages=asked.stages, cuts=asked.cuts)
     output = Path(asked.output)
     if asked.resume and is_stdout(output):
         raise UsageError(f"--resume continues a file; got the standard output {output}; give a file as --output")
@@ -87,7 +87,7 @@ def predict_images(asked: PredictSettings, world: World | None = None) -> tuple[
                 pipe = Pipeline(
                     zoo.module, args, kwargs,
                     stages=asked.stages if plan else cut.count(len(world.devices) if world else 2),
-                    policy=asked.policy, cuts=asked.cuts, plan=plan, weights=zoo.weights, threads=asked.threads,
+                    cuts=asked.cuts, plan=plan, weights=zoo.weights, threads=asked.threads,
                     world=world, device=asked.device, runtime=asked.runtime,
                     trace=None if asked.trace is None else Trace(asked.trace, profiler=asked.torch_profiler),
                     on_loss=survival,

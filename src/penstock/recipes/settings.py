@@ -26,7 +26,6 @@ from penstock.spec.settings import (
     Device,
     Live,
     PathText,
-    Policy,
     Positive,
     Preprocess,
     Pretrained,
@@ -68,7 +67,7 @@ class FitSettings(ElasticChoices, frozen=True, kw_only=True, forbid_unknown_fiel
     rare = (
         "cache", "cache_dir", "cache_dtype", "cache_limit", "cache_views", "checkpoint_every", "checkpointing", "clip",
         "costs", "from_cluster", "hold_out", "keep_best", "length", "lr_schedule", "num_rows", "num_workers",
-        "pack", "policy", "preprocess", "replicate", "teacher", "torch_profiler", "wait_for", "weight_decay",
+        "pack", "preprocess", "replicate", "teacher", "torch_profiler", "wait_for", "weight_decay",
     )  # fmt: skip
 
     model: Annotated[str, Meta(description=VISION, extra=MODEL)]  # on the command line: that of the run with --resume
@@ -84,7 +83,6 @@ class FitSettings(ElasticChoices, frozen=True, kw_only=True, forbid_unknown_fiel
     )
     schedule: Annotated[str, Meta(description=f"{', '.join(SCHEDULES)}, or a file.")] = DEFAULT_SCHEDULE
     microbatches: Annotated[Positive | None, Meta(description="Number of microbatches of each replica's batch.")] = None
-    policy: Policy = "balanced"
     cuts: Cuts = None
     plan: Annotated[
         WholePath | None,
@@ -174,7 +172,7 @@ class FitSettings(ElasticChoices, frozen=True, kw_only=True, forbid_unknown_fiel
         """The options of cuts; raises `UsageError` if they contradict each other."""
         from penstock.deploy.run_options import CutOptions
 
-        return CutOptions(stages=self.stages, policy=self.policy, cuts=self.cuts)
+        return CutOptions(stages=self.stages, cuts=self.cuts)
 
     @property
     def folder(self) -> Path:

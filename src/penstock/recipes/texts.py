@@ -49,7 +49,7 @@ def open_generator(settings: LanguageSettings, world: World | None = None, *, ch
         own.num_beams = 1
     zoo.module.generation_config = own
     return Generator(
-        zoo.module, tokenizer, weights=zoo.weights, stages=settings.stages, policy=settings.policy, cuts=settings.cuts,
+        zoo.module, tokenizer, weights=zoo.weights, stages=settings.stages, cuts=settings.cuts,
         plan=settings.plan, slots=settings.slots, max_length=settings.max_length, threads=settings.threads, world=world,
         device=settings.device, runtime=settings.runtime, on_loss=settings.on_loss or "stop",
         trace=getattr(settings, "trace", None), speculate=settings.speculate, cache_dtype=settings.cache_dtype,

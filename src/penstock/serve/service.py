@@ -162,7 +162,7 @@ def _classes(settings: ServeSettings, metrics: Metrics, world: World | None) -> 
     args, kwargs = example_call(zoo, 1)
     call = ModelCall(model=zoo.module, args=args, kwargs=kwargs, weights=zoo.weights)
     plan = read_plan(settings.plan) if settings.plan is not None else None
-    cut = CutOptions(stages=settings.stages, policy=settings.policy, cuts=settings.cuts, plan=plan)
+    cut = CutOptions(stages=settings.stages, cuts=settings.cuts, plan=plan)
     if plan is None:
         cut = replace(cut, stages=cut.count(len(world.devices) if world else 2))
     with working("deploying the stages"):

@@ -27,11 +27,11 @@ Device = Annotated[str, Meta(description="cpu, or cuda: a GPU for each process."
 Threads = Annotated[Positive | None, Meta(description="Threads per stage.")]
 Bind = Annotated[str | None, Meta(description="Listening address. Default: the first host's route.")]
 Seed = Annotated[int, Meta(description="Seed of random weights, as in PyTorch.")]
+CUTS_HELP = "A cut, as PATH:after; may be repeated. Or balanced, equal-blocks, equal-size, smallest-crossing."
 Cuts = Annotated[
     list[str] | None,
-    Meta(description="Position of a cut; may be repeated.", extra={"flags": ["--cut"], "metavar": "PATH:after"}),
+    Meta(description=CUTS_HELP, extra={"flags": ["--cut"], "metavar": "NAME"}),
 ]
-Policy = Annotated[str, Meta(description="Cuts: balanced, equal-blocks, equal-size or smallest-crossing.")]
 Live = Annotated[bool, Meta(description="Live view of the stages during the run.")]
 TorchProfiler = Annotated[bool, Meta(description="Record torch.profiler's operations too, in --trace DIR.")]
 Preprocess = Annotated[str | None, Meta(description="As in size=224x320,mean=0.5,std=0.5,crop_pct=1.")]
@@ -41,7 +41,7 @@ TRACE = Meta(
     extra={"metavar": "DIR", "written": "folder"},
 )
 _RARE_TEXT = (
-    "bind", "cache_dtype", "policy", "seed", "slots", "speculate", "top_k", "top_p", "trace", "weights",
+    "bind", "cache_dtype", "seed", "slots", "speculate", "top_k", "top_p", "trace", "weights",
 )  # fmt: skip
 
 
@@ -57,7 +57,6 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     stages: Annotated[Positive | None, Meta(description="Number of stages. Default: 2, or torchrun's processes.")] = (
         None
     )
-    policy: Policy = "balanced"
     cuts: Cuts = None
     plan: Annotated[File | None, Meta(description="Plan with cuts and devices.")] = None
     on_loss: Annotated[
@@ -74,7 +73,7 @@ class PredictSettings(RunSettings, frozen=True, kw_only=True, forbid_unknown_fie
     """Settings of `penstock infer`."""
 
     rare = (
-        "bind", "class_order", "costs", "from_cluster", "labels", "live", "logits", "microbatch_size", "policy",
+        "bind", "class_order", "costs", "from_cluster", "labels", "live", "logits", "microbatch_size",
         "preprocess", "seed", "top", "torch_profiler", "wait_for",
     )  # fmt: skip
 
@@ -178,7 +177,7 @@ class ServeSettings(LanguageSettings, frozen=True, kw_only=True, forbid_unknown_
     """Settings of `penstock serve`."""
 
     rare = (
-        "allow_origin", "bind", "cache_dtype", "deadline", "drain", "max_body", "most_waiting", "name", "policy",
+        "allow_origin", "bind", "cache_dtype", "deadline", "drain", "max_body", "most_waiting", "name",
         "preprocess", "slots", "speculate", "strict", "weights",
     )  # fmt: skip
 

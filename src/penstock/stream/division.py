@@ -85,7 +85,7 @@ def divide_model(call: ModelCall, cut: CutOptions, run: RunOptions, world: World
     else:
         stages = cut.count(len(world.devices) if world else _STAGES)
         places = places_in_line(world, graph, stages) if world else None
-        cuts = tuple(choose_cuts(graph, Cuts(graph), names=cut.cuts, stages=stages, policy=cut.policy, places=places))
+        cuts = tuple(choose_cuts(graph, Cuts(graph), names=cut.names, stages=stages, policy=cut.policy, places=places))
         deploy = _line(
             run, divide_by_sets(graph, [cuts]), FromWeights(load), sizes,
             lambda world: places_in_line(world, graph, len(cuts) + 1),
@@ -145,7 +145,7 @@ def _surviving(
             asked = msgspec.structs.replace(run, threads=threads)
             return place(world, graph, plan, load, asked, number=number, ranks=ranks, largest=sizes)
 
-        asked_for = cut.plan is not None or cut.cuts is not None or cut.policy != "balanced"
+        asked_for = cut.plan is not None or cut.cuts is not None
         return SurvivingDeployment(
             world, lambda: deploy(world, threads, tracer), ranks, replanner, put, options, adapts=not asked_for
         )

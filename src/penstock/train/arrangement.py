@@ -257,7 +257,7 @@ def arrange(
     microbatches = options.microbatches
     if microbatches is not None and microbatches < 1:
         raise UsageError(f"microbatches must be at least 1; got {microbatches}")
-    names = cut.cuts
+    names = cut.names
     if cut.plan is not None:
         grid, names = place_training(world, graph, cut.plan)
         choice = ScheduleChoice(cut.plan.schedule, NUM_BUFFERS)
@@ -301,8 +301,10 @@ def find_cuts(
     """Find a model's cuts before its stages are placed, as `arrange`; empty for a plan for inference."""
     if cut.plan is None:
         stages = cut.count(num_processes)
-        chosen = cut.cuts is None and stages > 1
-        return choose_cuts(graph, common() if chosen else Cuts(graph), names=cut.cuts, stages=stages, policy=cut.policy)
+        chosen = cut.names is None and stages > 1
+        return choose_cuts(
+            graph, common() if chosen else Cuts(graph), names=cut.names, stages=stages, policy=cut.policy
+        )
     check_given_once(cut.plan, replicas=options.replicas, microbatches=options.microbatches)
     names = {name for pipeline in cut.plan.pipelines for name in pipeline.cut_sets[0].cuts}
     return cuts_of_plan(graph, cut.plan).find_all(sorted(names)) if cut.plan.trains else []

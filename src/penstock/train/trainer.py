@@ -83,7 +83,7 @@ class Trainer:
         self._num_checked = 0  # number of optimizers that are known to have parameters somewhere
         self.known_groups: list[dict[str, int]] = []  # by optimizer: each parameter's group, also if frozen
         # True if the caller chose the placement
-        self.is_arranged = any(each is not None for each in (cut.stages, cut.cuts, cut.plan, options.replicas))
+        self.is_arranged = any(each is not None for each in (cut.stages, cut.names, cut.plan, options.replicas))
         self.row_cut = RowCut()
         self.losses = Losses(self.row_cut)
         self._work = ForwardBackward(world, self.losses, self.row_cut, options.seed)

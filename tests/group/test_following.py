@@ -10,7 +10,6 @@ import zmq
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from penstock.errors import ConnectionBroken, DeviceLost, RunError
-from penstock.group import regroup as module
 from penstock.group.board import Verdict
 from penstock.group.links import PlainLinks
 from penstock.group.liveness import Boards, Health
@@ -47,7 +46,7 @@ def make_world() -> Iterator[MakeWorld]:
         health.close()
 
 
-def test_the_next_group_forms_while_nobody_asks(make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_group_forms_while_nobody_asks(make_world: MakeWorld) -> None:
     world, second, third = make_world(), make_world(), make_world()
     formed: list[World] = []
 
@@ -57,8 +56,7 @@ def test_the_next_group_forms_while_nobody_asks(make_world: MakeWorld, monkeypat
             second.health.announce(LOST)
         return formed[-1]
 
-    monkeypatch.setattr(module, "_next_group", next_group)
-    following = Following(world)
+    following = Following(world, next_group)
     assert following.newest(BROKEN).membership is world.membership  # nothing has happened
     world.health.announce(LOST)
     deadline = time.monotonic() + 10.0
@@ -92,13 +90,12 @@ def test_what_a_run_does_not_outlive(make_world: MakeWorld, verdict: Verdict) ->
     assert not outlives(alone)
 
 
-def test_what_kept_a_group_from_forming_is_raised(make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
-    def go_over(_of: World) -> None:
+def test_what_kept_a_group_from_forming_is_raised(make_world: MakeWorld) -> None:
+    def go_over(_of: World) -> World:
         raise DeviceLost("the others went on without this process")
 
-    monkeypatch.setattr(module, "_next_group", go_over)
     world = make_world()
-    following = Following(world)
+    following = Following(world, go_over)
     world.health.announce(LOST)
     for _ in range(2):
         with pytest.raises(RunError, match="went on without"):
@@ -107,15 +104,12 @@ def test_what_kept_a_group_from_forming_is_raised(make_world: MakeWorld, monkeyp
 
 
 @pytest.mark.parametrize("error", [RuntimeError("injected"), StoreSilent("no answer"), zmq.ZMQError(11), SystemExit(1)])
-def test_an_error_of_any_kind_ends_the_wait(
-    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch, error: BaseException
-) -> None:
-    def go_over(_of: World) -> None:
+def test_an_error_of_any_kind_ends_the_wait(make_world: MakeWorld, error: BaseException) -> None:
+    def go_over(_of: World) -> World:
         raise error
 
-    monkeypatch.setattr(module, "_next_group", go_over)
     world = make_world()
-    following = Following(world)
+    following = Following(world, go_over)
     world.health.announce(LOST)
     with pytest.raises(RunError) as caught:
         following.newest(BROKEN)

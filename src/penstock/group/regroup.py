@@ -238,11 +238,14 @@ class Following:
     Example:
         following = Following(world)
         ...                            # receiving a message failed with `error`
-        world = following.newest(error)
+        world.become(following.newest(error))
+
+    `following_group` returns the group after one that has failed.
     """
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, following_group: Callable[[World], World] | None = None) -> None:
         self._world = world  # the newest group
+        self._following_group = following_group or _following_group
         self._problem: PenstockError | None = None
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -288,7 +291,7 @@ class Following:
         """Form the next group; if it has failed by then and the run survives that, form another."""
         while True:
             try:
-                following = _next_group(self._world)
+                following = self._following_group(self._world)
             # any error at all: callers of `newest` wait for this thread
             except BaseException as error:
                 with self._changed:
@@ -324,7 +327,7 @@ def _as_ours(error: BaseException) -> PenstockError:
     return ours
 
 
-def _next_group(world: World) -> World:
+def _following_group(world: World) -> World:
     """Return the group after one that has failed; raises `DeviceLost` if this process is in none."""
     failure = world.health.failure
     if failure is None:

@@ -53,7 +53,10 @@ _ENDS_S = 0.1  # what is about to end by itself needs no collection of garbage
 _COLLECT_S = 1.0
 _LISTED = Path("/proc/thread-self/children").exists()
 # pytest's own, and what torch and scikit-learn set for themselves when they are first used
-_NOT_OURS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"}
+_NOT_OURS = {
+    "PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", "KMP_DUPLICATE_LIB_OK",
+    "KMP_INIT_AT_FORK",
+}  # fmt: skip
 
 
 def _left_behind(known: Collection[int] = ()) -> dict[str, dict[Any, str]]:

@@ -98,8 +98,8 @@ class Pipeline:
         device: device of the stages, `cpu` or `cuda`. With `cuda` each process uses the GPU with its local rank;
             processes share GPUs if there are fewer. Outputs are on the CPU. A list of modules computes on the modules'
             own devices.
-        runtime: how stages of a stream compute: `eager`, `onnxruntime`, or `onnxruntime:int8`, with linear layers in 8
-            bits. A plan sets this for each stage.
+        runtime: how stages compute: `eager`; `compiled`, by torch.compile, with other last bits; in a stream also
+            `onnxruntime`, or `onnxruntime:int8`, with linear layers in 8 bits. A plan sets this for each stage.
         trace: a folder for the timeline, read by `penstock report`. Each stream replaces the previous one; a training
             run is written when the pipeline is closed. `penstock.Trace` also records every operation, or what
             torch.profiler records.

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from penstock.errors import PlanError
+from penstock.errors import PlanError, UsageError
 from penstock.runtime import bfloat16
 from penstock.runtime.bfloat16 import Bfloat16Runtime, read_by_products
 from penstock.runtime.registry import RuntimeChoice
@@ -107,5 +107,5 @@ def test_what_processors_say(text: str, has: bool, monkeypatch: pytest.MonkeyPat
 
 
 def test_it_does_not_train() -> None:
-    with pytest.raises(PlanError, match="the runtime eager:bfloat16 cannot train"):
+    with pytest.raises(UsageError, match="the runtime eager:bfloat16 cannot train"):
         RuntimeChoice("eager", "bfloat16").load_training(None, {})  # type: ignore[arg-type]

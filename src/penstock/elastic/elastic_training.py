@@ -21,6 +21,7 @@ from penstock.elastic.options import ElasticOptions
 from penstock.errors import UsageError
 from penstock.plan.cost.training_step import ADAMW_STATE
 from penstock.plan.schedule.schedules import SCHEDULES
+from penstock.runtime.registry import EAGER
 from penstock.spec.plan import Plan, decode_plan, encode_plan
 from penstock.terminal.progress import working
 from penstock.train.captured import Captured
@@ -72,6 +73,8 @@ class ElasticTraining:
             )
         if trainer.survivors is not None:
             raise UsageError("an elastic training cannot survive lost processes yet; leave on_loss or elastic out")
+        if (runtime := trainer.now.how.runtime) != EAGER:
+            raise UsageError(f"elastic training needs the runtime eager; got {runtime}; leave runtime out")
         if trainer.now.placed.schedule_name not in SCHEDULES:
             raise UsageError(
                 "an elastic training needs a named schedule, because a custom one cannot be adapted to other numbers "

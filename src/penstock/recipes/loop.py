@@ -34,6 +34,7 @@ from penstock.recipes.metrics import (
 )
 from penstock.recipes.settings import FitSettings, elastic_options, plan_of, survival_options
 from penstock.recipes.tasks import Task
+from penstock.runtime.registry import parse_runtime
 from penstock.terminal.live import FitProgress
 from penstock.terminal.notes import note, say
 from penstock.terminal.progress import working
@@ -102,6 +103,7 @@ def make_pipeline(settings: FitSettings, task: Task, world: World | None) -> Tra
     cut = dataclasses.replace(settings.cut_options, stages=settings.stages or one, plan=plan)
     run = RunOptions(
         threads=settings.threads or (world.cores if world else None), device=settings.device,
+        runtime=parse_runtime(settings.runtime),
         trace=None if settings.trace is None else Trace(settings.trace, profiler=settings.torch_profiler),
         on_loss=survival_options(settings, first=world is None or world.rank == FEEDER),
     )  # fmt: skip

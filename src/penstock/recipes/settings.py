@@ -30,6 +30,7 @@ from penstock.spec.settings import (
     Preprocess,
     Pretrained,
     Rate,
+    Runtime,
     Threads,
     TorchProfiler,
     WaitFor,
@@ -48,7 +49,7 @@ _KEPT = (
     "optimizer", "lr_schedule", "weights", "pretrained", "teacher", "elastic",
 )  # fmt: skip
 # settings that may change on resuming; changes are reported
-_CHANGEABLE = ("lr", "weight_decay", "clip", "autocast", "epochs", "steps", "freeze")
+_CHANGEABLE = ("lr", "weight_decay", "clip", "autocast", "epochs", "steps", "freeze", "runtime")
 
 
 class FitSettings(ElasticChoices, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -67,7 +68,7 @@ class FitSettings(ElasticChoices, frozen=True, kw_only=True, forbid_unknown_fiel
     rare = (
         "cache", "cache_dir", "cache_dtype", "cache_limit", "cache_views", "checkpoint_every", "checkpointing", "clip",
         "costs", "from_cluster", "hold_out", "keep_best", "length", "lr_schedule", "num_rows", "num_workers",
-        "pack", "preprocess", "replicate", "teacher", "torch_profiler", "wait_for", "weight_decay",
+        "pack", "preprocess", "replicate", "runtime", "teacher", "torch_profiler", "wait_for", "weight_decay",
     )  # fmt: skip
 
     model: Annotated[str, Meta(description=VISION, extra=MODEL)]  # on the command line: that of the run with --resume
@@ -107,6 +108,7 @@ class FitSettings(ElasticChoices, frozen=True, kw_only=True, forbid_unknown_fiel
     pretrained: Pretrained = False
     threads: Threads = None
     device: Device = "cpu"
+    runtime: Runtime = "eager"
     length: Annotated[int, Meta(ge=2, description="Tokens per row of text, or most per sentence.")] = 128
     num_rows: Annotated[Positive | None, Meta(description="Number of rows to use. Default: all.")] = None
     num_workers: Annotated[int, Meta(ge=0, description="Loading processes of each training process.")] = 0

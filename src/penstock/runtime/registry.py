@@ -4,7 +4,7 @@ import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from penstock.errors import PlanError, UsageError
 from penstock.spec.plan import runtime_name
@@ -43,6 +43,9 @@ class StageRuntime(Protocol):
         """Return the bytes of the runtime's tensors."""
 
 
+LoadTraining: TypeAlias = Callable[["TrainingPart", Mapping[str, "Tensor"], "torch.device", bool], "TrainingRuntime"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuntimeKind:
     """Constructor of a runtime from a program and its tensors by name, and its precisions, the default first.
@@ -54,9 +57,7 @@ class RuntimeKind:
 
     load: Callable[["StageProgram", Mapping[str, "Tensor"], "torch.device", "RuntimeChoice"], StageRuntime]
     precisions: tuple[str, ...]
-    load_training: (
-        Callable[["TrainingPart", Mapping[str, "Tensor"], "torch.device", bool], "TrainingRuntime"] | None
-    ) = None
+    load_training: "LoadTraining | None" = None
     extra: str | None = None
     single_rows: frozenset[str] = frozenset()
 
@@ -107,8 +108,25 @@ def _openvino(
     return OpenVinoRuntime(program, tensors, device, choice.precision, choice.keep)
 
 
+def _compiled(
+    program: "StageProgram", tensors: Mapping[str, "Tensor"], device: "torch.device", _choice: "RuntimeChoice"
+) -> StageRuntime:  # fmt: skip
+    from penstock.runtime.compiled import CompiledRuntime
+
+    return CompiledRuntime(program, tensors, device)
+
+
+def _compiled_training(
+    part: "TrainingPart", tensors: Mapping[str, "Tensor"], device: "torch.device", again: bool
+) -> "TrainingRuntime":  # fmt: skip
+    from penstock.runtime.compiled import CompiledTrainingRuntime
+
+    return CompiledTrainingRuntime(part, tensors, device, again=again)
+
+
 RUNTIMES: Mapping[str, RuntimeKind] = {
     "eager": RuntimeKind(load=_eager, load_training=_eager_training, precisions=("float32", "bfloat16")),
+    "compiled": RuntimeKind(load=_compiled, load_training=_compiled_training, precisions=("float32",)),
     "onnxruntime": RuntimeKind(
         load=_onnxruntime,
         precisions=("float32", "int8", "int4", "stored", "stored32"),
@@ -155,12 +173,22 @@ class RuntimeChoice:
         """True if weights stay in the blocks of their file."""
         return self.precision.startswith("stored")
 
+    def check_training(self, *, splits_backward: bool = False) -> None:
+        """Raise `UsageError` unless the runtime can train, with a schedule that may split backwards."""
+        self._training_loader()
+        if splits_backward and self.name == "compiled":
+            raise UsageError("the runtime compiled computes a whole backward at once; use the schedule 1f1b, or eager")
+
     def check_machine(self) -> None:
         """Raise `PlanError` if this machine lacks the runtime's package, or instructions for its precision."""
         from penstock.runtime.bfloat16 import check_bfloat16
 
         if RUNTIMES[self.name].extra is not None and importlib.util.find_spec(self.name) is None:
             raise self._not_installed(f"no module named {self.name!r}")
+        if self.name == "compiled":
+            from penstock.runtime.compiled import check_compiler
+
+            check_compiler()
         if self.precision == "bfloat16":
             check_bfloat16()
 
@@ -195,10 +223,13 @@ class RuntimeChoice:
         """Make a runtime for training; with `again`, a runtime that only recomputes microbatches."""
         from penstock.tensors import HOST
 
+        return self._training_loader()(part, tensors, device or HOST, again)
+
+    def _training_loader(self) -> "LoadTraining":
         load = RUNTIMES[self.name].load_training
         if load is None or self.precision != "float32":
-            raise PlanError(f"the runtime {self} cannot train; use eager")
-        return load(part, tensors, device or HOST, again)
+            raise UsageError(f"the runtime {self} cannot train; use eager or compiled")
+        return load
 
 
 def _unpacked(program: "StageProgram", tensors: Mapping[str, "Tensor"]) -> "tuple[StageProgram, Mapping[str, Tensor]]":

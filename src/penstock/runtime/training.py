@@ -75,8 +75,8 @@ class TrainingRuntime(Runtime):
             places = [position for position, register in step.slots if register in changed]
             function = self._written_once(function, places, of_rows=op.name in self._of_rows)
         if op.target == BATCH_NORM and op.arguments[5] is True:
-            function = _with_several_values(function)
-        if _draws(op):
+            function = with_several_values(function)
+        if draws(op):
             function = self._seeded(function, op.name)
         if op.name in self.around:
             function = self.around[op.name](function)
@@ -124,11 +124,16 @@ class TrainingRuntime(Runtime):
 
     def _seeded(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
         def call(*arguments: Any, **keywords: Any) -> Any:
-            digest = hashlib.blake2b(f"{self.rng_key} {name}".encode(), digest_size=8).digest()
-            with seeded_generator(self.device, int.from_bytes(digest, "little") >> 1):
+            with seeded_generator(self.device, seed_of(self.rng_key, name)):
                 return function(*arguments, **keywords)
 
         return call
+
+
+def seed_of(key: str, name: str) -> int:
+    """Return the seed of an operation in a microbatch."""
+    digest = hashlib.blake2b(f"{key} {name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
 
 
 @contextlib.contextmanager
@@ -162,7 +167,7 @@ def _without_gradients(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _with_several_values(function: Callable[..., Any]) -> Callable[..., Any]:
+def with_several_values(function: Callable[..., Any]) -> Callable[..., Any]:
     """Repeat the check of torch.nn.functional.batch_norm, which capture leaves out: one value has no variance."""
 
     def call(x: Tensor, *arguments: Any, **keywords: Any) -> Any:
@@ -173,7 +178,8 @@ def _with_several_values(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _draws(op: Op) -> bool:
+def draws(op: Op) -> bool:
+    """Return True if an operation may draw random numbers; attention does so only with dropout."""
     if op.target == CALLBACK:
         return True  # it may
     if op.target == GETITEM or not is_random(op):

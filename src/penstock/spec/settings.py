@@ -21,7 +21,7 @@ VISION = "timm:NAME, hf:NAME_OR_PATH or package.module:function."
 WeightsFile = Annotated[PathText | None, Meta(description="Safetensors file, index or folder.")]
 Pretrained = Annotated[bool, Meta(description="Download the model's published weights.")]
 Runtime = Annotated[
-    str, Meta(description="eager, onnxruntime, openvino, also as in onnxruntime:int8.", extra={"metavar": "NAME"})
+    str, Meta(description="eager, compiled, onnxruntime, openvino; also onnxruntime:int8.", extra={"metavar": "NAME"})
 ]
 Device = Annotated[str, Meta(description="cpu, or cuda: a GPU for each process.", extra={"metavar": "cpu|cuda"})]
 Threads = Annotated[Positive | None, Meta(description="Threads per stage.")]

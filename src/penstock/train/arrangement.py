@@ -66,6 +66,11 @@ class ScheduleChoice:
             raise UsageError("your schedule must not contain U, because optimizer.step() updates weights; leave U out")
         self._made: dict[tuple[int, int, int], Schedule] = {}
 
+    @property
+    def splits_backward(self) -> bool:
+        """True if the gradients of weights are computed in actions of their own."""
+        return self.name == "zero-bubble" or any(a.kind == "W" for actions in self._own or () for a in actions)
+
     def of(self, replica: Replica, num_microbatches: int) -> Schedule:
         """Return the schedule of a replica for its placed stages; raises the same errors as `make`."""
         counts = [count for rank in replica.devices if (count := replica.stages.count(rank))]
@@ -175,6 +180,7 @@ class Arrangement:
         self.rank, self.grid, self.cuts, self.skipped = rank, grid, list(cuts), skipped
         self._choice, self._checkpointing = choice, checkpointing
         self.schedule_name = choice.name  # the schedule's text if it is custom
+        self.splits_backward = choice.splits_backward
         self.num_stages = len(grid.replicas[0].stages)
         self.replica_index = grid.replica_of(rank)
         self.replica: Replica = grid.replicas[self.replica_index]

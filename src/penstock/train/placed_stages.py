@@ -17,7 +17,7 @@ from penstock.engine.training_stage import Head, TrainingStage
 from penstock.engine.wiring import Channels, GrowingChannels, training_links
 from penstock.graph.stages import TrainingPart
 from penstock.group.world import World
-from penstock.runtime.registry import EAGER
+from penstock.runtime.registry import EAGER, RuntimeChoice
 from penstock.runtime.training import TrainingRuntime
 from penstock.tensors import HOST
 from penstock.train.arrangement import Arrangement
@@ -39,6 +39,7 @@ class Computing:
 
     device: torch.device = HOST
     direct: torch.device | None = None  # device for direct transfers, if any
+    runtime: RuntimeChoice = EAGER  # of steps; evaluation is always eager
     autocast: torch.dtype | None = None
     checkpointing: bool = False
     stall_s: float
@@ -141,8 +142,8 @@ class PlacedStages:
             sources = set(written_buffers(part))
             written = {s.value.name for s in part.program.states if s.source in sources}
             spare = {name: tensor.clone() if name in written else tensor for name, tensor in tensors.items()}
-            recompute = EAGER.load_training(part, spare, how.device, again=True)
-        runtime = EAGER.load_training(part, tensors, how.device)
+            recompute = how.runtime.load_training(part, spare, how.device, again=True)
+        runtime = how.runtime.load_training(part, tensors, how.device)
         if index == self.last_stage:
             for each in filter(None, (runtime, recompute)):
                 each.around = dict.fromkeys(self.own_loss.counting, self.own_loss.around)

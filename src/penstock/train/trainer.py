@@ -66,8 +66,8 @@ class Trainer:
         self.device, self.seed = device, options.seed
         self._run = run
         how = Computing(
-            device=device, direct=direct, autocast=options.autocast, checkpointing=options.checkpointing,
-            stall_s=run.stall_s,
+            device=device, direct=direct, runtime=run.runtime, autocast=options.autocast,
+            checkpointing=options.checkpointing, stall_s=run.stall_s,
         )  # fmt: skip
         self.calls = Calls()
         self.step = 0
@@ -90,9 +90,10 @@ class Trainer:
         self._closed = False
         joins = placed is not None
         placed = placed or arrange(world, captured.graph, cut, options, captured.common_cuts)
+        run.runtime.check_training(splits_backward=placed.splits_backward)
         self.alike = [
             *identity_of(captured, options, device), [cut.name for cut in placed.cuts], len(placed.grid.replicas),
-            placed.usual_microbatches, None if cut.plan is None else fingerprint(cut.plan),
+            placed.usual_microbatches, str(run.runtime), None if cut.plan is None else fingerprint(cut.plan),
         ]  # fmt: skip
         with self.world.explained():
             if not joins:

@@ -18,7 +18,6 @@ from penstock.group.calls import named_after
 from penstock.group.entry import join_torchrun, thread_worlds, under_torchrun
 from penstock.group.regroup import place_to_join
 from penstock.group.world import World, failed
-from penstock.runtime.registry import EAGER
 from penstock.tensors import find_device
 from penstock.terminal.notes import note
 from penstock.terminal.progress import working
@@ -148,8 +147,6 @@ class TrainingPipeline:
         if self._run.threads:
             torch.set_num_threads(self._run.threads)
         try:
-            if self._run.runtime != EAGER:
-                raise UsageError(f"the runtime {self._run.runtime.name} cannot train; leave runtime out")
             trainer = Trainer(self._captured, world, self._cut, self._run, self._options, self._device)
             if self._run.on_loss.survives:
                 survive(trainer, self._run)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from penstock.errors import PlanError, RunError
 from penstock.graph.program import StageProgram
+from penstock.runtime.agreement import compare_outputs
 from penstock.runtime.bfloat16 import check_bfloat16
 from penstock.runtime.eager import Runtime
 from penstock.runtime.layers import operations_of
@@ -21,7 +22,6 @@ from penstock.tensors import HOST
 from penstock.text import first_line
 
 _KEPT_SIZES = 4  # sessions have their own copies of the weights
-_FURTHEST = 1e-3  # largest deviation from eager, relative to the largest number
 _MOST_BYTES = 2**31 - 2**20  # protobuf's limit for a model
 
 
@@ -95,30 +95,8 @@ class ExportedRuntime(ABC):
         except Exception as error:
             raise RunError(f"the runtime {self.name} refuses the stage: {first_line(error)}") from error
         if self.precision == "float32":
-            self._compare(expected, self._run(engine, inputs))
+            compare_outputs(self.name, self.program.outputs, expected, self._run(engine, inputs))
         return engine
-
-    def _compare(self, expected: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-        for value, wanted, found in zip(self.program.outputs, expected, outputs, strict=True):
-            if not wanted.is_floating_point():
-                if not torch.equal(found, wanted):
-                    count = int((found != wanted).sum())
-                    raise RunError(
-                        f"{value.name} of the runtime {self.name} differs from eager in {count} of {wanted.numel()} "
-                        "elements; plan this stage with the runtime eager"
-                    )
-                continue
-            if not wanted.numel():
-                continue
-            finite = wanted.isfinite()
-            largest = float(wanted[finite].abs().max()) if finite.any() else 0.0
-            error = float((found - wanted)[finite].abs().max()) if finite.any() else 0.0
-            # negated so that NaN fails
-            if not error <= _FURTHEST * max(1e-6, largest) or not torch.equal(found.isfinite(), finite):
-                raise RunError(
-                    f"{value.name} of the runtime {self.name} differs from eager by {error:.3g}; plan this stage "
-                    "with the runtime eager"
-                )
 
     def _run(self, engine: Engine, inputs: Sequence[Tensor]) -> list[Tensor]:
         if self.integers_of_32_bits:

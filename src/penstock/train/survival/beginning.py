@@ -10,6 +10,7 @@ from penstock.graph.graph import Graph
 from penstock.group.regroup import join_later
 from penstock.group.world import World
 from penstock.plan.schedule.schedules import SCHEDULES
+from penstock.runtime.registry import EAGER
 from penstock.tensors import HOST
 from penstock.train.agreement import identity_of
 from penstock.train.arrangement import Arrangement, ScheduleChoice, TrainOptions, check_profile
@@ -34,6 +35,8 @@ def check_survivable(graph: Graph, options: TrainOptions, run: RunOptions, devic
         check_profile(graph, profile)
     if device != HOST:
         raise UsageError("on_loss supports only CPUs so far; leave on_loss out")
+    if run.runtime != EAGER:
+        raise UsageError(f"on_loss needs the runtime eager; got {run.runtime}; leave runtime or on_loss out")
     if options.schedule not in SCHEDULES:
         raise UsageError(
             "on_loss needs a schedule that works with any number of stages, which a custom one does not; choose a "

@@ -1,0 +1,1 @@
+"""The runtime `compiled` beside eager: parity and speed on the CPU."""

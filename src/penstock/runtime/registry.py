@@ -67,9 +67,11 @@ def _eager(
 ) -> StageRuntime:  # fmt: skip
     from penstock.runtime.bfloat16 import Bfloat16Runtime
     from penstock.runtime.eager import Runtime
+    from penstock.runtime.graphs import GraphRuntime, can_capture
 
-    kind = Bfloat16Runtime if choice.precision == "bfloat16" else Runtime
-    return kind(program, tensors, device)
+    if choice.precision == "bfloat16":
+        return Bfloat16Runtime(program, tensors, device)
+    return (GraphRuntime if program.caches and can_capture(device) else Runtime)(program, tensors, device)
 
 
 def _eager_training(

@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 
 from penstock.spec.cluster import write_cluster
+from penstock.spec.profile import write_profile
 from tests.generate.tokens import save_model
 from tests.recipes.test_fit import VIT
-from tests.spec.samples import make_cluster
+from tests.spec.samples import make_cluster, make_profile
 
 pytest.importorskip("transformers")
+SAMPLE = "timm:vit_small_patch16_224"
 Run = Callable[..., tuple[int, str, str]]
 
 
@@ -52,11 +54,38 @@ def test_training_and_what_does_not_fit(penstock: Run, boards: Path, tmp_path: P
     assert not json.loads((tmp_path / "fits.json").read_text())["fits"]
 
 
-@pytest.mark.parametrize(
-    "options", [("--train", "--one-call"), ("--data", "digits"), ("--train", "--schedule", "dualpipe"),
-                ("--runtime", "onnxruntime:int8"), ("--runtime", "onnxruntime:stored")],
+REFUSED: tuple[tuple[str, ...], ...] = (
+    ("--train", "--one-call"), ("--train", "--cache-dtype", "int8"), ("--train", "--runtime", "onnxruntime:stored"),
+    ("--train", "--max-length", "64"), ("--train", "--data", "digits", "--max-length", "64"),
+    ("--train", "--schedule", "dualpipe"), ("--data", "digits"), ("--microbatches", "4"), ("--schedule", "1f1b"),
+    ("--one-call",), ("--max-length", "64"), ("--cache-dtype", "int8"), ("--cache-dtype", "int7"),
+    ("--runtime", "onnxruntime:int8"), ("--runtime", "onnxruntime:stored"),
 )  # fmt: skip
-def test_options_that_exclude_each_other(penstock: Run, options: tuple[str, ...]) -> None:
+OF_A_PROFILE: tuple[tuple[str, ...], ...] = (
+    ("--runtime", "onnxruntime:stored"), ("--cache-dtype", "int8"), ("--max-length", "64"), ("--one-call",),
+    ("--train",), ("--train", "--data", "digits"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("options", REFUSED)
+def test_options_without_effect_are_refused(penstock: Run, options: tuple[str, ...]) -> None:
     status, _, err = penstock("fits", VIT, *options)
     assert status == 2
     assert len(err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(("model", "options"), [(VIT, ()), *((SAMPLE, options) for options in OF_A_PROFILE)])
+def test_profile_refuses_other_models_and_what_it_has_of_its_own(
+    penstock: Run, tmp_path: Path, model: str, options: tuple[str, ...]
+) -> None:
+    write_profile(tmp_path / "profile.json", make_profile([1, 1], model=SAMPLE))
+    status, _, err = penstock("fits", model, "--profile", tmp_path / "profile.json", *options)
+    assert status == 2
+    assert len(err.strip().splitlines()) == 1
+
+
+def test_profile_gives_the_rate(penstock: Run, tmp_path: Path) -> None:
+    write_profile(tmp_path / "profile.json", make_profile([1, 1], model=SAMPLE))
+    status, out, err = penstock("fits", SAMPLE, "--profile", tmp_path / "profile.json", "--rows", 2)
+    assert (status, err) == (0, "")
+    assert "rows per second" in out

@@ -112,9 +112,23 @@ def test_a_profile_with_runtimes_gives_a_plan_on_one(penstock: Run, tmp_path: Pa
     (column,) = read_profile(profile).runtimes
     faster = column.forward_s[0] < column.eager_s[0]
     assert read_plan(plan).pipelines[0].stages[0].runtime == ("onnxruntime" if faster else "eager")
-    status, _, err = penstock("profile", SMALL, "-o", profile, "--training", *few)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--training", "--runtime", "onnxruntime"), ("--data", "digits", "--runtime", "onnxruntime"),
+        ("--cache-dtype", "int8"), ("--max-length", 64), ("--length", 64), ("--data", "digits", "--length", 64),
+        ("--data", "digits", "--images", "digits"), ("--data", "digits", "--cache-dtype", "int8"),
+        *(("--generate", *more) for more in (("--training",), ("--data", "digits"), ("--images", "digits"),
+                                             ("--length", 64), ("--cache-dtype", "int7"))),
+    ],
+)  # fmt: skip
+def test_profile_refuses_options_without_effect(penstock: Run, tmp_path: Path, options: tuple[object, ...]) -> None:
+    status, _, err = penstock("profile", SMALL, "-o", tmp_path / "profile.json", *options)
     assert status == 2
-    assert "only the eager runtime can train" in err
+    assert len(err.strip().splitlines()) == 1
+    assert not (tmp_path / "profile.json").exists()
 
 
 def test_a_plan_is_a_row_of_the_bench(penstock: Run, planned: Path, tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.table import Column, Table
@@ -37,8 +37,10 @@ def fits(
     runtime: Annotated[str, typer.Option(help="Runtime of inference: eager or onnxruntime:stored.")] = "eager",
     train: Annotated[bool, typer.Option("--train", help="Training, with AdamW.")] = False,
     data: Annotated[str | None, typer.Option(help="Training data. Default: the model's example inputs.")] = None,
-    microbatches: Annotated[int, typer.Option(min=1, help="Microbatches of a training step.")] = 8,
-    schedule: Annotated[str, typer.Option(help="Schedule of training: 1f1b or gpipe.")] = "1f1b",
+    microbatches: Annotated[
+        int | None, typer.Option(min=1, help="Microbatches of a training step. Default: 8.")
+    ] = None,
+    schedule: Annotated[str | None, typer.Option(help="Schedule of training: 1f1b (default) or gpipe.")] = None,
     profile: Annotated[Path | None, typer.Option(help="Measured costs, for rows or tokens per second.")] = None,
     json: opt.JsonFile = None,
 ) -> None:
@@ -46,12 +48,14 @@ def fits(
 
     The exit status is 1 if the model does not fit.
     """
-    if train and (one_call or runtime != "eager"):
-        raise UsageError("--one-call and --runtime are of inference; leave them or --train out")
-    if data is not None and not train:
-        raise UsageError("--data is for training; add --train")
-    cluster, request = this_machine() if on is None else read_cluster(on), _request(train, schedule, microbatches)
     kept = opt.cache_dtype(cache_dtype)
+    _check(model, {
+        "--one-call": one_call, "--max-length": max_length, "--cache-dtype": kept != "model",
+        "--runtime": runtime != "eager", "--data": data, "--microbatches": microbatches, "--schedule": schedule,
+        "--train": train, "--profile": profile,
+    })  # fmt: skip
+    cluster = this_machine() if on is None else read_cluster(on)
+    request = _request(train, schedule or "1f1b", microbatches or 8)
 
     def counted_costs() -> Profile:
         from penstock.recipes.profiled import count_inference, count_training
@@ -65,7 +69,7 @@ def fits(
 
     console = opt.make_console()
     with working("counting the model's bytes") as say:
-        costs = read_profile(profile) if profile else counted_costs()
+        costs = _read_costs(profile, model, train) if profile else counted_costs()
         say(f"planning for {counted(len(cluster.devices), 'machine')}")
         found = fit(costs, cluster, request, rows)
     what = "slots of a lane" if costs.generation else "rows of a microbatch"
@@ -80,6 +84,36 @@ def fits(
     opt.write_json(json, {"model": model, "fits": not found.reason, **asdict(found)})
     if found.reason:
         raise typer.Exit(1)
+
+
+def _check(model: str, given: dict[str, Any]) -> None:
+    """Raise `UsageError` for options that have no effect on this model, or together."""
+    from penstock.zoo.models.language import is_language_model
+
+    def only_for(purpose: str, names: str, way: str) -> None:
+        opt.only_for(purpose, {name: given[name] for name in names.split()}, way)
+
+    if given["--profile"]:
+        names = "--one-call --max-length --cache-dtype --runtime --data"
+        only_for("costs that are counted", names, "leave it out, or --profile, which has been measured with its own")
+    if given["--train"]:
+        only_for("inference", "--one-call --runtime --cache-dtype", "leave it or --train out")
+    else:
+        only_for("training", "--data --microbatches --schedule", "add --train")
+    if given["--one-call"]:
+        only_for("generation", "--max-length --cache-dtype", "leave it or --one-call out")
+    if not (given["--data"] or given["--profile"] or is_language_model(model)):
+        only_for("language models", "--one-call --max-length --cache-dtype", f"leave it out for {model}")
+
+
+def _read_costs(file: Path, model: str, train: bool) -> Profile:
+    costs = read_profile(file)
+    if costs.model != model:
+        raise UsageError(f"{file} is a profile of {costs.model}, not of {model}; give that model, or profile this one")
+    if (costs.units[0].backward_s is not None) != train:
+        other = "inference; profile with --training or --data" if train else "training; add --train"
+        raise UsageError(f"{file} is a profile of {other}")
+    return costs
 
 
 def this_machine() -> Cluster:

@@ -3,6 +3,7 @@
 import json as json_module
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, cast, get_args
 
@@ -93,6 +94,16 @@ def parse_numbers(text: str, option: str) -> list[int]:
     if not numbers or min(numbers) < 1:
         raise UsageError(f"{option} must be integers of at least 1, separated by commas; got {text!r}")
     return numbers
+
+
+def only_for(purpose: str, given: Mapping[str, Any], way: str = "leave it out") -> None:
+    """Refuse options that have no effect here: those of `given`, by name, that are neither None, False nor empty.
+
+    Raises `UsageError` naming them, their purpose and the way out.
+    """
+    names = [name for name, value in given.items() if value not in (None, False, "", [])]
+    if names:
+        raise UsageError(f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} for {purpose}; {way}")
 
 
 def cache_dtype(name: str) -> CacheDtype:

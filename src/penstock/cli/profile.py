@@ -11,7 +11,6 @@ from rich.table import Table
 
 from penstock.cli import options as opt
 from penstock.cli.paths import Written
-from penstock.errors import UsageError
 from penstock.recipes.settings import make_settings
 from penstock.spec.profile import Profile, write_profile
 from penstock.terminal.progress import working
@@ -29,11 +28,13 @@ def profile(
     images: Annotated[str | None, typer.Option(help="Images, to also measure reading and preprocessing.")] = None,
     training: Annotated[bool, typer.Option("--training", help="Measure forward and backward.")] = False,
     data: Annotated[str | None, typer.Option(help="Data to measure training on, as for `penstock train`.")] = None,
-    length: Annotated[int, typer.Option(min=2, help="Tokens per row of text.")] = 128,
+    length: Annotated[int | None, typer.Option(min=2, help="With --data: tokens per row of text (128).")] = None,
     generate: Annotated[
         bool, typer.Option("--generate", help="Measure a language model's generation, a token per row.")
     ] = False,
-    max_length: Annotated[int, typer.Option(min=2, help="With --generate: limit on prompt and answer tokens.")] = 512,
+    max_length: Annotated[
+        int | None, typer.Option(min=2, help="With --generate: limit on prompt and answer tokens (512).")
+    ] = None,
     cache_dtype: opt.CacheDtypeName = "model",
     threads: Annotated[int, typer.Option(min=1, help="Threads per stage.")] = 1,
     repeats: Annotated[int, typer.Option(min=3, help="Passes at the smallest size, more if they vary.")] = 7,
@@ -62,25 +63,28 @@ def profile(
     choices = [parse_runtime(name) for name in runtime or ()]
     for choice in choices:
         choice.check_machine()
-    if choices and (training or data is not None):
-        raise UsageError("only the eager runtime can train; leave --runtime out, or --training and --data")
+    kept = opt.cache_dtype(cache_dtype)
+    opt.only_for("inference", {"--runtime": choices and (training or data)}, "only eager trains; leave it out")
+    if generate:
+        others = {"--data": data, "--length": length, "--training": training, "--images": images}
+        opt.only_for("whole rows", others, "leave it or --generate out")
+    else:
+        opt.only_for("generation", {"--max-length": max_length, "--cache-dtype": kept != "model"}, "add --generate")
+        opt.only_for("text as data", {"--length": not data and length}, "add --data")
+        opt.only_for("inference, and data for training", {"--images": data and images}, "leave it or --data out")
     console = opt.make_console()
     if generate:
-        if training or data is not None or images is not None:
-            raise UsageError("generation is measured with generated tokens; leave --training, --data and --images out")
         with working(f"measuring generation of {model} with {rows} sequences per step"):
             made = profile_generation(
-                model, slots=sizes, max_length=max_length, cache_dtype=opt.cache_dtype(cache_dtype), runtimes=choices,
-                weights=weights, pretrained=pretrained, threads=threads, repeats=repeats,
+                model, slots=sizes, max_length=max_length or 512, cache_dtype=kept, runtimes=choices, weights=weights,
+                pretrained=pretrained, seed=seed, threads=threads, repeats=repeats,
             )  # fmt: skip
         _show(console, made, output, json)
         return
     if data is not None:
-        if images is not None:
-            raise UsageError("--images is for inference and --data for training; leave one of them out")
         settings = make_settings({
-            "model": model, "data": data, "length": length, "threads": threads, "pretrained": pretrained, "seed": seed,
-            "weights": str(weights) if weights else None,
+            "model": model, "data": data, "length": length or 128, "threads": threads, "pretrained": pretrained,
+            "seed": seed, "weights": str(weights) if weights else None,
         })  # fmt: skip
         with working(f"measuring training of {model} at {rows} rows"):
             made = profile_task(settings, rows=sizes, repeats=repeats)

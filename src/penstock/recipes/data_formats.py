@@ -5,6 +5,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from penstock.errors import UsageError
 from penstock.files import check_stored
 from penstock.zoo.data.texts import is_trees
@@ -46,10 +48,11 @@ def _images(settings: "FitSettings", agree: "Agree") -> "Task":
 FORMATS: Mapping[str, DataFormat] = {
     "sentences": DataFormat(
         help="a sentiment treebank (SST)", holds=lambda path: is_trees(path) or is_trees(path / "train.txt"),
-        task=_sentences,
+        task=_sentences, options=("length",),
     ),
     "text": DataFormat(
-        help="a text file", holds=lambda path: path.suffix == ".txt" and path.is_file(), task=_text
+        help="a text file", holds=lambda path: path.suffix == ".txt" and path.is_file(), task=_text,
+        options=("length",),
     ),
     "images": DataFormat(
         help="images (folder, tar, CIFAR, 'digits')", holds=lambda _path: True, task=_images,
@@ -69,9 +72,10 @@ def make_task(settings: "FitSettings", agree: "Agree" = lambda _find: []) -> "Ta
     path = Path(settings.data)
     check_stored(path)
     found = next(known for known in FORMATS.values() if known.holds(path))
+    defaults = {field.name: field.default for field in msgspec.structs.fields(settings)}
     for name, known in FORMATS.items():
-        for option in known.options:
-            if known is not found and getattr(settings, option) not in (None, False):
+        for option in set(known.options) - set(found.options):
+            if getattr(settings, option) != defaults[option]:
                 raise UsageError(f"--{option.replace('_', '-')} is for {name}, not for {settings.data}; leave it out")
     made = found.task(settings, agree)
     return replace(made, metadata={**metadata_of(settings), **made.metadata})

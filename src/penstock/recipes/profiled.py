@@ -68,8 +68,8 @@ def profile_task(settings: FitSettings, *, rows: Sequence[int], repeats: int = 7
 
 def profile_generation(
     name: str, *, slots: Sequence[int], max_length: int, cache_dtype: CacheDtype = "model",
-    runtimes: Sequence[RuntimeChoice] = (), weights: Path | None = None, pretrained: bool = False, threads: int = 1,
-    repeats: int = 7,
+    runtimes: Sequence[RuntimeChoice] = (), weights: Path | None = None, pretrained: bool = False, seed: int = 0,
+    threads: int = 1, repeats: int = 7,
 ) -> Profile:  # fmt: skip
     """Measure a decoding step of a language model: a token per sequence of a lane, at half of the maximum length.
 
@@ -83,7 +83,7 @@ def profile_generation(
     """
     caches = Generation(slots=max(slots), lanes=1, max_length=max_length, cache_dtype=cache_dtype)
     messages, base_bytes = measure_messages(), worker_bytes()
-    zoo = load_model(name, weights=weights, pretrained=pretrained, head="language")
+    zoo = load_model(name, weights=weights, pretrained=pretrained, seed=seed, head="language")
     decoder, given, graph = _captured_decoder(zoo, caches)
     more_bytes = script_bytes(base_bytes)
     room, step, full, chunk = _step_sizes(max_length)

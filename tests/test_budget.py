@@ -27,7 +27,7 @@ _LEAVE_OUT = re.compile(r"\bleave\b[^.;]{0,90}?\bout\b")
 # lines and files of each room
 ROOMS: dict[str, tuple[int, int]] = {
     "bench": (686, 5),
-    "cli": (3260, 26),  # +499: fits; settings in files, paths read and written, preparation of images
+    "cli": (3263, 26),  # +499: fits; settings in files, paths read and written, preparation of images
     "cluster": (3045, 19),
     "compress": (976, 5),
     "deploy": (2069, 12),  # +2: floats of 8 bits have no products
@@ -75,9 +75,9 @@ OPTIONS = {
 }
 
 TOTALS = {
-    "lines of src": 66039,  # +5,213: silent faults of scripts, text, folders and files; own classifiers
+    "lines of src": 66042,  # +5,213: silent faults of scripts, text, folders and files; own classifiers
     "files of src": 399,  # +29
-    "lines of tests": 43595,  # +5,122: silent faults of scripts, text, folders and files; own classifiers
+    "lines of tests": 43602,  # +5,122: silent faults of scripts, text, folders and files; own classifiers
     "lines of benchmarks": 9147,  # +150: every decoder of transformers; +150: compiled beside eager
     "keyword arguments of Pipeline": 18,
     "public names": 14,

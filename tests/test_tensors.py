@@ -18,7 +18,7 @@ from penstock.graph.cuts import Cuts
 from penstock.graph.program import read_program, write_program
 from penstock.graph.stages import divide
 from penstock.runtime.eager import Runtime
-from penstock.tensors import HOST, find_device, moved
+from penstock.tensors import HOST, find_device, moved, num_payload_bytes, pack, unpack
 from penstock.zoo.weights.weights import ModuleWeights
 from tests import pretend
 from tests.models import UNet, bert, seeded
@@ -75,6 +75,12 @@ def test_a_tensor_keeps_its_strides_wherever_it_goes(tensor: Tensor, pretended: 
     assert moved(tensor, HOST) is tensor
     again = moved(torch.zeros(2, device="meta"), pretended)
     assert again.device.type == "meta"
+    layout = tensor.shape, tensor.stride()
+    buffer = torch.empty(num_payload_bytes(*layout, tensor.itemsize), dtype=torch.uint8)
+    pack(tensor, buffer)
+    unpacked = unpack(buffer, tensor.dtype, *layout)
+    assert unpacked.stride() == tensor.stride()
+    assert torch.equal(unpacked, tensor)
 
 
 class Makes(nn.Module):

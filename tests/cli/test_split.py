@@ -56,6 +56,7 @@ def test_all_cuts_are_listed(penstock: Run) -> None:
         (["--stages", 4, "--cut", "blocks.0:after"], "2 for ['blocks.0:after']; got 4"),
         (["--cut", "equal-size", "--cut", "blocks.0:after"], "equal-size"),
         (["--cut", "fair"], "balanced"),
+        (["--policy", "equal-size"], "--cut equal-blocks"),
         (["--work", "guessed"], "measured"),
     ],
 )

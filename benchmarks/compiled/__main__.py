@@ -1,4 +1,4 @@
-"""Run with `python -m benchmarks.compiled --json FILE [--only TEXT]`.
+"""Run with `python -m benchmarks.compiled --json FILE [--kind inference|training] [--only TEXT]`.
 
 The runtime `compiled` beside `eager` on the CPU, one thread: outputs of 20 architectures, and one training step of 10
 in two stages with two microbatches, without dropout. Errors are relative to eager. Speeds are medians: of CPU
@@ -50,13 +50,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.compiled", description=__doc__)
     parser.add_argument("--json", type=Path, required=True, help="where to write rows and summary")
     parser.add_argument("--only", default="", help="only architectures whose name contains this")
+    parser.add_argument("--kind", choices=("inference", "training"), help="only one of the two")
     options = parser.parse_args()
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     known = {architecture.name: architecture for architecture in architectures()}
     rows = []
     for kind, names, measure in (("inference", INFERENCE, infer), ("training", TRAINING, step)):
-        for name in filter(lambda name: options.only in name, names):
+        for name in names if options.kind in {None, kind} else ():
+            if options.only not in name:
+                continue
             rows.append({"kind": kind, "architecture": name} | _tried(measure, known[name]))
             print(json.dumps(rows[-1]), flush=True)
             options.json.write_text(json.dumps({"rows": rows, "summary": summarize(rows)}, indent=1) + "\n")

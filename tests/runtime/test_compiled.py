@@ -16,6 +16,7 @@ from penstock.elastic.elastic_training import ElasticTraining
 from penstock.elastic.options import ElasticOptions
 from penstock.errors import PlanError, RunError, UsageError
 from penstock.graph.capture import capture
+from penstock.graph.exporting import EXPORTING
 from penstock.graph.ops import State
 from penstock.graph.program import StageProgram
 from penstock.graph.stages import divide
@@ -29,7 +30,7 @@ from tests.fewer import FULL, long
 from tests.learners import LOSSES, batches, captured, sgd
 from tests.models import albert, bert, deit, gpt2, llama, seeded, swin, t5
 from tests.runtime.test_eager import Chain
-from tests.trainers import errors, in_threads, make_trainer, train
+from tests.trainers import errors, in_threads, make_trainer, on_each_rank, train
 
 COMPILED = RuntimeChoice("compiled")
 CLOSE = 1e-5
@@ -231,6 +232,30 @@ def test_outputs_that_differ_from_eager_are_refused(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch, "compile", lambda module, **_named: lambda *given: [x * 2 for x in module(*given)])
     with pytest.raises(RunError, match="differs from eager"), torch.inference_mode():
         runtime({"batch": 2}, [torch.randn(2, 4)])
+
+
+def test_nothing_is_exported_during_a_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
+    free: list[bool] = []
+
+    def is_free(_rank: int) -> bool:
+        found = EXPORTING.acquire(blocking=False)
+        if found:
+            EXPORTING.release()
+        return found
+
+    def compiled(module: Any, **_named: Any) -> Any:
+        def call(*given: Any) -> Any:
+            free.extend(on_each_rank(1, is_free))
+            return module(*given)
+
+        return call
+
+    runtime = load(nn.Linear(4, 4), torch.randn(2, 4))
+    monkeypatch.setattr(torch, "compile", compiled)
+    with torch.inference_mode():
+        for _ in range(2):
+            runtime({"batch": 2}, [torch.randn(2, 4)])
+    assert free == [False, True]
 
 
 def test_programs_are_those_of_eager() -> None:

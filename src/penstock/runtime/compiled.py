@@ -5,6 +5,7 @@
 Inductor reorders and fuses operations, so bits differ from eager. Its kernels are cached on disk between runs.
 """
 
+import contextlib
 import functools
 import importlib
 import sysconfig
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from penstock.errors import OutOfMemory, PlanError, RunError
+from penstock.graph.exporting import EXPORTING
 from penstock.graph.ops import BATCH_NORM, Op, effect
 from penstock.graph.program import StageProgram
 from penstock.memory import is_out_of_memory
@@ -92,12 +94,11 @@ class CompiledRuntime(Runtime):
 
     def __call__(self, sizes: Mapping[str, int], inputs: Sequence[Tensor]) -> list[Tensor]:
         """Run on one microbatch; `sizes` has a value for every symbol of the program."""
-        key = tuple(sizes[symbol] for symbol in self.program.symbols)
-        if key in self._compiled:
-            return self._run(key, sizes, inputs)
+        if self._key(sizes) in self._compiled:
+            return self._run(sizes, inputs)
         # a program may write into its inputs
         expected = super().__call__(sizes, [tensor.clone() for tensor in inputs])
-        outputs = self._run(key, sizes, inputs)
+        outputs = self._run(sizes, inputs)
         compare_outputs(self.name, self.program.outputs, expected, outputs)
         return outputs
 
@@ -107,24 +108,27 @@ class CompiledRuntime(Runtime):
         """Run on one microbatch; single operations cannot be timed."""
         return self(sizes, inputs), []
 
-    def _run(
-        self, key: tuple[int, ...], sizes: Mapping[str, int], inputs: Sequence[Tensor], *drawing: Tensor
-    ) -> list[Tensor]:
-        bound = self.bind(sizes)
-        compiled = self._compiled.get(key)
-        if compiled is None:
-            if len(self._compiled) >= _KEPT_SIZES:
-                self._compiled.pop(next(iter(self._compiled)))
-            compiled = self._compiled[key] = self._compile(sizes)
+    def _key(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        return *(sizes[symbol] for symbol in self.program.symbols), int(torch.is_grad_enabled())
+
+    def _run(self, sizes: Mapping[str, int], inputs: Sequence[Tensor], *drawing: Tensor) -> list[Tensor]:
+        bound, key = self.bind(sizes), self._key(sizes)
+        known = self._compiled.get(key)
+        compiled = known or self._compile(sizes)
         registers = bound.registers.copy()
         for index, tensor in zip(self._inputs, inputs, strict=True):
             registers[index] = tensor
         try:
-            made = compiled.function(*drawing, *(registers[index] for index in compiled.reads))
+            # an export in another thread would mix its tracing with that of the compiler
+            with contextlib.nullcontext() if known else EXPORTING:
+                made = compiled.function(*drawing, *(registers[index] for index in compiled.reads))
         # torch's compilers have no common base class for their errors
         except Exception as error:
             kind = OutOfMemory if is_out_of_memory(error) else RunError
             raise kind(f"the runtime compiled failed: {first_line(error)}; {_WITHOUT}") from error
+        if not known and len(self._compiled) >= _KEPT_SIZES:
+            self._compiled.pop(next(iter(self._compiled)))
+        self._compiled[key] = compiled
         for index, tensor in zip(compiled.makes, made, strict=True):
             registers[index] = tensor
         for step in bound.steps[compiled.num_ops :]:
@@ -230,12 +234,11 @@ class CompiledTrainingRuntime(TrainingRuntime, CompiledRuntime):
 
     def __call__(self, sizes: Mapping[str, int], inputs: Sequence[Tensor]) -> list[Tensor]:
         """Run on one microbatch; an input that the stage writes to is copied first."""
-        key = tuple(sizes[symbol] for symbol in self.program.symbols)
         text = bytearray(self.rng_key.encode().ljust(_KEY_BYTES, b"\0"))
         if len(text) > _KEY_BYTES:
             raise ValueError(f"rng_key must have at most {_KEY_BYTES} bytes; got {len(text)}")
         copied = [x.clone() if written else x for x, written in zip(inputs, self._written, strict=True)]
-        return self._run(key, sizes, copied, torch.frombuffer(text, dtype=torch.uint8))
+        return self._run(sizes, copied, torch.frombuffer(text, dtype=torch.uint8))
 
     def _num_compiled(self) -> int:
         ops = self.program.ops

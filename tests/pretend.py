@@ -90,6 +90,12 @@ class _Module(_DummyBackendModule):
     def max_memory_allocated(self, _device: torch.device) -> int:
         return MOST_BYTES
 
+    def mem_get_info(self, _device: torch.device) -> tuple[int, int]:
+        return MOST_BYTES - HELD_BYTES, MOST_BYTES
+
+    def get_device_name(self, _device: torch.device) -> str:
+        return "Pretended GPU"
+
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.bfloat16]
 

@@ -78,6 +78,12 @@ def most_bytes(device: torch.device) -> int:
     return peak_bytes() if device.type == HOST.type else int(_memory(device).max_memory_allocated(device))
 
 
+def free_bytes(name: str) -> int:
+    """Return the free memory of a GPU; raises `UsageError` as `find_device` does."""
+    device = find_device(name)
+    return int(_memory(device).mem_get_info(device)[0])
+
+
 def _memory(device: torch.device) -> Any:
     return torch.get_device_module(device)
 

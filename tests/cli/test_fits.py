@@ -5,9 +5,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from penstock.spec.cluster import write_cluster
 from penstock.spec.profile import write_profile
+from tests import pretend
 from tests.generate.tokens import save_model
 from tests.recipes.test_fit import VIT
 from tests.spec.samples import make_cluster, make_profile
@@ -54,11 +56,19 @@ def test_training_and_what_does_not_fit(penstock: Run, boards: Path, tmp_path: P
     assert not json.loads((tmp_path / "fits.json").read_text())["fits"]
 
 
+def test_the_memory_of_a_gpu(penstock: Run, pretended: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pretend.module, "available", True)
+    status, out, _ = penstock("fits", VIT, "--device", pretend.NAME)
+    assert (status, pretended) == (1, torch.device(pretend.NAME, 0))
+    assert "the largest memory is 55.5 kB" in out
+
+
 REFUSED: tuple[tuple[str, ...], ...] = (
     ("--train", "--one-call"), ("--train", "--cache-dtype", "int8"), ("--train", "--runtime", "onnxruntime:stored"),
     ("--train", "--max-length", "64"), ("--train", "--data", "digits", "--max-length", "64"),
     ("--train", "--schedule", "dualpipe"), ("--data", "digits"), ("--microbatches", "4"), ("--schedule", "1f1b"),
     ("--one-call",), ("--max-length", "64"), ("--cache-dtype", "int8"), ("--cache-dtype", "int7"),
+    ("--device", "cuda", "--on", "boards.toml"),
     ("--runtime", "onnxruntime:int8"), ("--runtime", "onnxruntime:stored"),
 )  # fmt: skip
 OF_A_PROFILE: tuple[tuple[str, ...], ...] = (

@@ -16,6 +16,7 @@ from penstock.measure.profiler import profile_graph
 from penstock.zoo.weights.weights import ModuleWeights
 from tests.fewer import long
 from tests.models import deit, gpt2
+from tests.pretend import module
 
 
 @pytest.mark.parametrize("build", ["deit", long("gpt2")])
@@ -69,3 +70,14 @@ def test_weights_in_blocks_are_numbers_for_a_runtime_that_unpacks_them() -> None
     (((_, packed),),) = held_by_units(replace(graph, states=states), positions, packed=True)
     assert unpacked == 64 * 8 * 4
     assert 8 * 2 * 34 < packed < unpacked  # two blocks of 34 bytes a row, and the engine's copy
+
+
+def test_a_profile_of_another_device_waits_for_it(pretended: torch.device) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)).eval()
+    graph = capture(model, (torch.randn(2, 4),))
+    load = partial(load_state, graph, weights=ModuleWeights(model))
+    before = module.num_settled
+    profile = profile_graph(graph, load, rows=(2,), repeats=3, device=pretended)
+    assert profile.device == "Pretended GPU"
+    assert module.num_settled - before > 3 * len(graph.ops)  # after each operation
+    assert all(unit.forward_s[0] > 0 for unit in profile.units)

@@ -5,6 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import typer
 from rich.table import Column, Table
 
@@ -35,6 +36,7 @@ def fits(
     one_call: Annotated[bool, typer.Option("--one-call", help="One call of a language model, not generation.")] = False,
     cache_dtype: opt.CacheDtypeName = "model",
     runtime: Annotated[str, typer.Option(help="Runtime of inference: eager or onnxruntime:stored.")] = "eager",
+    device: opt.OnDevice = "cpu",
     train: Annotated[bool, typer.Option("--train", help="Training, with AdamW.")] = False,
     data: Annotated[str | None, typer.Option(help="Training data. Default: the model's example inputs.")] = None,
     microbatches: Annotated[
@@ -48,13 +50,15 @@ def fits(
 
     The exit status is 1 if the model does not fit.
     """
+    if on is not None and device != "cpu":
+        raise UsageError("a cluster file has the memory of its devices; write a GPU's memory there, or leave --on out")
     kept = opt.cache_dtype(cache_dtype)
     _check(model, {
         "--one-call": one_call, "--max-length": max_length, "--cache-dtype": kept != "model",
         "--runtime": runtime != "eager", "--data": data, "--microbatches": microbatches, "--schedule": schedule,
         "--train": train, "--profile": profile,
     })  # fmt: skip
-    cluster = this_machine() if on is None else read_cluster(on)
+    cluster = this_machine(device) if on is None else read_cluster(on)
     request = _request(train, schedule or "1f1b", microbatches or 8)
 
     def counted_costs() -> Profile:
@@ -70,6 +74,8 @@ def fits(
     console = opt.make_console()
     with working("counting the model's bytes") as say:
         costs = _read_costs(profile, model, train) if profile else counted_costs()
+        if device != "cpu":  # the free memory of a GPU is what its processes leave
+            costs = msgspec.structs.replace(costs, base_bytes=0.0, script_bytes=0.0)
         say(f"planning for {counted(len(cluster.devices), 'machine')}")
         found = fit(costs, cluster, request, rows)
     what = "slots of a lane" if costs.generation else "rows of a microbatch"
@@ -116,9 +122,14 @@ def _read_costs(file: Path, model: str, train: bool) -> Profile:
     return costs
 
 
-def this_machine() -> Cluster:
-    """Return a cluster of this machine alone, with the memory that this process may allocate."""
-    return Cluster(devices=(Device(name="this-machine", speed=1.0, memory_bytes=allowed_bytes()),))
+def this_machine(device: str = "cpu") -> Cluster:
+    """Return a cluster of this machine alone, with the memory that this process may allocate, or that of a GPU."""
+    memory = allowed_bytes()
+    if device != "cpu":
+        from penstock.tensors import free_bytes  # which needs torch
+
+        memory = free_bytes(device)
+    return Cluster(devices=(Device(name="this-machine", speed=1.0, memory_bytes=memory),))
 
 
 def _request(train: bool, schedule: str, microbatches: int) -> PlanRequest:

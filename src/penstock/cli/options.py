@@ -25,6 +25,7 @@ AnyModel = Annotated[
 ]
 WeightsFile = Annotated[Path | None, typer.Option("--weights", help="Safetensors file, index or folder.")]
 Pretrained = Annotated[bool, typer.Option("--pretrained", help="Download the model's published weights.")]
+OnDevice = Annotated[str, typer.Option(metavar="cpu|cuda", help="cpu, or cuda: the GPU of this machine.")]
 Seed = Annotated[int, typer.Option(help="Seed of random weights, as in PyTorch.")]
 CutNames = Annotated[list[str] | None, typer.Option("--cut", metavar="NAME", help=CUTS_HELP)]
 MicrobatchSize = Annotated[int, typer.Option(min=1, help="Rows per microbatch.")]

@@ -38,6 +38,7 @@ def profile(
     cache_dtype: opt.CacheDtypeName = "model",
     threads: Annotated[int, typer.Option(min=1, help="Threads per stage.")] = 1,
     repeats: Annotated[int, typer.Option(min=3, help="Passes at the smallest size, more if they vary.")] = 7,
+    device: opt.OnDevice = "cpu",
     runtime: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="Additional runtime to measure; may be repeated.")
     ] = None,
@@ -56,6 +57,7 @@ def profile(
     from penstock.measure.runtime_columns import measure_runtimes
     from penstock.recipes.profiled import profile_generation, profile_task
     from penstock.runtime.registry import parse_runtime
+    from penstock.tensors import HOST, find_device
     from penstock.zoo.data.image_names import open_images
     from penstock.zoo.models.models import load_model
 
@@ -72,6 +74,10 @@ def profile(
         opt.only_for("generation", {"--max-length": max_length, "--cache-dtype": kept != "model"}, "add --generate")
         opt.only_for("text as data", {"--length": not data and length}, "add --data")
         opt.only_for("inference, and data for training", {"--images": data and images}, "leave it or --data out")
+    place = find_device(device)
+    if place != HOST:
+        here = {"--training": training, "--data": data, "--generate": generate, "--runtime": choices}
+        opt.only_for("the CPU", here, f"{device} is measured for inference on the runtime eager; leave it out")
     console = opt.make_console()
     if generate:
         with working(f"measuring generation of {model} with {rows} sequences per step"):
@@ -100,11 +106,11 @@ def profile(
         messages = measure_messages()
         loader_s_per_row = 0.0 if found is None else measure_loader(zoo, found)
         say(f"measuring the model at {rows} rows")
-        calibration_s = calibrate(threads=threads)
+        calibration_s = calibrate(threads=threads) if place == HOST else 0.0  # the reference work is for CPUs
         load = partial(load_state, graph, weights=zoo.weights)
         made = profile_graph(
             graph, load, rows=sizes, threads=threads, repeats=repeats,
-            training=training, messages=messages,
+            training=training, messages=messages, device=place,
         )  # fmt: skip
         packed = with_packings(graph, zoo.weights, runtime or ())
         columns = measure_runtimes(packed, load, choices, Timing(made.rows, threads, repeats))

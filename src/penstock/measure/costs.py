@@ -15,6 +15,7 @@ from penstock.graph.ops import State, effect
 from penstock.graph.program import states_of
 from penstock.graph.stages import divide
 from penstock.runtime.registry import EAGER, StageRuntime
+from penstock.tensors import HOST, synchronize
 from penstock.values import Value
 
 
@@ -71,8 +72,8 @@ class UnitSeconds:
 class Timing:
     """Settings for timing units.
 
-    Batch sizes, threads, passes at the smallest size (larger sizes vary less), sizes other than rows, and the value of
-    integer inputs.
+    Batch sizes, threads, passes at the smallest size (larger sizes vary less), sizes other than rows, the value of
+    integer inputs, and the device.
     """
 
     rows: Sequence[int]
@@ -80,11 +81,21 @@ class Timing:
     repeats: int = 7
     sizes: Mapping[str, int] = field(default_factory=dict)
     integer: int = 1
+    device: torch.device = HOST
 
     @property
     def clock(self) -> Callable[[], float]:
-        """CPU time with one thread, so that other processes do not affect it; otherwise wall-clock time."""
+        """CPU time with one thread, so that other processes do not affect it; otherwise wall-clock time.
+
+        On a GPU it waits until all operations have finished.
+        """
+        if self.device != HOST:
+            return self._settled_clock
         return time.thread_time if self.threads == 1 else time.perf_counter
+
+    def _settled_clock(self) -> float:
+        synchronize(self.device)
+        return time.perf_counter()
 
     def repeats_for(self, rows: int) -> int:
         """Return the number of passes per round for a batch size."""
@@ -101,14 +112,15 @@ def measure_seconds(
     """
     torch.set_num_threads(timing.threads)
     program = divide(graph, [])[0]
-    runtime = EAGER.load(program, {state.value.name: load(state) for state in states_of([program])})
+    runtime = EAGER.load(program, {state.value.name: load(state) for state in states_of([program])}, timing.device)
     with torch.inference_mode():
         return [_measure(runtime, graph, positions, count, timing) for count in timing.rows]
 
 
 def _measure(runtime: StageRuntime, graph: Graph, positions: Sequence[int], rows: int, timing: Timing) -> UnitSeconds:
     sizes, clock, repeats = graph.sizes(rows, **timing.sizes), timing.clock, timing.repeats_for(rows)
-    inputs = [random_input(value, sizes, integer=timing.integer) for value in graph.tensor_inputs()]
+    values = graph.tensor_inputs()
+    inputs = [random_input(value, sizes, integer=timing.integer).to(timing.device) for value in values]
     runtime(sizes, inputs)
     passes: list[list[float]] = []
     wholes: list[float] = []

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 import msgspec
+import torch
 from torch import Tensor
 
 from penstock.errors import DataError, RunError
@@ -28,6 +29,7 @@ from penstock.measure.costs import Timing, UnitSeconds, measure_seconds
 from penstock.measure.counts import boundaries_of, units_in_bytes
 from penstock.memory import anonymous_bytes
 from penstock.spec.profile import Profile, Unit
+from penstock.tensors import HOST
 from penstock.zoo.data.image_set import ImageSet
 from penstock.zoo.models.models import ZooModel
 
@@ -51,7 +53,7 @@ def profile_graph(
     graph: Graph, load: Callable[[State], Tensor], *, rows: Sequence[int] = ROWS, threads: int = 1, repeats: int = 7,
     training: bool = False, loss: Loss | None = None, messages: MessageCosts | None = None,
     cuts: Sequence[Cut] | None = None, sizes: Mapping[str, int] | None = None, largest: Mapping[str, int] | None = None,
-    single: Mapping[str, int] | None = None, integer: int = 1,
+    single: Mapping[str, int] | None = None, integer: int = 1, device: torch.device = HOST,
 ) -> Profile:  # fmt: skip
     """Measure every range between possible or given cuts at several batch sizes.
 
@@ -61,14 +63,14 @@ def profile_graph(
     Sizes other than rows are taken from `sizes`, or 1; the memory of values is counted at `largest`, and for a
     microbatch of a single row at `single`. Integer inputs have the value `integer`. Caches count as bytes kept per row.
 
-    Needs the whole model in memory. Seconds are measured on this device with `threads` threads. With `training`, the
+    Needs the whole model in memory. Seconds are measured on `device` with `threads` threads. With `training`, the
     graph must be of a model in training mode; units then have backward seconds and kept bytes, the last unit including
     `loss`. Values that depend on the machine or the data are left at 0: base_bytes, script_bytes, calibration_s,
     loader_s_per_row.
     """
     cuts = list(Cuts(graph) if cuts is None else cuts)
     rows = (graph.fixed_batch,) if graph.fixed_batch else tuple(sorted(set(rows)))
-    timing = Timing(rows, threads, repeats, sizes or {}, integer)
+    timing = Timing(rows, threads, repeats, sizes or {}, integer, device)
     boundaries = boundaries_of(graph, cuts)
     counted = units_in_bytes(
         graph, cuts, rows[-1], largest=largest or sizes, single=single, training=training, loss=loss
@@ -77,7 +79,7 @@ def profile_graph(
     if loss is not None:
         units = (*units[:-1], _with_loss(units[-1], measure_loss(graph, load, loss, timing)))
     return Profile(
-        model=graph.model, graph=graph_fingerprint(graph), device=device_kind(), threads=threads, rows=rows,
+        model=graph.model, graph=graph_fingerprint(graph), device=device_kind(device), threads=threads, rows=rows,
         boundaries=boundaries, units=units, **asdict(messages or MessageCosts()),
         update_s_per_byte=measure_update_s_per_byte(timing) if training else 0.0,
         sum_s_per_byte=measure_sum_s_per_byte(timing) if training else 0.0,
@@ -113,8 +115,10 @@ def _with_loss(unit: Unit, seconds: Sequence[tuple[float, float]]) -> Unit:
     return msgspec.structs.replace(unit, forward_s=forward_s, backward_s=backward_s)
 
 
-def device_kind() -> str:
-    """Return a short description of this machine's processor."""
+def device_kind(device: torch.device = HOST) -> str:
+    """Return a short description of this machine's processor, or of its GPU."""
+    if device != HOST:
+        return str(torch.get_device_module(device).get_device_name(device))
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as lines:
             names = [line.partition(":")[2].strip() for line in lines if line.startswith(("model name", "Model"))]

@@ -16,7 +16,7 @@ from penstock.group.zmq_store import Prefixed, StoreServer, ZmqStore
 from penstock.transport.base import receive_bytes, send_bytes
 from penstock.transport.connections import Connections, FolderConnections, TcpConnections
 from penstock.transport.curve import Curve, make_key
-from penstock.transport.zeromq import _DATA, _HEADER, _NAME, ZmqTransport
+from penstock.transport.zeromq import _DATA, _HEADER, _NAME, _STRETCH_BYTES, ZmqTransport
 
 KEY = make_key()
 KINDS: dict[str, Callable[[], Connections]] = {
@@ -114,7 +114,9 @@ def test_a_send_is_done_when_a_receive_is_posted(room: Room) -> None:
     assert buffer.tolist() == [7] * 8 + [0] * 8
 
 
-@pytest.mark.parametrize(("parts", "more"), [(0, 0), (0, 1), (1, 0), (1, 1), (3, 5)])
+@pytest.mark.parametrize(
+    ("parts", "more"), [(0, 0), (0, 1), (1, 0), (1, 1), (3, 5), (0, _STRETCH_BYTES), (0, 2 * _STRETCH_BYTES + 5)]
+)
 def test_messages_of_any_length(room: Room, parts: int, more: int) -> None:
     size = parts * room.connections[0].part_bytes + more
     first, second, _ = room.ranks
@@ -275,3 +277,11 @@ def test_a_rank_that_does_not_come(place: tuple[Connections, str]) -> None:
     with pytest.raises(RunError, match="rank 1 has not published its address"):
         ZmqTransport(connections, server, 0, 2, host, join_s=0.3)
     server.close()
+
+
+def test_too_long_message_of_several_stretches_is_an_error(room: Room) -> None:
+    first, second, _ = room.ranks
+    receive = second.receive(torch.zeros(4, dtype=torch.uint8), 0, 2)
+    first.send(torch.zeros(_STRETCH_BYTES + 8, dtype=torch.uint8), 1, 2).wait()
+    with pytest.raises(TransportError, match=f"{_STRETCH_BYTES + 8} bytes"):
+        receive.wait()

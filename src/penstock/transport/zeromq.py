@@ -2,7 +2,7 @@
 
 Each process has one listening socket and connects to every other process. A message waits at its sender until the
 receiver has posted a buffer and sent a credit for it: messages in flight are bounded, and a send is done when a receive
-is posted.
+is posted. Longer messages need a credit for each stretch, so that each side holds only one in addition to the buffers.
 
     receiver   receive(buffer, source, tag) ── credit, tag ──▶ sender
     sender     send(buffer, to, tag)        ── data, tag, parts ──▶ receiver, into the buffer
@@ -24,7 +24,8 @@ from penstock.transport.base import Pending
 from penstock.transport.connections import Connection, Connections
 
 _HEADER = struct.Struct("<Bq")
-_CREDIT, _DATA = 1, 2
+_CREDIT, _DATA, _MORE = 1, 2, 3  # more: of a message that goes on
+_STRETCH_BYTES = 32 * 2**20
 _POLL_MS = 100
 _LOOK_S = 0.2
 _NAME = struct.Struct(">cI16s")  # identity of a connection: its rank and group
@@ -172,13 +173,17 @@ class ZmqTransport:
         """Send, under the lock, as many messages as credits allow."""
         while queued and self._credits[to, tag]:
             self._credits[to, tag] -= 1
-            pending = queued.popleft()
-            data, most = memoryview(pending.buffer.numpy()), self._part_bytes  # type: ignore[arg-type]
-            parts = [data[start : start + most] for start in range(0, len(data), most)]
-            if not self._put(to, [_HEADER.pack(_DATA, tag), *parts]):
+            pending, most = queued[0], self._part_bytes
+            data = memoryview(pending.buffer.numpy())[pending.done :]  # type: ignore[arg-type]
+            goes_on = len(data) > _STRETCH_BYTES
+            parts = [data[at : at + most] for at in range(0, min(len(data), _STRETCH_BYTES), most)]
+            pending.done += sum(map(len, parts))
+            if not self._put(to, [_HEADER.pack(_MORE if goes_on else _DATA, tag), *parts]):
                 return
-            self._open.discard(pending)
-            pending.finish()
+            if not goes_on:
+                queued.popleft()
+                self._open.discard(pending)
+                pending.finish()
 
     def _put(self, to: int, parts: "list[bytes | memoryview]") -> bool:
         """Pass a message to libzmq, under the lock; if the connection is lost, fail the operations that use it."""
@@ -227,21 +232,22 @@ class ZmqTransport:
             return
         with self._lock:
             waiting = self._receives.get((source, tag))
-            if action != _DATA or not waiting:
+            if action not in {_DATA, _MORE} or not waiting:
                 if self._failure is not None:
                     return
                 raise TransportError(f"rank {source} sent a message without a posted receive")
-            pending = waiting.popleft()
-            self._open.discard(pending)
-        num_bytes = self._receive_into(memoryview(pending.buffer.numpy()))  # type: ignore[arg-type]
-        if num_bytes > pending.buffer.numel():
-            pending.finish(
-                TransportError(
-                    f"a message of {num_bytes} bytes does not fit the posted buffer of {pending.buffer.numel()}"
-                )
-            )
+            pending = waiting[0]
+            if action == _DATA:
+                waiting.popleft()
+                self._open.discard(pending)
+        pending.done += self._receive_into(memoryview(pending.buffer.numpy())[pending.done :])  # type: ignore[arg-type]
+        if action == _MORE:
+            with self._lock:
+                self._put(source, [_HEADER.pack(_CREDIT, tag)])
             return
-        pending.finish()
+        too_long = pending.done > pending.buffer.numel()
+        text = f"a message of {pending.done} bytes does not fit the posted buffer of {pending.buffer.numel()}"
+        pending.finish(TransportError(text) if too_long else None)
 
     def _receive_into(self, room: memoryview) -> int:
         """Write the further parts of a message into a buffer, as far as they fit; returns their length."""
@@ -256,6 +262,7 @@ class _Pending:
 
     def __init__(self, buffer: Tensor, peer: int) -> None:
         self.buffer, self.peer = buffer, peer
+        self.done = 0  # bytes sent or received
         self._done = threading.Lock()
         self._done.acquire()
         self._error: TransportError | None = None

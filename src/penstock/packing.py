@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_AT_ONCE = 2**22  # weights unpacked at a time, to limit temporary memory
+_AT_ONCE = 2**18  # weights unpacked at a time, to limit temporary memory
 
 
 class Integers(NamedTuple):

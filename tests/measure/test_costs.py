@@ -81,3 +81,10 @@ def test_a_profile_of_another_device_waits_for_it(pretended: torch.device) -> No
     assert profile.device == "Pretended GPU"
     assert module.num_settled - before > 3 * len(graph.ops)  # after each operation
     assert all(unit.forward_s[0] > 0 for unit in profile.units)
+
+
+def test_convolution_reorders_its_weight() -> None:
+    model, x = nn.Conv2d(2, 8, 3), torch.randn(2, 2, 5, 5)
+    graph = capture(model, (x,))
+    (found,) = working_bytes(graph, [0, len(graph.ops)], 1)
+    assert found == 4 * (2 * 5 * 5 + 8 * 3 * 3 + 8 * 2 * 3 * 3)

@@ -1,5 +1,8 @@
 """Weights in blocks: what was rounded is near, and the engine multiplies with the same numbers."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -64,3 +67,11 @@ def test_weights_at_the_ends(weight: Tensor, bits: int) -> None:
     found = in_blocks(weight, bits).weight()
     assert bool(found.isfinite().all())
     assert float((found - weight).abs().amax()) <= float(weight.abs().amax()) / 7
+
+
+@pytest.mark.parametrize("packing", ["Q4_K", "Q6_K", "Q8_0"])
+def test_engine_holds_the_bytes_that_are_counted(packing: str) -> None:
+    program = [sys.executable, "-m", "tests.programs.engine_memory", packing]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=120, check=True)
+    counted, held = map(float, done.stdout.split())
+    assert held == pytest.approx(counted, rel=0.15)

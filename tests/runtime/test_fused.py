@@ -18,6 +18,7 @@ from penstock.graph.stages import divide
 from penstock.runtime.eager import Runtime
 from penstock.runtime.onnx.exported import Engine
 from penstock.runtime.onnx.fused import JoinedRuntime
+from penstock.runtime.onnx.onnx_nodes import Arrays
 from penstock.runtime.onnx.onnx_runtime import compile_model
 from penstock.runtime.onnx.openvino_runtime import compile_model as compile_openvino
 from penstock.runtime.registry import parse_runtime
@@ -46,12 +47,12 @@ CALLS = (call(8, 0, 64, 8), call(16, 8, 64, 8), call(1, 24, 64), call(1, 25, 128
 class Compiled:
     """Compiles models and counts them."""
 
-    def __init__(self, compile_one: Callable[[onnx.ModelProto], Engine]) -> None:
+    def __init__(self, compile_one: Callable[[onnx.ModelProto, Arrays], Engine]) -> None:
         self.count, self._compile_one = 0, compile_one
 
-    def __call__(self, model: onnx.ModelProto) -> Engine:
+    def __call__(self, model: onnx.ModelProto, apart: Arrays) -> Engine:
         self.count += 1
-        return self._compile_one(model)
+        return self._compile_one(model, apart)
 
 
 @torch.no_grad()
@@ -59,7 +60,7 @@ class Compiled:
     ("family", "engine"), [("llama", compile_model), long("gpt2", compile_model), long("gemma3", compile_model),
                            ("llama", partial(compile_openvino, precision="float32"))],
 )  # fmt: skip
-def test_numbers_are_those_of_eager(family: str, engine: Callable[[onnx.ModelProto], Engine]) -> None:
+def test_numbers_are_those_of_eager(family: str, engine: Callable[[onnx.ModelProto, Arrays], Engine]) -> None:
     graph, model = captured(family)
     (program,) = divide(graph, [])
     tensors = tensors_of(graph, model)

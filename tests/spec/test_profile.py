@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from penstock.errors import ProfileError
 from penstock.spec.fields import fingerprint
 from penstock.spec.plan import Generation
-from penstock.spec.profile import Boundary, Unit, interpolate, read_profile, write_profile
+from penstock.spec.profile import Boundary, RuntimeColumn, Unit, interpolate, read_profile, write_profile
 from tests.spec.samples import make_profile
 
 
@@ -89,3 +89,10 @@ def test_a_file_that_is_no_profile(tmp_path: Path) -> None:
     file.write_text('{"model": 3}')
     with pytest.raises(ProfileError, match=r"profile\.json: .* model: "):
         read_profile(file)
+
+
+def test_profile_measured_on_weights_in_blocks_can_be_read(tmp_path: Path) -> None:
+    column = RuntimeColumn(runtime="onnxruntime", precision="stored", forward_s=(1.0,), eager_s=(2.0,), error=0.01)
+    profile = make_profile([1.0], runtimes=(column,))
+    write_profile(tmp_path / "profile.json", profile)
+    assert read_profile(tmp_path / "profile.json") == profile

@@ -263,7 +263,9 @@ def read_stages(
             missing = [state for state in states if state.value.name not in there]
             tensors = {state.value.name: there[state.value.name] for state in states if state.value.name in there}
             tensors |= receive_state(world.transport, missing, device)
-            holdings.keep(states, tensors)
+            # an engine holds weights in blocks in its own order, and releases the bytes that it was made of
+            stored = job.runtime_of(index).is_stored
+            holdings.keep([state for state in states if not (stored and state.packing)], tensors)
             runtimes[index] = [job.runtime_of(index).load(program, tensors, device) for program in programs]
         elif make is None:
             raise UsageError("the stages are modules, and this process has none; pass the same list to its Pipeline")

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from penstock.graph.graph import Graph
-from penstock.graph.ops import State, effect
+from penstock.graph.ops import Ref, State, effect
 from penstock.graph.program import states_of
 from penstock.graph.stages import divide
+from penstock.runtime.onnx.blocks import engine_bytes, weight_of
 from penstock.runtime.registry import EAGER, StageRuntime
 from penstock.tensors import HOST, synchronize
 from penstock.values import Value
@@ -51,8 +52,8 @@ def random_input(
     return torch.full(shape, integer, dtype=value.dtype)
 
 
-# memory of a runtime that holds weights in blocks, per byte of the file: these bytes, and the engine's order of them
-_COPIES = 2.5
+_LOOKUP = "aten.embedding.default"
+_CONVOLUTIONS = {f"aten.conv{d}d.default" for d in (1, 2, 3)} | {"aten.convolution.default"}
 # passes are repeated while the range of their totals exceeds this fraction of the median
 STEADY = 0.03
 # limits on the repetitions: how many times, and how many seconds per batch size
@@ -173,12 +174,15 @@ def held_by_units(graph: Graph, positions: Sequence[int], *, packed: bool = Fals
     """Return names and bytes of the state used by the units between neighbouring positions, including tables but not
     caches.
 
-    If `packed`, weights in the blocks of their file count as these, with an engine's copies of them.
+    If `packed`, weights in the blocks of their file count as an engine holds them, and tables of lookups as these.
     """
-    sizes = {
-        state.value.name: round(state.num_bytes(packed=packed) * (_COPIES if packed and state.packing else 1))
-        for state in graph.states if state.kind != "cache"
-    }  # fmt: skip
+    tables = {op.arguments[0].name for op in graph.ops if op.target == _LOOKUP and isinstance(op.arguments[0], Ref)}
+    products = {weight_of(op) for op in graph.ops}
+    sizes = {}
+    for state in (state for state in graph.states if state.kind != "cache"):
+        name, form = state.value.name, state.packing if packed else ""
+        of_engine = engine_bytes(form, state.value.evaluate({})) if form and name in products else 0
+        sizes[name] = of_engine + (state.num_bytes(packed=packed) if not of_engine or name in tables else 0)
     sources: dict[str, set[str]] = {}
     for op in graph.prelude:  # every stage computes the tables that it needs, from their state
         sources[op.name] = {name for used in op.uses() for name in sources.get(used, {used} & sizes.keys())}
@@ -193,7 +197,10 @@ def held_by_units(graph: Graph, positions: Sequence[int], *, packed: bool = Fals
 def working_bytes(
     graph: Graph, positions: Sequence[int], rows: int, further: Mapping[str, int] | None = None
 ) -> list[float]:
-    """Return the peak bytes of values between neighbouring positions, for `rows` rows."""
+    """Return the peak bytes of values between neighbouring positions, for `rows` rows.
+
+    A convolution over more than one place also reorders its weight each time.
+    """
     lives: dict[str, list[int]] = {value.name: [0, 0] for value in graph.tensor_inputs()}
     owner = {name: name for name in lives}
     for index, op in enumerate(graph.ops):
@@ -210,6 +217,12 @@ def working_bytes(
         num_bytes = float(graph.values[name].num_bytes(sizes)) if name in graph.values else 0.0
         change[first] += num_bytes
         change[last + 1] -= num_bytes
+    kernels = {x.value.name: x.num_bytes() for x in graph.states if math.prod(x.value.evaluate({})[2:]) > 1}
+    for index, op in enumerate(graph.ops):
+        if op.target in _CONVOLUTIONS:
+            reordered = max((kernels.get(name, 0) for name in op.uses()), default=0)
+            change[index] += reordered
+            change[index + 1] -= reordered
     live = list(accumulate(change))
     return [max(live[start:stop]) for start, stop in pairwise(positions)]
 

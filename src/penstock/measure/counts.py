@@ -12,6 +12,7 @@ from penstock.graph.work import SECONDS_PER_CROSSING_BYTE, count_work
 from penstock.measure.backward import Loss
 from penstock.measure.costs import cached_by_units, held_by_units, line_through, working_bytes
 from penstock.measure.training_memory import TrainingBytes, loss_bytes, unit_bytes
+from penstock.runtime.onnx.blocks import PART_BYTES
 from penstock.spec.profile import Boundary, Profile, Unit
 
 
@@ -53,6 +54,8 @@ def units_in_bytes(
     held, cached = held_by_units(graph, positions, packed=True), cached_by_units(graph, positions)
     one, two = (working_bytes(graph, positions, count, largest) for count in (1, 2))
     least = working_bytes(graph, positions, 1, single) if single is not None else [0.0] * len(one)
+    if any(state.packing for state in graph.states):
+        least = [max(some, making) for some, making in zip(least, _making_bytes(held), strict=True)]
     units = [
         Unit(
             forward_s=(0.0,), parameters=held[index], kept_bytes_per_row=cached[index],
@@ -66,6 +69,16 @@ def units_in_bytes(
     if loss is not None:
         units[-1] = _with_bytes(units[-1], loss_bytes(graph, loss), rows)
     return tuple(units)
+
+
+def _making_bytes(held: Sequence[tuple[tuple[str, int], ...]]) -> list[float]:
+    """Return the bytes that an engine takes for a moment while it is made of a unit's weights in blocks.
+
+    It is made in parts of 32 MiB, or of one weight.
+    """
+    sizes = [max(dict(unit).values(), default=0) for unit in held]
+    part = min(sum(sum(dict(unit).values()) for unit in held), 2 * PART_BYTES)
+    return [max(2.0 * size, 1.5 * part) for size in sizes]
 
 
 def _positions(graph: Graph, cuts: Sequence[Cut]) -> list[int]:

@@ -9,7 +9,7 @@ import msgspec
 from penstock.errors import PlanError
 from penstock.spec.fields import decode_json, write_json
 
-Precision = Literal["float32", "float16", "bfloat16", "int8", "int4"]
+Precision = Literal["float32", "float16", "bfloat16", "int8", "int4", "stored", "stored32"]
 
 
 class CutSet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

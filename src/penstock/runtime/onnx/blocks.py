@@ -13,10 +13,12 @@ from penstock.graph.ops import Op, Ref
 from penstock.packing import PACKINGS, read_packed
 
 BLOCK = 32
+PART_BYTES = 32 * 2**20  # weights of one model: while it is compiled, they are in memory three times
 # accuracy levels of MatMulNBits: the fastest rounds inputs to 8 bits by blocks
 IN_FLOATS, IN_8_BITS = 1, 4
 # argument index of the weight: [O, I] in a linear layer, [I, O] in GPT-2's layers
 _WEIGHTS = {"aten.linear.default": 1, "aten.addmm.default": 2}
+_WITH_SHIFTS = {"Q4_1", "Q5_1", "Q4_K", "Q5_K"}
 _AT_ONCE = 2**22  # elements rounded at a time, to limit temporary memory
 
 
@@ -92,21 +94,40 @@ class StoredWeight:
         With shifts they are centred around a zero, so that inputs rounded to 8 bits weigh less.
         """
         form = PACKINGS[self.packing]
-        values, scales, shifts, zeros = [], [], [], []
-        for part in read_packed(self.raw, self.packing):
-            zero, scale = part.zero, part.scales
-            if part.shifts is not None:
-                zero = (form.most + 1) // 2
-                shifts.append(part.shifts + zero * scale)
-            values.append(_packed(part.values, form.bits))
-            scales.append(scale)
-            each = zero if isinstance(zero, Tensor) else torch.full(scale.shape, zero, dtype=torch.uint8)
-            zeros.append(_packed(each, form.bits))
         rows, count = len(self.raw), self.raw.shape[1] // form.num_bytes * form.weights // form.block
+        whole: list[Tensor] = []  # allocated once, since a table of words is large
+        row = 0
+        for part in read_packed(self.raw, self.packing):
+            zero, scale, shifts = part.zero, part.scales, part.shifts
+            if shifts is not None:
+                zero = (form.most + 1) // 2
+                shifts = shifts + zero * scale
+            each = zero if isinstance(zero, Tensor) else torch.full(scale.shape, zero, dtype=torch.uint8)
+            found = [_packed(part.values, form.bits), scale, _packed(each, form.bits)]
+            found += [] if shifts is None else [shifts]
+            whole = whole or [torch.empty(rows, *x.shape[1:], dtype=x.dtype) for x in found]
+            for tensor, some in zip(whole, found, strict=True):
+                tensor[row : row + len(some)] = some
+            row += len(found[0])
+        values, scales, zeros, *more = (tensor.numpy() for tensor in whole)
         return Blocks(
-            form.bits, (rows, count * form.block), torch.cat(values).numpy(), torch.cat(scales).reshape(-1).numpy(),
-            torch.cat(zeros).numpy(), form.block, torch.cat(shifts).numpy() if shifts else None, self.accuracy,
+            form.bits, (rows, count * form.block), values, scales.reshape(-1), zeros, form.block,
+            more[0] if more else None, self.accuracy,
         )  # fmt: skip
+
+
+def engine_bytes(packing: str, shape: tuple[int, ...]) -> int:
+    """Return the bytes of an engine's weight [O, I] in the blocks of a file, for inputs in 8 bits.
+
+    A block has its integers, its scale, the sum of its weights and perhaps a shift, in float32; what the engine keeps
+    beside these is mapped from a file, and the bytes of the model's file are released.
+
+    >>> engine_bytes("Q4_K", (64, 512)), engine_bytes("Q6_K", (64, 512))
+    (28672, 49152)
+    """
+    form = PACKINGS[packing]
+    num_weights = shape[0] * shape[1]
+    return num_weights * form.bits // 8 + 4 * num_weights // form.block * (2 + (packing in _WITH_SHIFTS))
 
 
 def pack(

@@ -206,7 +206,8 @@ def _attend(call: OnnxCall) -> None:
         "GroupQueryAttention", inputs, more=[written_name(name) for name in caches], domain=OF_ENGINE,
         num_heads=heads, kv_num_heads=groups, scale=call["scale"],
     )  # fmt: skip
-    call.nodes.written += [call["keys"], call["values"]]
+    for name in ("keys", "values"):
+        call.nodes.writes(call[name])
     call.out.flat = Flat(attended, turned=True)
 
 

@@ -19,7 +19,7 @@ from penstock.packing import unpacked
 from penstock.runtime.bfloat16 import check_bfloat16
 from penstock.runtime.eager import Runtime
 from penstock.runtime.layers import may_be_written, operations_of
-from penstock.runtime.onnx.blocks import IN_8_BITS, IN_FLOATS, Blocks, StoredWeight, pack, weight_of
+from penstock.runtime.onnx.blocks import IN_8_BITS, IN_FLOATS, PART_BYTES, Blocks, StoredWeight, pack, weight_of
 from penstock.runtime.onnx.cached_attention import (
     caches_of,
     check_places,
@@ -28,6 +28,7 @@ from penstock.runtime.onnx.cached_attention import (
     with_cached_attention,
 )
 from penstock.runtime.onnx.exported import Engine, InPlaceEngine
+from penstock.runtime.onnx.onnx_nodes import Arrays
 from penstock.runtime.onnx.phases import phases_of, pieces, some_sizes
 from penstock.runtime.onnx.rotary import check_halves, inputs_of_halves, with_rotary
 from penstock.runtime.onnx.value_shapes import Shapes
@@ -36,8 +37,6 @@ from penstock.tensors import HOST
 from penstock.values import BATCH, Size
 
 BITS: Mapping[str, int] = {"int8": 8, "int4": 4}
-# weights of one model: while it is compiled, they are in memory three times
-_PART_BYTES = 32 * 2**20
 
 
 class JoinedRuntime(Runtime):
@@ -57,8 +56,9 @@ class JoinedRuntime(Runtime):
 
     def __init__(
         self, program: StageProgram, tensors: Mapping[str, Tensor], device: torch.device = HOST, *,
-        compile_model: Callable[[onnx.ModelProto], Engine], precision: str = "float32", keep: Sequence[str] = (),
-        name: str = "onnxruntime", compile_caching: Callable[[onnx.ModelProto], InPlaceEngine] | None = None,
+        compile_model: Callable[[onnx.ModelProto, Arrays], Engine], precision: str = "float32",
+        keep: Sequence[str] = (), name: str = "onnxruntime",
+        compile_caching: Callable[[onnx.ModelProto, Arrays], InPlaceEngine] | None = None,
     ) -> None:  # fmt: skip
         if device != HOST:
             raise PlanError(
@@ -96,7 +96,7 @@ class JoinedRuntime(Runtime):
                     order += rows.as_operations(len(calls))
                     calls.append(Callback(name=rows.name, run=rows))
                 continue
-            for piece in pieces(ops, lambda op: _num_bytes(op, packed, tensors), _PART_BYTES):
+            for piece in pieces(ops, lambda op: _num_bytes(op, packed, tensors), PART_BYTES):
                 made_by = compile_caching if compile_caching is not None and caches_of(piece) else compile_model
                 part = _FusedPart(len(calls), program, piece, tensors, shapes, packed, made_by, checked)
                 checked.update(part.masks)
@@ -199,7 +199,7 @@ class _FusedPart:
 
     def __init__(
         self, number: int, program: StageProgram, ops: Sequence[Op], tensors: Mapping[str, Tensor], shapes: Shapes,
-        packed: Mapping[str, Blocks | StoredWeight], compile_model: Callable[[onnx.ModelProto], Any],
+        packed: Mapping[str, Blocks | StoredWeight], compile_model: Callable[[onnx.ModelProto, Arrays], Any],
         checked: Collection[str],
     ) -> None:  # fmt: skip
         self.name, self._number, self._ops, self._symbols = f"joined_{number}", number, ops, program.symbols
@@ -222,6 +222,8 @@ class _FusedPart:
         self._engines: dict[tuple[int, ...], Any] = {}
         self._for_all: dict[int | None, Any] = {}  # by batch; None: for all of them
         self._made: dict[tuple[int, ...], list[Tensor]] = {}  # shapes and dtypes of the outputs, by sizes
+        plain_bytes = sum(x.nbytes for x in self._known.values() if x.device == HOST)
+        self.weight_bytes = plain_bytes + sum(x.nbytes for x in self._packed.values())
 
     def as_operations(self, program: StageProgram) -> Iterator[Op]:
         """Yield a call of this part, and an operation for each of its outputs."""
@@ -271,26 +273,25 @@ class _FusedPart:
         packed = {name: weight.blocks() for name, weight in self._packed.items()}
         for served in (None, batch):
             others = {symbol: size + (symbol != BATCH or served is None) for symbol, size in sizes.items()}
-            model, other = self._written(sizes, others, packed), self._written(others, sizes, packed)
-            if model.SerializeToString(deterministic=True) == other.SerializeToString(deterministic=True):
-                engine = self._for_all[served] = self._compile(model)
+            model, apart = self._written(sizes, others, packed)
+            if model == self._written(others, sizes, packed)[0]:
                 break
         else:
-            engine = self._compile(self._written(sizes, sizes, packed))
-        del packed, model, other
-        release_freed()  # copies of the weights, once for each engine
+            served = -1  # only these sizes
+            model, apart = self._written(sizes, sizes, packed)
+        del packed
+        if served is None:  # no other engine will be made of the weights
+            self._packed, self._known = {}, {}
+        engine = self._for_all[served] = self._compile(model, apart)
+        release_freed()
         return engine
 
     def _written(
         self, sizes: Mapping[str, int], others: Mapping[str, int], packed: Mapping[str, Blocks]
-    ) -> onnx.ModelProto:
+    ) -> tuple[onnx.ModelProto, Arrays]:
+        """Return a model, and its large constants by name."""
+        apart: Arrays = {}
         return write_model(
             self._ops, self.inputs, self.outputs, self._known, self._shapes.at(sizes), sizes,
-            others=self._shapes.at(others), packed=packed, caches=self.caches,
-        )  # fmt: skip
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of the weights."""
-        plain = sum(x.nbytes for x in self._known.values() if x.device == HOST)
-        return plain + sum(x.nbytes for x in self._packed.values())
+            others=self._shapes.at(others), packed=packed, caches=self.caches, apart=apart,
+        ), apart  # fmt: skip

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
+from zlib import crc32
 
 import numpy as np
 import onnx
@@ -14,6 +15,8 @@ from penstock.runtime.onnx.blocks import Blocks
 
 OPSET = 20
 OF_ENGINE = "com.microsoft"  # ONNX Runtime's own operators
+_LARGE = 2**10  # bytes of a constant that may be apart from its model
+Arrays: TypeAlias = dict[str, np.ndarray[Any, Any]]
 ELEMENTS: Mapping[torch.dtype, int] = {
     torch.float32: TensorProto.FLOAT, torch.float64: TensorProto.DOUBLE, torch.float16: TensorProto.FLOAT16,
     torch.int64: TensorProto.INT64, torch.int32: TensorProto.INT32, torch.int16: TensorProto.INT16,
@@ -74,14 +77,18 @@ class Nodes:
     Example:
         nodes = Nodes()
         hidden = nodes.add("MatMul", [x.name, nodes.constant(weight)])
+
+    Large constants are kept in `apart`, if there is one, by their names; the model has their checksums.
     """
 
     nodes: list[onnx.NodeProto] = field(default_factory=list)
     constants: list[onnx.TensorProto] = field(default_factory=list)
     operation: str = ""  # the current operation; nodes are named after it
     packed: Mapping[str, Blocks] = field(default_factory=dict)  # weights of linear layers, by operation
-    written: list[Made] = field(default_factory=list)  # inputs that the graph writes to, as further outputs
+    # inputs that the graph writes to, as further outputs; not `Made`, since a circle would keep all weights for long
+    written: list[onnx.ValueInfoProto] = field(default_factory=list)
     made: dict[tuple[str, str], str] = field(default_factory=dict)
+    apart: Arrays | None = None
 
     def add(self, kind: str, inputs: Sequence[str], more: Sequence[str] = (), **attributes: Any) -> str:
         """Add a node; returns its first output's name. `more` are the names of its other outputs."""
@@ -120,8 +127,19 @@ class Nodes:
         """Add a constant; returns its name."""
         array = value.detach().cpu().contiguous().numpy() if isinstance(value, Tensor) else value
         name = f"constant_{len(self.constants)}"
-        self.constants.append(numpy_helper.from_array(array, name))
+        if self.apart is None or array.nbytes < _LARGE:
+            self.constants.append(numpy_helper.from_array(array, name))
+            return name
+        self.apart[name] = array = np.ascontiguousarray(array)
+        kind = helper.np_dtype_to_tensor_dtype(array.dtype)
+        made = TensorProto(name=name, data_type=kind, dims=array.shape, data_location=TensorProto.EXTERNAL)
+        made.external_data.add(key="location", value=f"{crc32(array.reshape(-1).view(np.uint8).data):08x}")
+        self.constants.append(made)
         return name
+
+    def writes(self, made: Made) -> None:
+        """Add an input that the graph writes to as a further output."""
+        self.written.append(_described(written_name(made.name), made))
 
     def numbers(self, values: Sequence[int]) -> str:
         """Add a constant of 64-bit integers, such as a shape or axes."""
@@ -139,7 +157,7 @@ class Nodes:
             helper.make_node("Identity", [x.name], [name], name=name) for x, name in zip(outputs, named, strict=True)
         ]
         taken = [_described(name, x) for x, name in zip(outputs, named, strict=True)]
-        taken += [_described(written_name(x.name), x) for x in self.written]
+        taken += self.written
         graph = helper.make_graph([*self.nodes, *ends], "stage", given, taken, initializer=self.constants)
         versions = [
             helper.make_opsetid("", OPSET),

@@ -1,6 +1,9 @@
 """The runtime `onnxruntime`: a stage program as an ONNX model for each microbatch size, run by ONNX Runtime."""
 
+import os
+import tempfile
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +13,9 @@ import torch
 from torch import Tensor
 
 from penstock.runtime.onnx.exported import Engine, ExportedRuntime
-from penstock.runtime.onnx.onnx_nodes import written_name
+from penstock.runtime.onnx.onnx_nodes import Arrays, written_name
+
+_ON_DISK = "/var/tmp"  # noqa: S108 -- folders in it have random names and this user's permissions
 
 
 class OnnxRuntime(ExportedRuntime):
@@ -43,8 +48,8 @@ class CachingEngine:
         engine(0, {"x": array}, lambda: {"keys0": keys}, [torch.empty(1, 1, 576)])  # writes to `keys` and the output
     """
 
-    def __init__(self, model: onnx.ModelProto) -> None:
-        self._session = _open(model)
+    def __init__(self, model: onnx.ModelProto, apart: Arrays | None = None) -> None:
+        self._session = _open(model, apart)
         self._used = {each.name for each in self._session.get_inputs()}
         self._bindings: dict[Hashable, Any] = {}
         self._nowhere = torch.zeros(1)
@@ -75,9 +80,9 @@ class CachingEngine:
         self._session.run_with_iobinding(binding)
 
 
-def compile_model(model: onnx.ModelProto) -> Engine:
-    """Return a function that runs a model with as many threads as torch has."""
-    session = _open(model)
+def compile_model(model: onnx.ModelProto, apart: Arrays | None = None) -> Engine:
+    """Return a function that runs a model with as many threads as torch has; `apart` has constants that it lacks."""
+    session = _open(model, apart)
     used = {each.name for each in session.get_inputs()}
 
     def run(given: Mapping[str, np.ndarray[Any, Any]]) -> Sequence[np.ndarray[Any, Any]]:
@@ -89,7 +94,7 @@ def compile_model(model: onnx.ModelProto) -> Engine:
     return run
 
 
-def _open(model: onnx.ModelProto) -> Any:
+def _open(model: onnx.ModelProto, apart: Arrays | None) -> Any:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.inter_op_num_threads = torch.get_num_threads(), 1
     # threads that spin while they wait would occupy the cores of a small host
@@ -97,6 +102,26 @@ def _open(model: onnx.ModelProto) -> Any:
     # weights that are stored in another order are given back, instead of kept in an arena for what may come
     options.add_session_config_entry("session.use_device_allocator_for_initializers", "1")
     options.log_severity_level = 3
-    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    # /tmp may be memory
+    place = _ON_DISK if os.access(_ON_DISK, os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix="penstock-weights-", dir=place) as folder:
+        if apart:
+            options.enable_cpu_mem_arena = False
+            options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
+            _write_apart(model, apart, Path(folder))
+        session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
     session._model_bytes = None  # kept there for other providers: a second copy of all weights
     return session
+
+
+def _write_apart(model: onnx.ModelProto, apart: Arrays, folder: Path) -> None:
+    """Write constants to a file, which the session maps: it copies only what it stores in another order."""
+    with open(folder / "weights", "wb") as file:
+        for constant in model.graph.initializer:
+            if constant.name in apart:
+                array = apart.pop(constant.name)
+                file.write(bytes(-file.tell() % 4096))
+                del constant.external_data[:]
+                for key, value in (("location", "weights"), ("offset", file.tell()), ("length", array.nbytes)):
+                    constant.external_data.add(key=key, value=str(value))
+                array.tofile(file)

@@ -7,8 +7,10 @@ from typing import Any
 import numpy as np
 import onnx
 import torch
+from onnx import numpy_helper
 
 from penstock.runtime.onnx.exported import Engine, ExportedRuntime
+from penstock.runtime.onnx.onnx_nodes import Arrays
 
 # with this package, the import of openvino reports itself over the internet and writes into the home folder
 sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
@@ -31,11 +33,14 @@ class OpenVinoRuntime(ExportedRuntime):
     integers_of_32_bits = True
 
     def _compile(self, model: onnx.ModelProto) -> Engine:
-        return compile_model(model, self.precision)
+        return compile_model(model, precision=self.precision)
 
 
-def compile_model(model: onnx.ModelProto, precision: str) -> Engine:
-    """Return a function that runs a model with as many threads as torch has."""
+def compile_model(model: onnx.ModelProto, apart: Arrays | None = None, *, precision: str) -> Engine:
+    """Return a function that runs a model with as many threads as torch has; `apart` has constants that it lacks."""
+    for constant in model.graph.initializer:
+        if apart and constant.name in apart:
+            constant.CopyFrom(numpy_helper.from_array(apart.pop(constant.name), constant.name))
     core = openvino.Core()
     settings = {
         "INFERENCE_PRECISION_HINT": _HINTS[precision], "INFERENCE_NUM_THREADS": torch.get_num_threads(),

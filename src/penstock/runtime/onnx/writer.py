@@ -13,7 +13,7 @@ from penstock.graph.encoding import settled
 from penstock.graph.ops import GETITEM, Op, effect, resolve_operator
 from penstock.graph.program import StageProgram
 from penstock.runtime.onnx.blocks import Blocks
-from penstock.runtime.onnx.onnx_nodes import ELEMENTS, Made, Nodes
+from penstock.runtime.onnx.onnx_nodes import ELEMENTS, Arrays, Made, Nodes
 from penstock.runtime.onnx.onnx_operators import OPERATORS, OnnxCall, slice_axis
 from penstock.tensors import HOST
 
@@ -69,7 +69,7 @@ def check_supported(program: StageProgram) -> None:
 def write_model(
     ops: Sequence[Op], inputs: Sequence[str], outputs: Sequence[str], known: Mapping[str, Tensor], seen: Seen,
     sizes: Mapping[str, int], *, others: Seen | None = None, packed: Mapping[str, Blocks] | None = None,
-    caches: Collection[str] = (),
+    caches: Collection[str] = (), apart: Arrays | None = None,
 ) -> onnx.ModelProto:  # fmt: skip
     """Write operations as an ONNX model.
 
@@ -77,11 +77,11 @@ def write_model(
     only dtype and shape matter. `others` are the same at other sizes: dimensions that differ are left unknown in the
     model if possible. `packed` has weights in blocks, by the operations that use them. Inputs keep their names; outputs
     are named by position. `caches` are inputs [slots, T, G, D] that the model takes as [rows, G, T, D], writes to and
-    returns after the outputs.
+    returns after the outputs. Large constants are put into `apart`, if given, and are not in the model.
 
     Raises `PlanError` for a dtype that ONNX Runtime does not have; see `check_supported` for other errors.
     """
-    return _Writer(inputs, known, seen, sizes, others or {}, packed or {}, caches).model(ops, outputs)
+    return _Writer(inputs, known, seen, sizes, others or {}, packed or {}, caches, apart).model(ops, outputs)
 
 
 def _check_writes(program: StageProgram) -> None:
@@ -106,10 +106,10 @@ def _check_writes(program: StageProgram) -> None:
 class _Writer:
     def __init__(
         self, inputs: Sequence[str], known: Mapping[str, Tensor], seen: Seen, sizes: Mapping[str, int], others: Seen,
-        packed: Mapping[str, Blocks], caches: Collection[str],
+        packed: Mapping[str, Blocks], caches: Collection[str], apart: Arrays | None,
     ) -> None:  # fmt: skip
         self._seen, self._others, self._sizes = seen, others, sizes
-        self._nodes = Nodes(packed=packed)
+        self._nodes = Nodes(packed=packed, apart=apart)
         self._values: dict[str, Made] = {
             name: Made(self._nodes, tensor.dtype, tuple(tensor.shape), value=tensor) for name, tensor in known.items()
         }

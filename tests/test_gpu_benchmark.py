@@ -26,6 +26,7 @@ def test_a_section_on_the_cpu(section: str, count: int, tmp_path: Path) -> None:
     status, found = rows(tmp_path, "--device", "cpu", "--tiny", "--only", section)
     assert (status, [row["section"] for row in found]) == (0, [section] * count)
     for row in found:
+        assert None not in [rate for key in ("steps_per_s", "tokens_per_s") for rate in row.get(key, {}).values()]
         assert row.get("bit_equal", True)
         assert max(row.get("loss_error", {"": 0.0}).values()) < 1e-6
         assert set(row.get("rows_equal_to_transformers", {"": 2}).values()) == {2}

@@ -19,6 +19,7 @@ from benchmarks.gpu.decode import decoding
 from benchmarks.gpu.training import cuts, frozen, training
 from penstock.errors import PenstockError
 from penstock.tensors import find_device
+from penstock.text import first_line
 
 SECTIONS: Mapping[str, Callable[..., Iterator[Row]]] = {
     "ceilings": ceilings, "cut": cuts, "training": training, "decode": decoding, "frozen": frozen,
@@ -68,7 +69,7 @@ def _section(name: str, device: torch.device, end: float, *, tiny: bool) -> Iter
             row = next(rows, None)
         # a section that fails must not end the others
         except Exception as error:
-            yield {"section": name, "failed": f"{type(error).__name__}: {str(error).splitlines()[0][:300]}"}
+            yield {"section": name, "failed": f"{type(error).__name__}: {first_line(error)}"}
             return
         if row is None:
             return

@@ -1,11 +1,14 @@
 """Seconds of work on a device, and rows of results."""
 
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+
+from penstock.text import first_line
 
 Row = dict[str, Any]
 REPEATS = 20
@@ -41,12 +44,27 @@ def settle(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def around(measures: Mapping[str, Callable[[], float]], first: str) -> dict[str, float]:
-    """Measure each in turn and the first one once more; its value is the mean of both."""
-    found = {name: measure() for name, measure in measures.items()}
-    if len(found) > 1:
-        found[first] = (found[first] + measures[first]()) / 2
+def around(measures: Mapping[str, Callable[[], float]], first: str) -> dict[str, float | None]:
+    """Measure each in turn and the first one once more; its value is the mean of both, and None if it fails."""
+    found = {name: tried(name, measure) for name, measure in measures.items()}
+    if (before := found[first]) is not None and (after := tried(first, measures[first])) is not None:
+        found[first] = (before + after) / 2
     return found
+
+
+def tried(name: str, measure: Callable[[], float]) -> float | None:
+    """Return the seconds of a system; None if it fails, which is printed and does not end the others."""
+    try:
+        return measure()
+    # a peer or a stage may fail in any way
+    except Exception as error:
+        print(f"failed: {name}: {type(error).__name__}: {first_line(error)}", file=sys.stderr, flush=True)
+        return None
+
+
+def per_second(found: Mapping[str, float | None], amount: float = 1) -> dict[str, float | None]:
+    """Return rates from seconds."""
+    return {name: amount / taken if taken else None for name, taken in found.items()}
 
 
 def ceilings(device: torch.device, *, tiny: bool) -> Iterator[Row]:

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.clock import Row, around, first_seconds, seconds
+from benchmarks.gpu.clock import Row, around, first_seconds, per_second, seconds, tried
 from penstock.group.entry import thread_worlds
 from penstock.zoo.optional import optional_import
 
@@ -53,23 +53,24 @@ def measure(model: Any, name: str, rows: int, context: int, device: torch.device
     prompts = torch.randint(3, 96, (rows, context), generator=torch.Generator().manual_seed(1)).to(device)
     with torch.inference_mode():
         loop = GraphLoop(model, prompts, _TOKENS)
-        capture_s = first_seconds(device, loop.prepare)
+        capture_s = tried("loop with a CUDA graph", lambda: first_seconds(device, loop.prepare))
         wanted = model.generate(prompts, max_new_tokens=_TOKENS, do_sample=False)[:, context:].tolist()
-        found = {
-            "transformers eager": _tried(lambda: generated(model, prompts, device)),
-            "loop with a CUDA graph": _tried(lambda: seconds(device, loop.step, repeats=_TOKENS - 2)),
-        }
+        peers: dict[str, Callable[[], float]] = {"transformers eager": partial(generated, model, prompts, device)}
+        if capture_s is not None:
+            peers["loop with a CUDA graph"] = partial(seconds, device, loop.step, _TOKENS - 2)
         if every:
-            static = partial(generated, model, prompts, device, cache_implementation="static")
-            found["transformers static cache, compiled"] = _tried(static)
-    tokens: dict[str, list[list[int]]] = {"loop with a CUDA graph": loop.tokens()}
+            peers["transformers static cache, compiled"] = partial(
+                generated, model, prompts, device, cache_implementation="static"
+            )
+        found = {name: tried(name, peer) for name, peer in peers.items()}
+    tokens: dict[str, list[list[int]]] = {} if capture_s is None else {"loop with a CUDA graph": loop.tokens()}
 
     def by(system: str, stages: int, **settings: bool) -> Callable[[], float]:
         def step() -> float:
             tokens[system], taken = by_penstock(model, prompts, stages, device, **settings)
             return taken
 
-        return partial(_tried, step)
+        return step
 
     systems = {
         "Penstock eager": by("Penstock eager", 1, graphs=False), "Penstock graphs": by("Penstock graphs", 1),
@@ -81,23 +82,13 @@ def measure(model: Any, name: str, rows: int, context: int, device: torch.device
     size = sum(parameter.nbytes for parameter in model.parameters())
     return {
         "section": "decode", "subject": f"{name}, {rows} rows, context {context}", "weight_bytes": size,
-        "tokens_per_s": {system: rows / step if step else None for system, step in found.items()},
-        "bytes_per_s": {system: size / step if step else None for system, step in found.items()},
+        "tokens_per_s": per_second(found, rows),
+        "bytes_per_s": per_second(found, size),
         "rows_equal_to_transformers": {
             system: sum(a == b[: len(a)] for a, b in zip(own, wanted, strict=True)) for system, own in tokens.items()
         },
         "capture_s": capture_s,
     }  # fmt: skip
-
-
-def _tried(step: Callable[[], float]) -> float:
-    """Return the seconds of a step; 0 if a system cannot run it, which is printed."""
-    try:
-        return step()
-    # a system that fails must not end the others
-    except Exception as error:
-        print(f"failed: {type(error).__name__}: {str(error).splitlines()[0][:200]}", flush=True)
-        return 0.0
 
 
 def generated(model: Any, prompts: Tensor, device: torch.device, **settings: Any) -> float:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import penstock
-from benchmarks.gpu.clock import Row, around, first_seconds, seconds, settle
+from benchmarks.gpu.clock import Row, around, first_seconds, per_second, seconds, settle
 from penstock.group.entry import thread_worlds
 from penstock.zoo.optional import optional_import
 
@@ -123,7 +123,7 @@ def training(device: torch.device, *, tiny: bool) -> Iterator[Row]:
         wanted = systems.losses["plain"]
         yield {
             "section": "training", "subject": name,
-            "steps_per_s": {system: 1 / taken for system, taken in found.items()}, "first_step_s": systems.first_s,
+            "steps_per_s": per_second(found), "first_step_s": systems.first_s,
             "loss_error": {
                 system: max(abs(a / b - 1) for a, b in zip(own, wanted, strict=False))
                 for system, own in systems.losses.items()

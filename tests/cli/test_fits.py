@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from penstock.runtime.registry import RuntimeChoice
 from penstock.spec.cluster import write_cluster
 from penstock.spec.profile import write_profile
 from tests import pretend
@@ -99,3 +100,14 @@ def test_profile_gives_the_rate(penstock: Run, tmp_path: Path) -> None:
     status, out, err = penstock("fits", SAMPLE, "--profile", tmp_path / "profile.json", "--rows", 2)
     assert (status, err) == (0, "")
     assert "rows per second" in out
+
+
+@pytest.mark.parametrize("options", [("--training",), ("--generate",), ("--runtime", "eager:bfloat16")])
+def test_what_is_not_profiled_on_a_gpu(
+    options: tuple[str, ...], penstock: Run, pretended: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pretend.module, "available", True)
+    monkeypatch.setattr(RuntimeChoice, "check_machine", lambda _choice: None)
+    status, _, err = penstock("profile", VIT, "--device", pretended.type, *options)
+    assert (status, len(err.strip().splitlines())) == (2, 1)
+    assert options[0] in err

@@ -26,9 +26,11 @@ from penstock.runtime.compiled import check_compiler
 from penstock.runtime.registry import EAGER, RuntimeChoice, StageRuntime
 from penstock.train.captured import Captured
 from penstock.values import Value
+from tests import trainers
 from tests.fewer import FULL, long
 from tests.learners import LOSSES, batches, captured, sgd
 from tests.models import albert, bert, deit, gpt2, llama, seeded, swin, t5
+from tests.processes import PATIENCE
 from tests.runtime.test_eager import Chain
 from tests.trainers import errors, in_threads, make_trainer, on_each_rank, train
 
@@ -110,7 +112,8 @@ def test_training_with_random_operators(checkpointing: bool) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", LOSSES)
-def test_training_in_two_stages(name: str) -> None:
+def test_training_in_two_stages(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainers, "PATIENCE", 4 * PATIENCE)  # a model compiles for a minute
     alike(captured(name, torch.float32), 2, batches(name, 2, rows=8), LOSSES[name], stages=2)
 
 
@@ -119,7 +122,7 @@ def ids() -> Tensor:
 
 
 CALLS: dict[str, Any] = {
-    "deit": lambda: (deit(2), torch.randn(2, 3, 32, 32)), "swin": lambda: (swin(), torch.randn(2, 3, 64, 64)),
+    "deit": lambda: (deit(2), torch.randn(2, 3, 32, 32)), "swin": lambda: (swin(), torch.randn(2, 3, 32, 32)),
     "gpt2": lambda: (gpt2(), ids()), "bert": lambda: (bert(), ids()), "albert": lambda: (albert(), ids()),
     "llama": lambda: (llama(), ids()), "t5": lambda: (t5(), {"input_ids": ids(), "decoder_input_ids": ids()}),
 }  # fmt: skip

@@ -8,7 +8,7 @@ import torch
 from penstock.generate.cached_decoder import CachedDecoder
 from penstock.graph.capture import capture
 from penstock.graph.graph import Graph
-from tests.fewer import first
+from tests.fewer import first, long
 from tests.generate.decoders import decoder
 from tests.models import albert, bert, deit, gpt2, llama
 
@@ -21,8 +21,8 @@ def attentions(graph: Graph) -> int:
     return sum(op.target == _ATTENTION for op in graph.ops)
 
 
-@pytest.mark.parametrize("trains", [False, True])
-@pytest.mark.parametrize("name", first(2, list(MODELS)))
+@pytest.mark.parametrize("trains", [False, long(True)])
+@pytest.mark.parametrize("name", first(1, list(MODELS)))
 def test_attention_of_a_model(name: str, trains: bool) -> None:
     model: Any = MODELS[name]().train(trains)
     layers = 2 if name == "deit" else model.config.num_hidden_layers

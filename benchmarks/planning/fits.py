@@ -3,6 +3,7 @@
 Everything is counted in a process of its own, before a run, from the model's name alone; weights are random.
 """
 
+import socket
 import subprocess
 import sys
 import tempfile
@@ -46,7 +47,8 @@ DECODERS: tuple[tuple[int, int, int, int], ...] = (
     (256, 4, 1, 256), (256, 8, 4, 512), (512, 4, 1, 512), (512, 8, 8, 512), (512, 12, 2, 1024),
     (768, 6, 1, 256), (768, 12, 4, 512), (1024, 6, 2, 512), (1024, 8, 1, 2048), (1024, 12, 4, 256),
 )  # fmt: skip
-_TWO = Cluster(devices=tuple(Device(name=name, speed=1.0, memory_bytes=2**36) for name in "ab"))
+_NAMES = (socket.gethostname(), f"{socket.gethostname()}:1")  # as under torchrun
+_TWO = Cluster(devices=tuple(Device(name=name, speed=1.0, memory_bytes=2**36) for name in _NAMES))
 _COUNT = """
 import sys
 from penstock.recipes.profiled import count_inference, count_training
@@ -106,11 +108,14 @@ def _stream(model: str, folder: Path, command: list[str], rows: int = 1, length:
     verb, *options = command
     if profile.generation:
         options = [x for x in options if x not in {"--max-length", str(length)}]
-    run = [sys.executable, "-m", "penstock", verb, model, *options, "--plan", str(folder / "plan.json")]
+    run = ["-m", "penstock", verb, model, *options, "--plan", str(folder / "plan.json")]
+    if profile.generation:  # on this machine alone, the first process would only sample, beside the plan's two
+        run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *run]
+    run = [sys.executable, *run]
     peaks: dict[str, int] = {}
     with subprocess.Popen(run, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         while process.poll() is None:
-            for device, pid in (("a", process.pid), *(("b", worker) for worker in _workers_of(process.pid))):
+            for device, pid in _devices(process.pid):
                 peaks[device] = max(peaks.get(device, 0), anonymous_bytes(pid) or 0)
             time.sleep(0.01)
         said = process.stderr.read() if process.stderr else ""
@@ -123,11 +128,15 @@ def _stream(model: str, folder: Path, command: list[str], rows: int = 1, length:
     return row
 
 
-def _workers_of(parent: int) -> Iterator[int]:
+def _devices(parent: int) -> Iterator[tuple[str, int]]:
+    """Yield the devices of a run and their processes: the command with its worker, or two ranks under torchrun."""
+    yield _NAMES[0], parent
     for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
         try:
-            command = Path(f"/proc/{pid}/cmdline").read_text()
+            command, given = (Path(f"/proc/{pid}/{name}").read_text() for name in ("cmdline", "environ"))
         except OSError:
             continue
-        if WORKER in command:
-            yield int(pid)
+        if WORKER in command or "\0RANK=1\0" in given:
+            yield _NAMES[1], int(pid)
+        elif "\0RANK=0\0" in given:
+            yield _NAMES[0], int(pid)

@@ -1,6 +1,6 @@
 """A profile without measurements: seconds and bytes are counted from shapes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, pairwise
 
 import msgspec
@@ -16,11 +16,11 @@ from penstock.runtime.onnx.blocks import PART_BYTES
 from penstock.spec.profile import Boundary, Profile, Unit
 
 
-def counted_profile(graph: Graph, rows: int, counted: Sequence[Unit] | None = None) -> Profile:
+def counted_profile(graph: Graph, rows: int, count: Callable[[Sequence[Cut]], Sequence[Unit]] | None = None) -> Profile:
     """Return a profile of a graph for microbatches of n rows, in seconds of a nominal core.
 
-    Units have the bytes of `counted`, by default only those of parameters. Seconds are roughly proportional to real
-    times, which suffices because device speeds are observed relative to the same counts.
+    Units have the bytes that `count` finds between cuts, by default only those of parameters. Seconds are roughly
+    proportional to real times, which suffices because device speeds are observed relative to the same counts.
 
     Example:
         plan = make_plan(counted_profile(graph, rows=1), cluster)
@@ -29,7 +29,8 @@ def counted_profile(graph: Graph, rows: int, counted: Sequence[Unit] | None = No
     cuts = list(Cuts(graph))
     positions = _positions(graph, cuts)
     reached = [0.0, *accumulate(count_work(graph, graph.sizes(rows)))]
-    counted = counted or [Unit(forward_s=(0.0,), parameters=held) for held in held_by_units(graph, positions)]
+    held = held_by_units(graph, positions) if count is None else []
+    counted = count(cuts) if count else [Unit(forward_s=(0.0,), parameters=each) for each in held]
     units = tuple(
         msgspec.structs.replace(unit, forward_s=(reached[stop] - reached[start],))
         for (start, stop), unit in zip(pairwise(positions), counted, strict=True)

@@ -18,7 +18,6 @@ from penstock.generate.cached_decoder import BLOCK, CHUNKS, WANTED, CachedDecode
 from penstock.generate.sampling import Sampler, read_config
 from penstock.graph.call import build_output
 from penstock.graph.capture import capture
-from penstock.graph.cuts import Cuts
 from penstock.graph.graph import Graph
 from penstock.measure.backward import Loss
 from penstock.measure.costs import Timing
@@ -147,7 +146,7 @@ def count_inference(
     more_bytes = script_bytes(base_bytes)
     if choice.is_stored:
         graph = with_packings(graph, weights, [runtime])
-    made = counted_profile(graph, 1, units_in_bytes(graph, list(Cuts(graph)), 1, largest=full, single=chunk))
+    made = counted_profile(graph, 1, partial(units_in_bytes, graph, rows=1, largest=full, single=chunk))
     return msgspec.structs.replace(made, model=name, base_bytes=base_bytes, script_bytes=more_bytes, generation=caches)
 
 
@@ -172,8 +171,7 @@ def count_training(settings: FitSettings) -> Profile:
         graph = capture(zoo.module.train(), zoo.example_args, kwargs)
         loss = partial(_loss_of_classes, graph)
     more_bytes = script_bytes(base_bytes)
-    counted = units_in_bytes(graph, list(Cuts(graph)), 1, training=True, loss=loss)
-    made = counted_profile(graph, 1, counted)
+    made = counted_profile(graph, 1, partial(units_in_bytes, graph, rows=1, training=True, loss=loss))
     # a backward takes about twice the forward's work
     units = tuple(msgspec.structs.replace(unit, backward_s=tuple(2 * s for s in unit.forward_s)) for unit in made.units)
     return msgspec.structs.replace(

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import msgspec
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
-from penstock.errors import DeviceLost, OutOfMemory, RunError
+from penstock.errors import DeviceLost, OutOfMemory, PenstockError, RunError
 from penstock.group.board import (
     MAX_MESSAGE,
     VERDICT_KEY,
@@ -315,6 +315,8 @@ class Health:
         except RuntimeError:
             peer.broken_s = time.monotonic()
             self._wake.set()
+        except PenstockError as error:  # of this process, such as too few files that it may open
+            self._fail(Verdict(rank=self._rank, message=str(error), lost=False))
         except Exception as error:  # e.g. an answer that is not text: the thread would die and nobody watch the peer
             message = f"{self._names[peer.rank]} sent an undecodable answer ({type(error).__name__}); start again"
             self._fail(Verdict(rank=peer.rank, message=message, lost=False))

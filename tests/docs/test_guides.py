@@ -102,7 +102,8 @@ def small(command: str) -> list[str]:
     command = command.replace("--stages 1,2,4 --num-images 100", "--stages 1 --num-images 4")
     command = command.replace("--stages 4", "--stages 2").replace("n_layer=12,n_embd=96", "n_layer=2,n_embd=16")
     if command.startswith("penstock train"):
-        command += " --steps 2 --batch-size 8 --set num_rows=40 --set length=16"
+        command += " --steps 2 --batch-size 8 --set num_rows=40"
+        command += " --set length=16" if ".txt" in command else ""
     return shlex.split(command)[1:]
 
 

@@ -39,7 +39,7 @@ GROUPS = {
 }
 _GROUP_OF = {f"--{name}": title for title, names in GROUPS.items() for name in names.split()}
 _VALUES = {"int": "N", "float": "X", "str": "TEXT", "list": "TEXT", "path": "PATH"}
-_OLD, _NEW = {"--policy"}, "--cut"
+_OLD, _NEW = "--policy", "--cut"
 _WIDEST = 26  # column of the options
 
 
@@ -59,7 +59,7 @@ class Verb(TyperCommand):
             name = option.removeprefix("--").removeprefix("no-").replace("-", "_")
             if option[:2] == "--" and option not in known and name in getattr(self.callback, "settings", ()):
                 raise UsageError(f"{option} is a setting without an option; give --set {name}=VALUE")
-            if option in _OLD - known and _NEW in known:
+            if option == _OLD and _NEW in known:
                 raise UsageError(f"{option} has another name: {_NEW} takes policies too, as in {_NEW} equal-blocks")
         return super().parse_args(ctx, args)
 

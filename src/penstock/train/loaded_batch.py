@@ -124,13 +124,12 @@ class RecentBatches:
         batch = next((each for each in self.yielded if each.has_any(tensors)), None)
         return batch, batch.places(inputs) if batch is not None else None
 
-    def saw_step(self, inputs: Any) -> LoadedBatch | None:
-        """Record which iteration a step's batch came from: found by its tensors, else the most recent iteration.
+    def saw_step(self, batch: LoadedBatch | None, places: InputPlaces | None) -> LoadedBatch | None:
+        """Record which iteration a step's batch came from: that of `find`, else the most recent iteration.
 
         Returns the followed loader's batch if the inputs are its tensors, unchanged and in the places of the first such
         step.
         """
-        batch, places = self.find(inputs)
         for each in [batch] if batch is not None else self.yielded[:1]:
             self.trained_loader = each.loader
             if each.iteration is not None:

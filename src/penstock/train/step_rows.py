@@ -35,7 +35,7 @@ class StepRows:
         self.functions = functions
         self.number, self.scale, self.may_repeat = 0, 1.0, False
         self.cached: LoadedBatch | None = None
-        batch, self._input_places = data.find(inputs)
+        self.found = batch, self._input_places = data.find(inputs)
         self.batch = batch if batch is not None and batch.repeats and self._input_places is not None else None
         self._label_places = self.batch.places(labels) if self.batch is not None else None
         self._placed: Arrangement | None = self.batch.placed if self.batch is not None else placed

@@ -153,7 +153,8 @@ class Trainer:
         self.now.tensors.check_trained(self.now.captured.trainable)
         check_no_autocast("pass autocast=torch.bfloat16 to the pipeline instead")
         rows = StepRows(self.data, self.exchange, self.now.placed, inputs, labels, [loss_fn])
-        rows.number, rows.may_repeat, rows.cached = self.step, self.survivors is not None, self.data.saw_step(inputs)
+        rows.number, rows.may_repeat = self.step, self.survivors is not None
+        rows.cached = self.data.saw_step(*rows.found)
         if self.survivors is not None:
             rows.check_repeatable()
             self.data.trained = rows.batch

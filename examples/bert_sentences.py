@@ -23,9 +23,7 @@ class Sentences(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         tokens = self.tokens[index]
-        return {
-            "input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": (tokens[0] == 7).long()
-        }  # fmt: skip
+        return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": (tokens[0] == 7).long()}
 
 
 example = {name: values[None].repeat(8, *[1] * values.dim()) for name, values in Sentences()[0].items()}

@@ -294,12 +294,13 @@ def _decoders() -> dict[str, Any]:
     mamba = transformers.MambaConfig(**sizes, state_size=8)
     t5 = transformers.T5Config(
         vocab_size=96, d_model=48, d_kv=12, d_ff=96, num_layers=2, num_heads=4, decoder_start_token_id=0
-    )  # fmt: skip
+    )
     t5.eos_token_id = None
     models = [
-        transformers.LlamaForCausalLM(llama), transformers.MambaForCausalLM(mamba),
+        transformers.LlamaForCausalLM(llama),
+        transformers.MambaForCausalLM(mamba),
         transformers.T5ForConditionalGeneration(t5),
-    ]  # fmt: skip
+    ]
     return {type(model).__name__: model.eval() for model in models}
 
 

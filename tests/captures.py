@@ -71,9 +71,10 @@ def once() -> Iterator[None]:
             found, reads = _KNOWN[key]
             paths, buffers = dict(model.named_modules()), dict(model.named_buffers(remove_duplicate=False))
             return dataclasses.replace(
-                found, reads={weakref.ref(paths[at]): names for at, names in reads.items()},
+                found,
+                reads={weakref.ref(paths[at]): names for at, names in reads.items()},
                 constants={name: buffers.get(name, tensor) for name, tensor in found.constants.items()},
-            )  # fmt: skip
+            )
         with mock.patch.object(capture, "note", side_effect=note) as said:
             graph: Graph = export(model, *given, **named)
         where = {weakref.ref(module): path for path, module in model.named_modules()}

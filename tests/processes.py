@@ -179,9 +179,11 @@ def _end_of(running: Running) -> tuple[Finished, Ended]:
 def _as_torchrun(size: int, port: int) -> list[dict[str, str]]:
     """Return what torchrun would set for each process of a group whose store is at a port."""
     meeting = {
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(size),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }  # fmt: skip
+    }
     return [meeting | {"RANK": str(rank)} for rank in range(size)]
 
 

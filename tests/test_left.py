@@ -83,9 +83,7 @@ def test_a_lock_is_one_processs_alone(tmp_path: Path) -> None:
 def test_a_key_goes_when_its_keeper_was_killed(tmp_path: Path) -> None:
     keys = [tmp_path / f"run-{number}.key" for number in (1, 2)]
     program = str(PROGRAMS / "key_keeper.py")
-    keepers = [
-        subprocess.Popen([sys.executable, program, str(key)], stdout=subprocess.PIPE) for key in keys
-    ]  # fmt: skip
+    keepers = [subprocess.Popen([sys.executable, program, str(key)], stdout=subprocess.PIPE) for key in keys]
     for keeper in keepers:
         assert keeper.stdout is not None
         keeper.stdout.readline()

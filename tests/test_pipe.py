@@ -19,7 +19,7 @@ def perceptron() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Linear(6, 16), nn.ReLU(), nn.BatchNorm1d(16), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3)
-    )  # fmt: skip
+    )
 
 
 def parted() -> nn.Sequential:

@@ -112,9 +112,11 @@ def stand_by() -> "subprocess.Popen[bytes]":
     (place / _CHILDREN).mkdir()
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, _roots())), "TORCH_CPP_LOG_LEVEL": "ERROR"}
     process = _REAL(
-        [sys.executable, "-m", "tests.warm", str(place)], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
+        [sys.executable, "-m", "tests.warm", str(place)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
         env=environment,
-    )  # fmt: skip
+    )
     os.environ[NAME] = str(place)
     subprocess.Popen = WarmPopen  # type: ignore[misc]
     return process

@@ -74,11 +74,12 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
         measured = [row for row in own if row["refused"] is None]
         speeds = sorted(row["speed"] for row in measured)
         found[kind] = {
-            "architectures": len(own), "close": sum(row["error"] < _CLOSE for row in measured),
+            "architectures": len(own),
+            "close": sum(row["error"] < _CLOSE for row in measured),
             "largest_error": max((row["error"] for row in measured), default=None),
             "speed": {"least": speeds[0], "median": statistics.median(speeds), "most": speeds[-1]} if speeds else None,
             "compile_s": sum(row["compile_s"] for row in measured),
-        }  # fmt: skip
+        }
     return found
 
 

@@ -152,9 +152,10 @@ def serial_beside_pipeline(found: list[Found], data: Path, num_images: int) -> l
                 continue
             rows.append(row_of(each, runtime, 0, alone, labels, expected, alone))
             for stages in (2, 3, 4, 6) if runtime in {"eager", "onnxruntime:int8"} else (4,):
-                with penstock.Pipeline(
-                    zoo.module, (inputs[:1],), stages=stages, runtime=runtime, threads=1
-                ) as pipe, torch.no_grad():  # fmt: skip
+                with (
+                    penstock.Pipeline(zoo.module, (inputs[:1],), stages=stages, runtime=runtime, threads=1) as pipe,
+                    torch.no_grad(),
+                ):
                     scores = torch.cat(list(pipe.stream(inputs.split(1))))
                 rows.append(row_of(each, runtime, stages, scores, labels, expected, alone))
             print(json.dumps(rows[-1]), file=sys.stderr)
@@ -163,7 +164,7 @@ def serial_beside_pipeline(found: list[Found], data: Path, num_images: int) -> l
 
 def row_of(
     found: Found, runtime: str, stages: int, scores: Tensor, labels: Tensor, expected: Tensor, alone: Tensor
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Return a row: accuracy, agreement with eager, and with the same runtime in one process (no stages)."""
     classes = scores.argmax(1)
     return {
@@ -220,8 +221,10 @@ def show(result: dict[str, Any]) -> None:
         print(f"\n{part}\n\n| pruned | runtime | parameters | accuracy | images/s | times |")
         print("| --- | --- | --- | --- | --- | --- |")
         for each in found:
-            print(f"| {each.ratio:.0%} | {each.runtime} | {each.num_parameters / 1e6:.2f} M | {each.accuracy:.2%} | "
-                  f"{each.rows_per_s:.0f} | {each.rows_per_s / base.rows_per_s:.2f} |")  # fmt: skip
+            print(
+                f"| {each.ratio:.0%} | {each.runtime} | {each.num_parameters / 1e6:.2f} M | {each.accuracy:.2%} | "
+                f"{each.rows_per_s:.0f} | {each.rows_per_s / base.rows_per_s:.2f} |"
+            )
     if "serial" in result:
         print("\n| pruned | runtime | stages | accuracy | top class as eager | as in one process | same bits |")
         print("| --- | --- | --- | --- | --- | --- | --- |")

@@ -66,7 +66,7 @@ def main() -> None:
 @torch.no_grad()
 def compare(
     model: nn.Module, seen: Tensor, passes: int, tested: tuple[Tensor, Tensor] | None = None
-) -> list[dict[str, Any]]:  # fmt: skip
+) -> list[dict[str, Any]]:
     """Return a row for each runtime; `seen` are images to calibrate with, `tested` others with their labels."""
     example = seen[:1]
     on = OnRuntimes(model, (example,))
@@ -190,8 +190,10 @@ def show(result: dict[str, Any]) -> None:
         print("| --- | --- | --- | --- | --- | --- |")
         for row in rows:
             accuracy = "" if row["accuracy"] is None else f"{row['accuracy']:.2%}"
-            print(f"| {row['runtime']} | {1e3 * row['image_s']:.2f} | {row['times_eager']:.2f} | "
-                  f"{row['prepare_s']:.1f} | {row['error']:.2%} | {accuracy} |")  # fmt: skip
+            print(
+                f"| {row['runtime']} | {1e3 * row['image_s']:.2f} | {row['times_eager']:.2f} | "
+                f"{row['prepare_s']:.1f} | {row['error']:.2%} | {accuracy} |"
+            )
         print()
 
 

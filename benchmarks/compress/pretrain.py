@@ -29,9 +29,7 @@ def train(data: Path, folder: Path, out: Path, epochs: int, threads: int, *, res
     model = make().train()
     steps = len(images) // BATCH
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.05, fused=True)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, LEARNING_RATE, total_steps=epochs * steps, pct_start=0.15
-    )  # fmt: skip
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=epochs * steps, pct_start=0.15)
     state = out.with_suffix(".state")
     begin_epoch = 0
     if resume and state.exists():
@@ -57,8 +55,9 @@ def train(data: Path, folder: Path, out: Path, epochs: int, threads: int, *, res
         taken = time.perf_counter() - begin
         print(
             f"epoch {epoch}: loss {loss:.3f}, {right.double().mean():.2%} right, {taken:.0f} s",
-            file=sys.stderr, flush=True,
-        )  # fmt: skip
+            file=sys.stderr,
+            flush=True,
+        )
         torch.save(
             {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "schedule": schedule.state_dict(),
              "epoch": epoch + 1}, state,

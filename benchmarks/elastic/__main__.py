@@ -63,7 +63,7 @@ def ways() -> dict[str, dict[str, Any]]:
         "freeze, pack, replicate": pipeline | {"elastic": {"freeze": schedule, "cache": False}},
         "all, from the pipeline": pipeline | {"elastic": {"freeze": schedule}},
         **{f"elastic, {name}": {"elastic": {"freeze": freeze}} for name, freeze in FREEZING.items()},
-    }  # fmt: skip
+    }
 
 
 def main() -> None:
@@ -138,15 +138,18 @@ def prepare(data: Path, folder: Path, images: int, variants: int, *, quick: bool
     shared = {"epochs": epochs, "batch_size": BATCH, "lr": LEARNING_RATE, "seed": 0, "validate": "never",
               "cluster": lab_text(LAB, [CPU] * HOSTS)}  # fmt: skip
     vit = shared | {
-        "subject": "vit", "weights": str(weights.resolve()),
-        "training": str(rows.resolve()), "rows": num_rows,
+        "subject": "vit",
+        "weights": str(weights.resolve()),
+        "training": str(rows.resolve()),
+        "rows": num_rows,
         "validation": str(prepare_images(data / "cifar10-test.tar", folder, rest, 5000, "kept").resolve()),
-    }  # fmt: skip
+    }
     bert = shared | {
-        "subject": "bert", "lr": BERT_LEARNING_RATE,
+        "subject": "bert",
+        "lr": BERT_LEARNING_RATE,
         "training": str(prepare_sentences(data / "sst2", folder, num_rows, "sst2-train").resolve()),
         "validation": str(prepare_sentences(data / "sst2", folder, 872, "sst2-dev").resolve()),
-    }  # fmt: skip
+    }
     for name, subject in (("vit", vit), ("bert", bert)):
         file = folder / f"{name}-profile.json"
         if not file.exists():
@@ -261,8 +264,9 @@ def migration() -> list[dict[str, Any]]:
     for move in found:
         print(
             f"DeiT-S to {move['stages']} stages x {move['replicas']}: {move['seconds']:.2f} s, "
-            f"{move['moved_bytes'] / 1e6:.0f} MB of at least {move['least_bytes'] / 1e6:.0f}", file=sys.stderr,
-        )  # fmt: skip
+            f"{move['moved_bytes'] / 1e6:.0f} MB of at least {move['least_bytes'] / 1e6:.0f}",
+            file=sys.stderr,
+        )
     return found
 
 

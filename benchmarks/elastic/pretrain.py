@@ -65,9 +65,10 @@ def pretrain(rows: Path, weights: Path, epochs: int) -> None:
             right = (model.vit.eval()(images[aside]).argmax(1) == labels[aside]).double().mean()
         model.train()
         print(
-            f"pretraining, epoch {epoch}: loss {loss:.3f}, {right:.1%} right, "
-            f"{time.perf_counter() - begin:.0f} s", file=sys.stderr, flush=True,
-        )  # fmt: skip
+            f"pretraining, epoch {epoch}: loss {loss:.3f}, {right:.1%} right, {time.perf_counter() - begin:.0f} s",
+            file=sys.stderr,
+            flush=True,
+        )
     torch.save(model.vit.state_dict(), weights)
 
 
@@ -80,9 +81,9 @@ def train_head(weights: Path, rows: Path, out: Path) -> None:
     model = make_vit(weights).eval()
     images, labels = load_rows(rows).tensors
     with torch.no_grad():
-        features = torch.cat([
-            model.forward_head(model.forward_features(part), pre_logits=True) for part in images.split(500)
-        ])  # fmt: skip
+        features = torch.cat(
+            [model.forward_head(model.forward_features(part), pre_logits=True) for part in images.split(500)]
+        )
     torch.manual_seed(0)
     model.head.reset_parameters()
     optimizer = torch.optim.AdamW(model.head.parameters(), lr=_HEAD_RATE, fused=True)

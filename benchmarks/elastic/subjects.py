@@ -103,10 +103,12 @@ def prepare_images(data: Path, folder: Path, classes: Sequence[int], num_rows: i
     chosen = torch.cat([torch.where(labels == number)[0][:each] for number in classes])
     if len(chosen) < each * len(classes):
         raise SystemExit(f"{data} has fewer than {each} images of a class; choose fewer rows")
-    pixels = torch.stack([
-        torch.frombuffer(bytearray(images.read(int(i)).convert("RGB").tobytes()), dtype=torch.uint8).view(32, 32, 3)
-        for i in chosen
-    ])  # fmt: skip
+    pixels = torch.stack(
+        [
+            torch.frombuffer(bytearray(images.read(int(i)).convert("RGB").tobytes()), dtype=torch.uint8).view(32, 32, 3)
+            for i in chosen
+        ]
+    )
     renumbered = torch.tensor([list(classes).index(int(label)) for label in labels[chosen]])
     torch.save((pixels.permute(0, 3, 1, 2).contiguous(), renumbered), file)
     return file

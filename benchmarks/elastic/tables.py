@@ -11,8 +11,10 @@ UNFROZEN = "static"  # the accuracies with nothing frozen
 def show(result: dict[str, Any], *, pipeline: str, static: str, freezing: str, memory: str) -> None:
     """Print the tables: `pipeline` and `static` name the rows to compare with, `freezing` is that of the ablation."""
     accuracy = result["accuracy"]
-    for title, rows, found in (("ViT", result["lab"], accuracy.get("vit", {})),
-                               ("BERT", result["bert"], accuracy.get("bert", {}))):  # fmt: skip
+    for title, rows, found in (
+        ("ViT", result["lab"], accuracy.get("vit", {})),
+        ("BERT", result["bert"], accuracy.get("bert", {})),
+    ):
         if rows:
             print(f"\n{title}\n")
             _table(("what", "s, all epochs", "times the pipeline", "accuracy", "plans, epoch by epoch"),
@@ -24,8 +26,10 @@ def show(result: dict[str, Any], *, pipeline: str, static: str, freezing: str, m
            [_step(name, row) for name, row in result["lab"].items()])  # fmt: skip
     if result.get("largest"):
         print(f"\nHosts of {memory}\n")
-        _table(("what", "batch", "memory", "images/s"),
-               [_tried(name, each) for name, tries in result["largest"].items() for each in tries])  # fmt: skip
+        _table(
+            ("what", "batch", "memory", "images/s"),
+            [_tried(name, each) for name, tries in result["largest"].items() for each in tries],
+        )
     print(json.dumps(result["summary"]))
 
 

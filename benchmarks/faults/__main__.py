@@ -162,9 +162,7 @@ def compared(rows: Path, reference: Path, count: int = STREAM_IMAGES) -> dict[st
     }
 
 
-def lose_the_first(
-    lab: SshLab, images: Path, reference: Path, folder: Path, seed: int, log: Path
-) -> dict[str, Any]:  # fmt: skip
+def lose_the_first(lab: SshLab, images: Path, reference: Path, folder: Path, seed: int, log: Path) -> dict[str, Any]:
     """Kill the first host's process somewhere in the stream, and go on from what is there."""
     rows = folder / f"first-{seed}.csv"
     words = [*infer(MODEL, images, rows), "--num-images", str(FIRST_IMAGES)]
@@ -238,8 +236,9 @@ def summarize(result: dict[str, Any]) -> dict[str, Any]:
     gaps = [fault["gap_s"] for fault in faults]
     by_kind = {
         kind: statistics.median(own)
-        for kind in KINDS if (own := [fault["gap_s"] for fault in faults if fault["kind"] == kind])
-    }  # fmt: skip
+        for kind in KINDS
+        if (own := [fault["gap_s"] for fault in faults if fault["kind"] == kind])
+    }
     return {
         "faults": len(faults) + len(first) or None,
         "lost": sum(each["lost"] for each in counted) if counted else None,

@@ -88,9 +88,10 @@ def installed(folder: Path) -> dict[str, Any]:
     names = sorted(path.name for path in folder.glob(".venv/lib/python3*/site-packages/*.dist-info"))
     sizes = [path.lstat().st_size for path in folder.rglob("*") if not path.is_dir()]
     return {
-        "mb": round(sum(sizes) / 1e6), "torch": [name for name in names if name.startswith("torch-")],
+        "mb": round(sum(sizes) / 1e6),
+        "torch": [name for name in names if name.startswith("torch-")],
         "cuda_packages": [name for name in names if name.startswith(("nvidia", "cuda", "triton"))],
-    }  # fmt: skip
+    }
 
 
 def alone(images: Path, output: Path) -> str:

@@ -84,8 +84,9 @@ def measure(way: str, folder: Path) -> dict[str, float]:
         port = store.port
     other = subprocess.Popen(
         [sys.executable, "-m", "benchmarks.faults.connections", "--send", way, str(port), str(folder)],
-        stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     buffer = torch.zeros(SIZE, dtype=torch.uint8)
     if way == "TLS":
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

@@ -148,9 +148,11 @@ def main() -> None:
     holding_s, at_s = time.monotonic() - began_s, time.monotonic()
     ZmqStore(curves[1], HOST, server.port).close()
     beside = {
-        "held": given.held, "holding_s": holding_s, "connect_beside_held_s": time.monotonic() - at_s,
+        "held": given.held,
+        "holding_s": holding_s,
+        "connect_beside_held_s": time.monotonic() - at_s,
         "more_memory_of_held_bytes": peak_bytes() - before,
-    }  # fmt: skip
+    }
     forge = [*FORGED, replayed(record_handshake(curves[1], server.port))]
     attacking = threading.Thread(target=attack, args=(ports, forge, given.count, given.seed))
     began_s, before = time.monotonic(), peak_bytes()

@@ -61,11 +61,13 @@ def fuzz(num_cases: int, seed: int, only: Sequence[str] = ()) -> dict[str, Any]:
         strayed = sorted(str(path) for path in Path(parent).rglob("*") if folder not in (path, *path.parents))
     kinds = Counter(row["failure"].partition(":")[0] for row in failures)
     summary = {
-        "cases": sum(row["cases"] for row in rows), "failures": len(failures), "kinds": dict(kinds),
+        "cases": sum(row["cases"] for row in rows),
+        "failures": len(failures),
+        "kinds": dict(kinds),
         "crashes": sum(row["failure"].startswith(("ended with", "did not end")) for row in failures),
         "files_outside": len(strayed) - 1 + sum("reached outside" in row["failure"] for row in failures),
         "bound_bytes": BOUND_BYTES,
-    }  # fmt: skip
+    }
     return {"summary": summary, "environment": _environment(seed), "rows": rows, "failures": failures}
 
 

@@ -19,13 +19,7 @@ from torch import nn
 from benchmarks.fuzz.mutate import mutate_bytes, mutate_document, mutate_program, mutate_text
 from penstock.cluster.lab.spec import parse_lab
 from penstock.deploy.bundle import read_bundle, read_part
-from penstock.deploy.jobs import (
-    Document,
-    DoMore,
-    RunBaseline,
-    read_document,
-    write_document,
-)
+from penstock.deploy.jobs import Document, DoMore, RunBaseline, read_document, write_document
 from penstock.engine.counters import read_counters
 from penstock.engine.job import StageOptions, StagesJob
 from penstock.errors import ClusterError, ProgramError, RunError
@@ -85,18 +79,20 @@ def targets() -> dict[str, Target]:
         "plan": Target(0.15, lambda r: mutate_document(r, plan), lambda data, _: check_plan(decode_plan(data))),
         "message": Target(0.15, _forge_message, lambda data, _: _read_message(data)),
         "bundle": Target(0.08, lambda r: _forge_part(r, programs), _read_part),
-        "interface": Target(0.02, lambda r: mutate_document(r, {**programs[0], "ops": [], "states": [], "prelude": []}),
-                            lambda data, folder: _read_bundle(data, plan, folder)),
+        "interface": Target(
+            0.02,
+            lambda r: mutate_document(r, {**programs[0], "ops": [], "states": [], "prelude": []}),
+            lambda data, folder: _read_bundle(data, plan, folder),
+        ),
         "profile": Target(0.06, lambda r: mutate_document(r, profile), lambda data, _: _read_profile(data)),
         "cluster": Target(0.05, lambda r: mutate_text(r, _CLUSTER), lambda data, _: _as_text(parse_cluster, data)),
         "lab": Target(0.03, lambda r: mutate_text(r, _LAB), lambda data, _: _as_text(parse_lab, data)),
-        "progress": Target(0.02, lambda r: mutate_document(r, _HEARTBEAT),
-                           lambda data, _: _read_progress(data)),
+        "progress": Target(0.02, lambda r: mutate_document(r, _HEARTBEAT), lambda data, _: _read_progress(data)),
         "checkpoint": Target(0.04, lambda r: mutate_document(r, index), _read_index),
         "job": Target(0.04, lambda r: mutate_document(r, r.choice(jobs)), lambda data, _: _read_job(data)),
         "hello": Target(0.01, lambda r: mutate_document(r, hello), lambda data, _: _read_hello(data)),
         "verdict": Target(0.01, lambda r: mutate_document(r, verdict), lambda data, _: _read_verdict(data)),
-    }  # fmt: skip
+    }
 
 
 def _programs() -> list[StageProgram]:

@@ -62,9 +62,11 @@ def summarize(found: dict[str, Any]) -> dict[str, Any]:
     summary: dict[str, Any] = {}
     if "families" in found:
         summary |= {
-            "families": len(found["families"]), "equal": sum(row["equal"] for row in found["families"]),
-            "invariant": found["invariant"]["equal"], "requests": found["invariant"]["requests"],
-        }  # fmt: skip
+            "families": len(found["families"]),
+            "equal": sum(row["equal"] for row in found["families"]),
+            "invariant": found["invariant"]["equal"],
+            "requests": found["invariant"]["requests"],
+        }
     summary |= {f"vs_hf_{row['sequences']}": row["ratio"] for row in found.get("alone", ())}
     if "lab" in found:
         one, four = found["lab"]

@@ -46,7 +46,7 @@ PACKINGS = {
         ("token_embd", "attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"), "Q4_K"
     ),
     "output": "Q6_K",
-}  # fmt: skip
+}
 
 
 def write_large(folder: Path) -> Path:

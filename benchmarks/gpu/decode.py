@@ -73,22 +73,25 @@ def measure(model: Any, name: str, rows: int, context: int, device: torch.device
         return step
 
     systems = {
-        "Penstock eager": by("Penstock eager", 1, graphs=False), "Penstock graphs": by("Penstock graphs", 1),
+        "Penstock eager": by("Penstock eager", 1, graphs=False),
+        "Penstock graphs": by("Penstock graphs", 1),
         "Penstock 2 stages": by("Penstock 2 stages", 2),
-    }  # fmt: skip
+    }
     if every:
         systems["Penstock 2 processes"] = by("Penstock 2 processes", 2, processes=True)
     found |= around(systems, "Penstock eager")
     size = sum(parameter.nbytes for parameter in model.parameters())
     return {
-        "section": "decode", "subject": f"{name}, {rows} rows, context {context}", "weight_bytes": size,
+        "section": "decode",
+        "subject": f"{name}, {rows} rows, context {context}",
+        "weight_bytes": size,
         "tokens_per_s": per_second(found, rows),
         "bytes_per_s": per_second(found, size),
         "rows_equal_to_transformers": {
             system: sum(a == b[: len(a)] for a, b in zip(own, wanted, strict=True)) for system, own in tokens.items()
         },
         "capture_s": capture_s,
-    }  # fmt: skip
+    }
 
 
 def generated(model: Any, prompts: Tensor, device: torch.device, **settings: Any) -> float:

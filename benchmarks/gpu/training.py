@@ -122,13 +122,15 @@ def training(device: torch.device, *, tiny: bool) -> Iterator[Row]:
             )
         wanted = systems.losses["plain"]
         yield {
-            "section": "training", "subject": name,
-            "steps_per_s": per_second(found), "first_step_s": systems.first_s,
+            "section": "training",
+            "subject": name,
+            "steps_per_s": per_second(found),
+            "first_step_s": systems.first_s,
             "loss_error": {
                 system: max(abs(a / b - 1) for a, b in zip(own, wanted, strict=False))
                 for system, own in systems.losses.items()
             },
-        }  # fmt: skip
+        }
 
 
 def in_stages(
@@ -138,8 +140,8 @@ def in_stages(
     model, inputs, labels, loss_fn = subject(name, tiny=tiny)
     losses: list[Tensor] = []
     with penstock.Pipeline(
-        model, inputs[:2], stages=stages, microbatches=1, device=str(device), autocast=torch.bfloat16, runtime=runtime,
-    ) as pipe:  # fmt: skip
+        model, inputs[:2], stages=stages, microbatches=1, device=str(device), autocast=torch.bfloat16, runtime=runtime
+    ) as pipe:
         optimizer = pipe.optimizer(_adamw)
         where = pipe.trainer.device
         inputs, labels = inputs.to(where), labels.to(where)

@@ -70,11 +70,13 @@ def summarize(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     alone = [row["accuracy"] for row in rows if (row["subject"], row["way"]) == ("ViT", ALONE)]
     vit = next(row["accuracy"] for row in rows if (row["subject"], row["way"]) == ("ViT", PIPELINE))
     return {
-        "vit_alone_accuracy_lowest": min(alone), "vit_alone_accuracy_highest": max(alone),
-        "vit_pipeline_accuracy": vit, "vit_within_noise": min(alone) <= vit <= max(alone),
+        "vit_alone_accuracy_lowest": min(alone),
+        "vit_alone_accuracy_highest": max(alone),
+        "vit_pipeline_accuracy": vit,
+        "vit_within_noise": min(alone) <= vit <= max(alone),
         "vit_largest_loss_difference": largest_difference(rows, "ViT"),
         "gpt2_largest_loss_difference": largest_difference(rows, "GPT-2"),
-    }  # fmt: skip
+    }
 
 
 def largest_difference(rows: Sequence[dict[str, Any]], subject: str) -> float:

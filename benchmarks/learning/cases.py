@@ -46,8 +46,9 @@ def image_cases(data: Path, validation: Path, folder: Path) -> list[Case]:
 
 def text_cases(text: Path, folder: Path) -> list[Case]:
     """Give a GPT-2 in one process and in two stages."""
-    base = FitSettings(model=GPT2, data=str(text), length=64, num_rows=800, batch_size=32, epochs=5, threads=1,
-                       save=False)  # fmt: skip
+    base = FitSettings(
+        model=GPT2, data=str(text), length=64, num_rows=800, batch_size=32, epochs=5, threads=1, save=False
+    )
     return [
         Case("GPT-2", ALONE, base.replace(stages=1, output=str(folder / "gpt2-alone"))),
         Case("GPT-2", PIPELINE, base.replace(stages=2, microbatches=4, output=str(folder / "gpt2-pipeline"))),

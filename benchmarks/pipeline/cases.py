@@ -31,9 +31,11 @@ class Case:
 
 
 BY_HAND = {
-    "kind": "pipeline", "label": "4 stages, blocks.{2,5,8}.attn.proj:after", "stages": 4,
+    "kind": "pipeline",
+    "label": "4 stages, blocks.{2,5,8}.attn.proj:after",
+    "stages": 4,
     "cuts": [f"blocks.{block}.attn.proj:after" for block in (2, 5, 8)],
-}  # fmt: skip
+}
 
 
 def pipeline(stages: int, policy: str = "balanced", **more: Any) -> dict[str, Any]:

@@ -136,9 +136,11 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
 def environment() -> dict[str, Any]:
     """Describe what this ran on."""
     return {
-        "cores": os.cpu_count(), "machine": platform.machine(), "system": platform.release(),
+        "cores": os.cpu_count(),
+        "machine": platform.machine(),
+        "system": platform.release(),
         "python": platform.python_version(),
-    }  # fmt: skip
+    }
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:

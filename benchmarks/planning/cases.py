@@ -79,9 +79,7 @@ def _measure(case: Case, request: dict[str, Any]) -> list[dict[str, Any]]:
         # the last device may hold this much of the model; the lab's host holds all for its ceiling
         *others, last = cluster.devices
         limit = int(msgspec.json.decode(profile)["base_bytes"] + spare_bytes)
-        cluster = msgspec.structs.replace(
-            cluster, devices=(*others, msgspec.structs.replace(last, memory_bytes=limit))
-        )  # fmt: skip
+        cluster = msgspec.structs.replace(cluster, devices=(*others, msgspec.structs.replace(last, memory_bytes=limit)))
     task = plan_task(f"{case.name}: plan", cluster, profile, request)
     rows = run(replace(case, serial_images=4, tasks=[*case.tasks, task]), depth=2)
     planned = next(row for row in rows if row.get("policy") == "plan")
@@ -116,7 +114,6 @@ def frozen_profile(model: str) -> str:
     zoo = load_model(model)
     graph = capture(zoo.module, zoo.example_args, zoo.example_kwargs)
     profile = profile_graph(
-        graph, lambda state: load_state(graph, state, zoo.weights), rows=(1, 4),
-        messages=measure_messages(),
-    )  # fmt: skip
+        graph, lambda state: load_state(graph, state, zoo.weights), rows=(1, 4), messages=measure_messages()
+    )
     return msgspec.json.encode(msgspec.structs.replace(profile, base_bytes=worker_bytes())).decode()

@@ -70,8 +70,9 @@ def fits_rows(only: str | None = None, *, quick: bool = False) -> list[dict[str,
         (folder / "images").mkdir()
         for number in range(24):
             Image.effect_noise((256, 256), number).convert("RGB").save(folder / f"images/{number}.jpg")
-        rows = [_stream(f"timm:{model}", folder, ["infer", "--images", str(folder / "images")])
-                for model in IMAGES[some]]  # fmt: skip
+        rows = [
+            _stream(f"timm:{model}", folder, ["infer", "--images", str(folder / "images")]) for model in IMAGES[some]
+        ]
         for hidden, layers, slots, length in DECODERS[some]:
             sizes: dict[str, Any] = {
                 "num_hidden_layers": layers,

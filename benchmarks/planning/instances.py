@@ -36,11 +36,13 @@ def unequal_devices(num_devices: int, seed: int) -> Cluster:
     rng = random.Random(seed)
     devices = tuple(
         Device(
-            name=f"device{index}", speed=rng.uniform(0.2, 1.0),
-            memory_bytes=rng.choice([2**28, 2**29, 2**30]), bandwidth_bytes_per_s=rng.choice([125e6, 1250e6]),
+            name=f"device{index}",
+            speed=rng.uniform(0.2, 1.0),
+            memory_bytes=rng.choice([2**28, 2**29, 2**30]),
+            bandwidth_bytes_per_s=rng.choice([125e6, 1250e6]),
         )
         for index in range(num_devices)
-    )  # fmt: skip
+    )
     return Cluster(devices=devices)
 
 
@@ -59,11 +61,13 @@ def small(seed: int) -> Problem:
     )  # fmt: skip
     devices = tuple(
         Device(
-            name=f"d{index}", speed=rng.uniform(0.2, 1.5), memory_bytes=rng.choice([80, 120, 200, 1000]),
+            name=f"d{index}",
+            speed=rng.uniform(0.2, 1.5),
+            memory_bytes=rng.choice([80, 120, 200, 1000]),
             bandwidth_bytes_per_s=rng.choice([None, 4.0, 10.0]),
         )
         for index in range(rng.randint(2, 4))
-    )  # fmt: skip
+    )
     return Problem(profile, Cluster(devices=devices), Setting())
 
 

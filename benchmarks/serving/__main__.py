@@ -120,11 +120,12 @@ def lost_host(model: str, folder: Path) -> dict[str, Any]:
     found = [answer.get("text") for answer in again["answers"]]
     tokens_s = sorted(answer["asked_s"] + came for answer in again["answers"] for came in answer.get("came_s", ()))
     return {
-        "requests": len(bodies), "errors": [answer["error"] for answer in again["answers"] if "error" in answer],
+        "requests": len(bodies),
+        "errors": [answer["error"] for answer in again["answers"] if "error" in answer],
         "different": sum(a != b for a, b in zip(wanted, found, strict=True)),
         "seconds": [round(whole["seconds"], 1), round(again["seconds"], 1)],
         "gap_s": round(max(b - a for a, b in pairwise(tokens_s)), 2),
-    }  # fmt: skip
+    }
 
 
 def measured(within: list[str], clients: int) -> dict[str, Any]:

@@ -49,10 +49,11 @@ def _texts() -> Iterator[tuple[str, int, str, bytes]]:
     enum = {"enum": [f"value {number}" for number in range(20_000)]}
     pattern = {"type": "string", "pattern": "(a|b)*c" * 14_000}
     bodies: list[tuple[str, int, dict[str, Any]]] = [
-        ("3.9 MB of tokens -1", 1, {"prompt": [-1] * many}), ("3.9 MB of text", 4, {"prompt": "hey " * many}),
+        ("3.9 MB of tokens -1", 1, {"prompt": [-1] * many}),
+        ("3.9 MB of text", 4, {"prompt": "hey " * many}),
         ("an enum of 20,000, n 128", 1, _constrained(enum) | {"n": 128}),
         ("a pattern of 98 kB", 1, _constrained(pattern)),
-    ]  # fmt: skip
+    ]
     for name, number, body in bodies:
         yield name, number, "/v1/completions", json.dumps(body, separators=(",", ":")).encode()
 
@@ -75,8 +76,9 @@ def _png(width: int, height: int, color: int) -> bytes:
     packer = zlib.compressobj(1)
     data = b"".join([*(packer.compress(row) for _ in range(height)), packer.flush()])
     parts = [(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, color, 0, 0, 0)), (b"IDAT", data), (b"IEND", b"")]
-    chunks = [struct.pack(">I", len(part)) + kind + part + struct.pack(">I", zlib.crc32(kind + part))
-              for kind, part in parts]  # fmt: skip
+    chunks = [
+        struct.pack(">I", len(part)) + kind + part + struct.pack(">I", zlib.crc32(kind + part)) for kind, part in parts
+    ]
     return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
 
 

@@ -98,14 +98,7 @@ async def _storm(server: Server, number: int, num_faults: int) -> tuple[dict[str
         alone = [(await ask(client, body))["text"] for body in kinds]
         main = psutil.Process(server.running.pid)
         before = _held(main)
-        found: dict[str, Any] = {
-            "requests": 0,
-            "answered": 0,
-            "aborted": 0,
-            "refused": 0,
-            "errors": 0,
-            "different": 0,
-        }
+        found: dict[str, Any] = {"requests": 0, "answered": 0, "aborted": 0, "refused": 0, "errors": 0, "different": 0}
         gaps: list[float] = []
         tokens_s: list[float] = []
         faults = _Faults(server, client, num_faults)
@@ -159,9 +152,11 @@ async def _storm(server: Server, number: int, num_faults: int) -> tuple[dict[str
 def _body(choose: random.Random) -> dict[str, Any]:
     words = ["A", "pipe", "that", "carries", "water", "to", "a", "turbine", "is", "a", "penstock"]
     body: dict[str, Any] = {
-        "prompt": " ".join(choose.choices(words, k=choose.randrange(1, 12))), "max_tokens": choose.randrange(1, 40),
-        "temperature": choose.choice([0, 0, 0.8, 1.3]), "seed": choose.randrange(1000),
-    }  # fmt: skip
+        "prompt": " ".join(choose.choices(words, k=choose.randrange(1, 12))),
+        "max_tokens": choose.randrange(1, 40),
+        "temperature": choose.choice([0, 0, 0.8, 1.3]),
+        "seed": choose.randrange(1000),
+    }
     if choose.random() < 0.2:
         body["stop"] = [choose.choice(["water", "e", "\n"])]
     if choose.random() < 0.2:

@@ -76,8 +76,9 @@ def summarize(found: dict[str, Any]) -> dict[str, Any]:
     speed = {(row["what"], row["sequences"]): row["tokens_per_s"] for row in found["speed"]}
     summary: dict[str, Any] = {
         f"{runtime}_over_float32_{count}": round(speed[runtime, count] / speed["eager", count], 3)
-        for runtime, count in speed if runtime not in {"eager", "llama.cpp"}
-    }  # fmt: skip
+        for runtime, count in speed
+        if runtime not in {"eager", "llama.cpp"}
+    }
     for row in found.get("speculation", ()):
         summary[f"speculation_4_{row['text']}"] = row["ratio"]
         summary["equal"] = summary.get("equal", True) and row["equal"]
@@ -168,8 +169,9 @@ def quality(model: str, runtimes: Sequence[str], text: Path, windows: int) -> li
         })  # fmt: skip
     if model.startswith("gguf:") and importlib.util.find_spec("llama_cpp") is not None:
         losses = [loss for part in parts for loss in _llama_losses(gguf_file(model), part)]
-        rows.append({"what": "llama.cpp", "perplexity": round(math.exp(statistics.fmean(losses)), 4),
-                     "tokens": len(losses)})  # fmt: skip
+        rows.append(
+            {"what": "llama.cpp", "perplexity": round(math.exp(statistics.fmean(losses)), 4), "tokens": len(losses)}
+        )
     return rows
 
 
@@ -199,10 +201,7 @@ def speculation(model: str, text: Path, number: int, turns: int) -> list[dict[st
         for _ in range(turns):
             for speculate in (False, True):
                 flag = f"--set=speculate={str(speculate).lower()}"
-                with served(model, 4, Path(folder), "--set", "slots=1", "--max-length", 256, flag) as (
-                    _,
-                    within,
-                ):
+                with served(model, 4, Path(folder), "--set", "slots=1", "--max-length", 256, flag) as (_, within):
                     for name, bodies in asked.items():
                         said = ask(within, bodies, 1)
                         made = sum(len(answer["came_s"]) for answer in said["answers"])

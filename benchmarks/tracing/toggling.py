@@ -130,9 +130,7 @@ def train(session: dict[str, Any], folder: Path) -> tuple[int, list[tuple[float,
     """Train two replicas of two stages; a block is a step."""
     zoo = load_model(session["model"], whole=True)
     images, labels = torch.randn(session["rows"], *zoo.example_args[0].shape[1:]), torch.zeros(session["rows"]).long()
-    pipe = penstock.Pipeline(
-        zoo.module.train(), images, stages=2, replicas=2, microbatches=4, threads=1, trace=folder
-    )  # fmt: skip
+    pipe = penstock.Pipeline(zoo.module.train(), images, stages=2, replicas=2, microbatches=4, threads=1, trace=folder)
     optimizer = pipe.optimizer(lambda parameters: torch.optim.AdamW(parameters, lr=3e-4))
     tracer = pipe.trainer.tracer
     if tracer is None:

@@ -175,9 +175,7 @@ def _torch_1f1b(settings: dict[str, Any], ids: Tensor) -> Way:
     return step, *_NOTHING
 
 
-_WAYS = {
-    "penstock": _penstock, "ddp": _ddp, "alone": _alone, "side by side": _side_by_side, "torch 1f1b": _torch_1f1b,
-}  # fmt: skip
+_WAYS = {"penstock": _penstock, "ddp": _ddp, "alone": _alone, "side by side": _side_by_side, "torch 1f1b": _torch_1f1b}
 
 if __name__ == "__main__":
     main()

@@ -69,9 +69,7 @@ class Pipe(nn.Module):
         """Current stages, computed at every call because children may be moved to other devices."""
         children = list(self.module)
         devices = _devices(children)
-        bounds = self._balance or [
-            0, *(i for i, (a, b) in enumerate(pairwise(devices), 1) if a != b), len(children),
-        ]  # fmt: skip
+        bounds = self._balance or [0, *(i for i, (a, b) in enumerate(pairwise(devices), 1) if a != b), len(children)]
         for begin, end in pairwise(bounds):
             if len(set(devices[begin:end])) > 1:
                 raise UsageError(

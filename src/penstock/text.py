@@ -6,10 +6,7 @@ from collections.abc import Iterable
 
 # controls of both sets, and the marks that change the direction of text
 _CONTROLS = [*range(0x20), *range(0x7F, 0xA0), 0x061C, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A)]
-_SHOWN = {
-    code: f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
-    for code in _CONTROLS
-}  # fmt: skip
+_SHOWN = {code: f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" for code in _CONTROLS}
 # text that a spreadsheet evaluates; numbers and quantities, such as -3.2% or +12 ms, are excluded
 _FORMULA = re.compile(r"'*[=+\-@\t\r\n]")
 _QUANTITY = re.compile(r"[+-]?\d[\d.,]*([eE][+-]?\d+)?( ?[A-Za-z%/µ]{1,8})?")

@@ -91,8 +91,9 @@ def test_every_verb_on_a_real_lab(tmp_path: Path) -> None:
         last = ["--on-loss", "continue", "--", "sh", "-c"]
         said = done("run", file, "--json", record, *last, "[ $RANK = 1 ] && kill -9 $$; sleep 1; echo $PENSTOCK_HOST")
         assert sorted(said.splitlines()) == [
-            "host0 | host0", "note: host1 ended with SIGKILL; the run continued on the other hosts",
-        ]  # fmt: skip
+            "host0 | host0",
+            "note: host1 ended with SIGKILL; the run continued on the other hosts",
+        ]
         assert json.loads(record.read_text())["exit_codes"] == {"host0": 0, "host1": -9}
         failed = invoke("run", file, *last, "[ $RANK = 1 ] || exit 3; sleep 60")
         assert isinstance(failed.exception, RunError)

@@ -38,8 +38,10 @@ def _verbs() -> Iterator[tuple[str, Callable[..., None]]]:
     for name in _HELP:
         module = importlib.import_module(f"penstock.cli.{name}")
         if hasattr(module, "app"):
-            yield from ((f"{name} {each.name or each.callback.__name__}", each.callback)
-                        for each in module.app.registered_commands)  # fmt: skip
+            yield from (
+                (f"{name} {each.name or each.callback.__name__}", each.callback)
+                for each in module.app.registered_commands
+            )
         else:
             yield name, getattr(module, name)
 
@@ -234,9 +236,11 @@ SLOW = {
 }  # fmt: skip
 QUICK = {
     "plan profile.json cluster.toml": (["profile.json", "cluster.toml"], ["-o", "--json"]),
-    "convert a.pth": (["a.pth"], ["-o", "--json"]), "schedule mine.json": (["mine.json"], ["--json"]),
-    "hosts key": ([], [""]), "lab init --force": ([], ["-o", "--json"]),
-}  # fmt: skip
+    "convert a.pth": (["a.pth"], ["-o", "--json"]),
+    "schedule mine.json": (["mine.json"], ["--json"]),
+    "hosts key": ([], [""]),
+    "lab init --force": ([], ["-o", "--json"]),
+}
 
 
 @given(verb=st.sampled_from(sorted(QUICK)), outputs=st.lists(st.sampled_from(NAMES), min_size=2, max_size=2))

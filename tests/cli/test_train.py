@@ -63,8 +63,9 @@ def test_a_resumed_run_keeps_the_values_of_options_that_are_left_out(penstock: R
     status, _, err = penstock(*again, "--steps", 10)
     assert status == 0
     assert err.splitlines() == [
-        "note: resuming with steps 10 (not set before)", "note: resuming from the checkpoint of step 9, to step 10",
-    ]  # fmt: skip
+        "note: resuming with steps 10 (not set before)",
+        "note: resuming from the checkpoint of step 9, to step 10",
+    ]
     status, _, err = penstock(*again, "--epochs", 4)
     assert status == 0
     assert err.splitlines() == [
@@ -94,9 +95,10 @@ def test_a_run_that_ends_early_reports_how_to_continue(
         patch.setattr(loop._Fit, "_note", ends)
         status, _, err = penstock(*given)
         assert (status, err.splitlines()[-1]) == (
-            1, f"error: rank 1 is lost; no checkpoint was written yet; remove {tmp_path / 'run'}, or choose another "
+            1,
+            f"error: rank 1 is lost; no checkpoint was written yet; remove {tmp_path / 'run'}, or choose another "
             "--output, and start again",
-        )  # fmt: skip
+        )
     for more in ([], ["--resume"]):
         status, _, err = penstock(*given, *more)
         assert (status, "remove the folder, or choose another --output" in err) == (2, True)
@@ -151,8 +153,9 @@ def test_ways_to_train_beside_each_other_in_processes_of_their_own(penstock: Run
     assert status == 0, err
     one, two = json.loads((tmp_path / "rows.json").read_text())["rows"]
     assert [(row["name"], row["processes"], row["settings"]["batch_size"]) for row in (one, two)] == [
-        ("single", 1, 8), ("data", 2, 8),
-    ]  # fmt: skip
+        ("single", 1, 8),
+        ("data", 2, 8),
+    ]
     assert one["units_per_s"] > 0 < two["units_per_s"]
     for picture in ("training_time", "throughput"):
         assert (tmp_path / "compared" / f"{picture}.png").read_bytes().startswith(b"\x89PNG")

@@ -60,9 +60,10 @@ def test_packages_in_the_environment_of_a_machine_are_found(tmp_path: Path) -> N
         (packages / f"{name}.dist-info").mkdir(parents=True)
     (packages / "torch.py").write_bytes(bytes(3_000_000))
     assert installed(tmp_path) == {
-        "mb": 3, "torch": ["torch-2.15.0.dist-info"],
+        "mb": 3,
+        "torch": ["torch-2.15.0.dist-info"],
         "cuda_packages": ["nvidia_nccl-2.30.dist-info", "triton-3.9.0.dist-info"],
-    }  # fmt: skip
+    }
 
 
 SMAPS = """

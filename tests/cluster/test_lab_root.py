@@ -248,8 +248,10 @@ def test_a_verb_on_a_cluster_ended_in_the_middle(
     data = {"bench": [], "infer": ["--images", "digits"], "train": ["--data", "digits"]}[verb]
     process = subprocess.Popen(
         [sys.executable, "-m", "penstock", verb, "timm:resnet18", *data, "--cluster", str(file)],
-        cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-    )  # fmt: skip
+        cwd=tmp_path,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
     try:
         until(lambda: len(cgroups.processes(name)) == 2, 60)
         process.send_signal(number)

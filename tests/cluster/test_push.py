@@ -70,8 +70,10 @@ def test_a_folder_that_runs_write_to_keeps_what_they_wrote(host: Host) -> None:
     bring(host, host.folder, {"cluster.toml": b"1", "profile.json": b"2"}, clean=False)
     bring(host, host.folder, {"cluster.toml": b"3"}, clean=False)
     assert {path.name: path.read_text() for path in top.iterdir() if not path.name.startswith(".")} == {
-        "rows.csv": "of a run", "cluster.toml": "3", "profile.json": "2",
-    }  # fmt: skip
+        "rows.csv": "of a run",
+        "cluster.toml": "3",
+        "profile.json": "2",
+    }
 
 
 def test_a_manifest_reaches_no_other_folder(host: Host, tmp_path: Path) -> None:

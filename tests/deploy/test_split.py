@@ -78,11 +78,15 @@ def test_stages_know_what_they_hold() -> None:
     split = penstock.split(model, (torch.randn(1, 3, 32, 32),), cuts=["blocks.1:after", "blocks.3:after"])
     assert [stage.index for stage in split.stages] == [0, 1, 2]
     assert [stage.after.name if stage.after else None for stage in split.stages] == [
-        "blocks.1:after", "blocks:after", None,
-    ]  # fmt: skip
+        "blocks.1:after",
+        "blocks:after",
+        None,
+    ]
     assert [stage.before.name if stage.before else None for stage in split.stages] == [
-        None, "blocks.1:after", "blocks:after",
-    ]  # fmt: skip
+        None,
+        "blocks.1:after",
+        "blocks:after",
+    ]
     assert split.stages[2].parameters == ("norm.weight", "norm.bias", "head.weight", "head.bias")
     assert split.stages[2].parameter_bytes == (192 + 192 + 10 * 192 + 10) * 4
     assert sum(len(stage.parameters) for stage in split.stages) == len(list(model.parameters()))

@@ -84,13 +84,15 @@ def test_filling_goes_on_from_what_is_cached() -> None:
     costs = caching(1e-4, samples=100)
     rows = {
         cached: next(
-            rows for rows in range(10, 400, 10)
+            rows
+            for rows in range(10, 400, 10)
             if decide(
                 situation(make_cluster(1), cached_layers=cached, caching=costs, remaining_rows=float(rows))
-            ).cached_layers == 4
+            ).cached_layers
+            == 4
         )
         for cached in (0, 2)
-    }  # fmt: skip
+    }
     assert rows[2] <= rows[0]
     found = decide(situation(make_cluster(1), cached_layers=2, caching=costs, remaining_rows=500.0))
     assert "caches 4 layers, 3 min 20 s to fill" in found.why

@@ -89,9 +89,10 @@ def test_a_cache_of_bfloat16_is_close(tmp_path: Path) -> None:
 
 
 @settings(
-    max_examples=examples(3), deadline=None,
+    max_examples=examples(3),
+    deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
-)  # fmt: skip
+)
 @given(freeze=st.lists(st.integers(0, LAYERS), min_size=1, max_size=5), pipelined=st.booleans())
 @example(freeze=[6, 6, 3], pipelined=False)
 def test_any_layers_may_be_frozen_and_thawed(freeze: list[int], pipelined: bool, tmp_path: Path) -> None:
@@ -146,9 +147,7 @@ def _evaluated(step: Step) -> Tensor:
 def test_what_was_not_loaded_so_is_computed(loop: Any, tmp_path: Path) -> None:
     """Also where one process has the layers that are cached, and another one the last."""
     expected = alone(vit(), images(), [0, 4], epochs=3, loop=loop)
-    found = train_elastically(
-        vit(), 2, images(), [0, 4], epochs=3, loop=loop, folder=tmp_path, replicate=False
-    )  # fmt: skip
+    found = train_elastically(vit(), 2, images(), [0, 4], epochs=3, loop=loop, folder=tmp_path, replicate=False)
     assert [change.cached for change in found.changes] == [False, True, True]
     assert_same(expected, found)
 
@@ -186,9 +185,7 @@ def test_freezing_that_is_taken_back(tmp_path: Path) -> None:
         trained = trainer.now.captured.trainable
         groups[epoch] |= {name: decay[id(p)] for name, p in trainer.now.tensors.parameters.items() if name in trained}
 
-    found = train_elastically(
-        vit(), 2, images(), policy, epochs=5, make=_grouped, between=between, folder=tmp_path
-    )  # fmt: skip
+    found = train_elastically(vit(), 2, images(), policy, epochs=5, make=_grouped, between=between, folder=tmp_path)
     assert [record.frozen_layers for record in found.history] == [0, 4, 0, 0, 0]
     assert [record.accuracy for record in found.history] == accuracies
     assert len(groups[1]) < len(groups[0])
@@ -235,9 +232,7 @@ def test_a_checkpoint_at_any_batch_goes_on_as_the_training_did(
     with pytest.raises((_TornError, RunError)):
         train_elastically(vit(), sizes[0], images(), freeze, epochs=5, loop=save, folder=tmp_path / "cache")
     done = 3 * place[0] + place[1] + 1
-    rest = train_elastically(
-        vit(), sizes[1], images(), freeze, epochs=5, folder=tmp_path / "cache", resume=folder,
-    )  # fmt: skip
+    rest = train_elastically(vit(), sizes[1], images(), freeze, epochs=5, folder=tmp_path / "cache", resume=folder)
     assert rest.losses == pytest.approx(whole.losses[done:], rel=1e-5)
     assert_same_history(whole, rest)
 

@@ -152,9 +152,7 @@ def test_a_limit_is_for_a_machine_and_both_caches_of_a_change(
         (["a", "a"], 2 * (SAMPLES // 2 * row), "reads 2 layers"),
         (["a", "a"], 4 * (SAMPLES // 2 * row), "reads 4 layers"),
     ):
-        found = train_elastically(
-            vit(), 2, images(), freeze, epochs=5, folder=tmp_path, hosts=hosts, cache_limit=limit
-        )  # fmt: skip
+        found = train_elastically(vit(), 2, images(), freeze, epochs=5, folder=tmp_path, hosts=hosts, cache_limit=limit)
         assert cached in found.changes[-1].why
     assert all("of the limit is" in said for said in notes(capfd) if "no further layers" in said)
 

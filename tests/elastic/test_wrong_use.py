@@ -52,8 +52,10 @@ def test_more_layers_than_there_are(freeze: list[int] | str) -> None:
 @cache
 def _headless() -> Captured:
     blocks = [nn.Sequential(nn.Linear(12, 12), nn.ReLU()) for _ in range(3)]
-    return Captured(seeded(nn.Sequential, nn.Flatten(), nn.Linear(768, 12), *blocks).double().train(),
-                    (torch.zeros(2, 3, 16, 16, dtype=torch.float64),))  # fmt: skip
+    return Captured(
+        seeded(nn.Sequential, nn.Flatten(), nn.Linear(768, 12), *blocks).double().train(),
+        (torch.zeros(2, 3, 16, 16, dtype=torch.float64),),
+    )
 
 
 def test_a_policy_that_would_freeze_everything() -> None:

@@ -180,9 +180,7 @@ def train_elastically(
 
 def alone(captured: Captured, data: Dataset[Any], freeze: Freeze, *, epochs: int, **more: Any) -> Outcome:
     """Train in one process that freezes alike, but computes all and moves nothing."""
-    return train_elastically(
-        captured, 1, data, freeze, epochs=epochs, cache=False, pack=False, replicate=False, **more
-    )  # fmt: skip
+    return train_elastically(captured, 1, data, freeze, epochs=epochs, cache=False, pack=False, replicate=False, **more)
 
 
 def assert_same(expected: Outcome, found: Outcome, tolerance: float = 1e-5) -> None:

@@ -42,8 +42,10 @@ def test_buckets_are_alike_on_all_their_ranks() -> None:
     both = [weight("a"), weight("b", (0, 1, 2), (0, 3)), weight("c"), weight("d"), weight("e", (0,))]
     made = make_buckets(both, order, limit_bytes=32)
     assert [(bucket.number, [w.name for w in bucket.weights]) for bucket in made] == [
-        (1, ["d", "c"]), (3, ["b"]), (4, ["a"])
-    ]  # fmt: skip
+        (1, ["d", "c"]),
+        (3, ["b"]),
+        (4, ["a"]),
+    ]
     other = make_buckets([weight("b", (0, 1, 2), (0, 3))], order, limit_bytes=32)
     assert [(bucket.number, [w.name for w in bucket.weights]) for bucket in other] == [(3, ["b"])]
 

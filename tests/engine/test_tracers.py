@@ -97,9 +97,7 @@ def test_the_profilers_operations_lie_within_their_computation(halves: Divided) 
     with memory_world(2) as made:
         made.workers[1].clock = skewed(3e4, 0.0)
         traces = [trace.aligned() for trace in stream(halves, made, profile=True, num=8)]
-    facts = RunFacts(
-        kind="stream", model="tower", ranks=(1, 2), devices=tuple(made.feeder.names), num_microbatches=8
-    )  # fmt: skip
+    facts = RunFacts(kind="stream", model="tower", ranks=(1, 2), devices=tuple(made.feeder.names), num_microbatches=8)
     document = chrome_trace(Run(facts, tuple(traces)))
     check_format(document)
     found = [event for event in document["traceEvents"] if event.get("cat") == "profile"]
@@ -109,8 +107,9 @@ def test_the_profilers_operations_lie_within_their_computation(halves: Divided) 
     assert any(event["args"].get("bytes", 0) > 0 for event in found)
     around = {
         (event["tid"], event["args"]["microbatch"]): event
-        for event in document["traceEvents"] if event.get("cat") == "compute"
-    }  # fmt: skip
+        for event in document["traceEvents"]
+        if event.get("cat") == "compute"
+    }
     for event in found:
         whole = around[event["tid"], event["args"]["microbatch"]]
         assert whole["ts"] - 1 <= event["ts"] <= event["ts"] + event["dur"] <= whole["ts"] + whole["dur"] + 1

@@ -82,7 +82,7 @@ def test_every_sequence_is_continued_to_its_end(
         tokens = [1 if alike else choose.randrange(1, 4) for _ in range(prompt)]
         waiting.append(
             SequenceState(tokens, prompt, scored=wants, max_length=prompt + new, guesser=Guesses(choose, right))
-        )  # fmt: skip
+        )
     everything = list(waiting)
     seen: Seen = {}
     scored: dict[int, set[int]] = {id(sequence): set() for sequence in everything if sequence.scored}

@@ -231,8 +231,9 @@ def test_a_dynamic_input_by_position_or_name(place: dict[str | int, int]) -> Non
 
     graph = capture(Sum(), (torch.randn(3, 8),), dynamic={"width": place})
     assert [str(dimension) for dimension in graph.tensor_inputs()[0].shape] == [
-        "Size(expression='batch')", "Size(expression='width')",
-    ]  # fmt: skip
+        "Size(expression='batch')",
+        "Size(expression='width')",
+    ]
 
 
 def test_a_dynamic_input_that_is_none() -> None:
@@ -350,8 +351,10 @@ def test_tied_weights_and_a_layer_used_twice() -> None:
     assert sorted(state.source for state in graph.states) == ["embed.weight", "mix.bias", "mix.weight"]
     first, last = divide(graph, [Cuts(graph).find("mix:after")])
     assert {state.source for state in first.states} & {state.source for state in last.states} == {
-        "embed.weight", "mix.bias", "mix.weight",
-    }  # fmt: skip
+        "embed.weight",
+        "mix.bias",
+        "mix.weight",
+    }
 
 
 def test_tied_embeddings_and_shared_layers_of_real_models() -> None:
@@ -465,10 +468,11 @@ def test_what_cannot_be_captured_is_said_in_one_line(
 
 def test_a_length_that_the_model_limits_stays_symbolic() -> None:
     graph = capture(
-        bert(max_position_embeddings=40), (),
+        bert(max_position_embeddings=40),
+        (),
         {"input_ids": torch.zeros(2, 9, dtype=torch.long), "attention_mask": torch.ones(2, 9, dtype=torch.long)},
         dynamic={"length": {"input_ids": 1, "attention_mask": 1}},
-    )  # fmt: skip
+    )
     assert graph.symbols == ("batch", "length")
 
 

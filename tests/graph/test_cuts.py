@@ -166,8 +166,10 @@ def test_blocks_of_encoder_and_decoder() -> None:
 def test_blocks_of_all_levels() -> None:
     graph = capture(swin(), (torch.randn(2, 3, 32, 32),))
     assert names(graph, "equal-blocks") == [
-        "layers.0.blocks.0:after", "layers.1.downsample:after", "layers.1.blocks.0:after",
-    ]  # fmt: skip
+        "layers.0.blocks.0:after",
+        "layers.1.downsample:after",
+        "layers.1.blocks.0:after",
+    ]
 
 
 @pytest.mark.board

@@ -163,9 +163,9 @@ def test_a_program_reads_no_memory_as_it_was_left(op: list[Any]) -> None:
     document = changed("outputs", 0, to={"name": "zeros", "dtype": "float32", "shape": []})
     document["ops"] = [op]
     torch.full((64, 1024), 7.0)  # freed, and given out again
-    runtime = Runtime(read_program(json.dumps(document)), {
-        "head.weight": torch.randn(4, 8), "scale": torch.tensor(0.5),
-    })  # fmt: skip
+    runtime = Runtime(
+        read_program(json.dumps(document)), {"head.weight": torch.randn(4, 8), "scale": torch.tensor(0.5)}
+    )
     (result,) = runtime({"batch": 3}, [torch.randn(3, 8)])
     assert not result.any()
 

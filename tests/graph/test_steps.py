@@ -34,9 +34,11 @@ class Step(nn.Module):
 
 def made(more: Callable[[Tensor, Tensor], Tensor]) -> None:
     given = {
-        "x": torch.zeros(2, 1, 4), "positions": torch.zeros(2, 1, dtype=torch.int64), "rows": torch.arange(2),
+        "x": torch.zeros(2, 1, 4),
+        "positions": torch.zeros(2, 1, dtype=torch.int64),
+        "rows": torch.arange(2),
         "places": torch.arange(ROOM),
-    }  # fmt: skip
+    }
     capture(Step(more).eval(), (), given, dynamic={"room": {"places": 0}}, largest={"room": ROOM})
 
 
@@ -48,7 +50,7 @@ def made(more: Callable[[Tensor, Tensor], Tensor]) -> None:
         lambda positions, _read: positions.max(dim=1, keepdim=True).values[..., None].float(),
         lambda positions, _read: torch.where(positions >= 3, 1.0, 2.0)[..., None],
     ],
-)  # fmt: skip
+)
 def test_what_depends_on_a_rows_own_position_is_captured(more: Callable[[Tensor, Tensor], Tensor]) -> None:
     made(more)
 
@@ -61,7 +63,7 @@ def test_what_depends_on_a_rows_own_position_is_captured(more: Callable[[Tensor,
         lambda positions, read: torch.where(positions < read.shape[1] - 8, 1.0, 2.0)[..., None],
         lambda positions, read: positions[..., None] / read.shape[1],
     ],
-)  # fmt: skip
+)
 def test_what_depends_on_the_number_of_keys_is_refused(more: Callable[[Tensor, Tensor], Tensor]) -> None:
     with pytest.raises(CaptureError, match="number of keys"):
         made(more)
@@ -75,7 +77,7 @@ def test_what_depends_on_the_number_of_keys_is_refused(more: Callable[[Tensor, T
         lambda positions, _read: (positions > 3).any() + positions[..., None] * 0.0,
         lambda positions, _read: positions.sum() / 2 + positions[..., None] * 0.0,
     ],
-)  # fmt: skip
+)
 def test_what_is_chosen_for_all_rows_is_refused(more: Callable[[Tensor, Tensor], Tensor]) -> None:
     with pytest.raises(CaptureError, match="all sequences"):
         made(more)

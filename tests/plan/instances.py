@@ -57,10 +57,12 @@ def random_problem(seed: int, *, max_units: int = 10, max_devices: int = 4, trai
     cluster = Cluster(devices=devices, links=links, feeder=rng.choice(names))
     schedule = rng.choice(["gpipe", "1f1b"]) if trains else "forward-only"
     setting = Setting(
-        rows=1, depth=rng.choice([1, 2]), schedule=schedule,
+        rows=1,
+        depth=rng.choice([1, 2]),
+        schedule=schedule,
         num_microbatches=rng.randint(1, 6) if trains else None,
         optimizer_state_factor=rng.choice([0.0, 2.0]),
-    )  # fmt: skip
+    )
     column = RuntimeColumn(runtime="openvino", precision="float32", forward_s=(0.4,), eager_s=(1.0,), error=0.0)
     faster = {name: column for name in names if rng.random() < 0.5} if rng.random() < 0.5 and not trains else {}
     return Problem(profile, cluster, setting, faster)

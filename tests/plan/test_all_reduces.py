@@ -47,8 +47,10 @@ def test_a_small_bucket_goes_to_all_at_once() -> None:
 def test_every_device_tells_all_others_how_its_step_went() -> None:
     parted = [(Placed(0, 0, 1), Placed(1, 1, 2), Placed(2, 2, 3))]
     weights = [((name, 4),) for name in "abc"]
-    free, costly = (play_step(problem(*weights, devices=3, **more), parted, [2])
-                    for more in ({}, {"latency_s": 0.01, "feed_s": 0.001, "result_s": 0.002}))  # fmt: skip
+    free, costly = (
+        play_step(problem(*weights, devices=3, **more), parted, [2])
+        for more in ({}, {"latency_s": 0.01, "feed_s": 0.001, "result_s": 0.002})
+    )
     assert free.step_s == free.all_reduced_s
     assert costly.step_s - costly.all_reduced_s == pytest.approx(0.01 + 2 * 0.003)
 

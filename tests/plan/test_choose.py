@@ -254,9 +254,11 @@ def test_each_device_computes_on_the_fastest_runtime_that_it_has() -> None:
     profile = msgspec.structs.replace(make_profile([1.0] * 14), runtimes=columns())
     devices = make_cluster(1, 1, 1).devices
     has = [None, ("onnxruntime",), ()]
-    cluster = Cluster(devices=tuple(
-        msgspec.structs.replace(device, runtimes=names) for device, names in zip(devices, has, strict=True)
-    ))  # fmt: skip
+    cluster = Cluster(
+        devices=tuple(
+            msgspec.structs.replace(device, runtimes=names) for device, names in zip(devices, has, strict=True)
+        )
+    )
     assert parse_cluster(write_cluster(cluster)).devices == cluster.devices
     request = replace(PLAIN, max_error=0.02)
     plan = make_plan(profile, cluster, request)

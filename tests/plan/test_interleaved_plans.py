@@ -82,8 +82,10 @@ def test_halves_of_a_backward_are_played() -> None:
     problem = Problem(trained(2), make_cluster(1, 1), Setting(schedule="zero-bubble", num_microbatches=2))
     played = simulate_step(problem, (Placed(0, 0, 1), Placed(1, 1, 2)))
     assert {span.action.kind: span.end_s - span.begin_s for own in played.spans for span in own} == {
-        "F": 1.0, "I": 1.0, "W": 1.0
-    }  # fmt: skip
+        "F": 1.0,
+        "I": 1.0,
+        "W": 1.0,
+    }
 
 
 def test_a_plan_that_is_not_interleaved_is_refused() -> None:

@@ -70,7 +70,4 @@ def test_clock_cycles_of_the_gpipe_paper() -> None:
 
 
 def test_the_drawing() -> None:
-    assert draw(one_f_one_b(2, 2)) == (
-        "device 0  F0 F1 .  .  B0 B0 .  B1 B1\n"
-        "device 1  .  F0 B0 B0 F1 B1 B1 .  ."
-    )  # fmt: skip
+    assert draw(one_f_one_b(2, 2)) == ("device 0  F0 F1 .  .  B0 B0 .  B1 B1\ndevice 1  .  F0 B0 B0 F1 B1 B1 .  .")

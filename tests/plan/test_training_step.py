@@ -31,8 +31,9 @@ def problem_of(
         Device(name=name, speed=speed, memory_bytes=2**40) for name, speed in zip(_NAMES, speeds, strict=False)
     )
     links = tuple(Link(between=pair, latency_s=link_s) for pair in pairwise(_NAMES[: len(devices)]))
-    return Problem(profile, Cluster(devices=devices, links=links),
-                   Setting(schedule=schedule, num_microbatches=microbatches))  # fmt: skip
+    return Problem(
+        profile, Cluster(devices=devices, links=links), Setting(schedule=schedule, num_microbatches=microbatches)
+    )
 
 
 def one_each(count: int) -> tuple[Placed, ...]:

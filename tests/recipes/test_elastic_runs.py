@@ -136,9 +136,7 @@ def test_a_guard_sees_the_validation_of_each_epoch(costs: Path, tmp_path: Path) 
     fit(elastic(tmp_path, costs, epochs=2, checkpoint_every=STEPS))
     index = next((tmp_path / "run" / "checkpoints").glob(f"*{2 * STEPS}/*.json"))
     history = json.loads(index.read_text())["elastic"]["history"]
-    assert [record["accuracy"] for record in history] == [
-        line["accuracy"] for line in lines(tmp_path / "run", "epoch")
-    ]  # fmt: skip
+    assert [record["accuracy"] for record in history] == [line["accuracy"] for line in lines(tmp_path / "run", "epoch")]
 
 
 def test_settings_are_the_same_after_a_file(costs: Path, tmp_path: Path) -> None:

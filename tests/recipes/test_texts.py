@@ -25,7 +25,7 @@ ODD = "a\u2028b\x85c\x0cd"
         ("p.json", '[{"prompt": "one"},\n "two"]', ["one", "two"]),
         ("p.JSONL", '{"prompt": "one"}\n', ["one"]),
     ],
-)  # fmt: skip
+)
 def test_prompts_of_a_file(name: str, content: str, prompts: list[str], tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(content.encode())
     assert read_prompts(tmp_path / name) == prompts

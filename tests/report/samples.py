@@ -59,11 +59,13 @@ def streamed(
             room = max(end, sent[s + 1][m - depth] if m >= depth and s + 1 < stages else 0.0)
             done[s][m] = room + give_s
             spans[s + 1] += [
-                Span("wait", "F", s, m, free, begin), Span("receive", "F", s, m, begin, begin, num_bytes),
-                Span("compute", "F", s, m, begin, end, 0, took[s][m][1]), Span("buffer", "F", s, m, end, room),
+                Span("wait", "F", s, m, free, begin),
+                Span("receive", "F", s, m, begin, begin, num_bytes),
+                Span("compute", "F", s, m, begin, end, 0, took[s][m][1]),
+                Span("buffer", "F", s, m, end, room),
                 Span("send", "F", s, m, room, done[s][m], num_bytes),
                 Span("between", "", s, m, free, begin, 0, give_s * shares[s]),
-            ]  # fmt: skip
+            ]
         before = sent[stages][m - 1] if m else 0.0
         sent[stages][m] = max(done[-1][m], before) + wire_s
         spans[0].append(Span("wait", "F", -1, m, before, sent[stages][m]))

@@ -40,14 +40,16 @@ def test_a_training_read(tmp_path: Path) -> None:
         ([plan(), epoch(0), plan(10, frozen_layers=4)], [(0, 0, 1), (4, 1, 2)]),  # for an epoch that still runs
         ([plan(), epoch(0), plan(10, frozen_layers=4), epoch(1), epoch(2)], [(0, 0, 1), (4, 1, 3)]),
         # the same plan again where a run goes on, and another one in the middle of an epoch
-        ([plan(), epoch(0), plan(10, frozen_layers=4), plan(10, frozen_layers=4), epoch(1)],
-         [(0, 0, 1), (4, 1, 1), (4, 1, 2)]),
+        (
+            [plan(), epoch(0), plan(10, frozen_layers=4), plan(10, frozen_layers=4), epoch(1)],
+            [(0, 0, 1), (4, 1, 1), (4, 1, 2)],
+        ),
         ([plan(), epoch(0), plan(15, frozen_layers=4), epoch(1)], [(0, 0, 1), (4, 1, 2)]),
         # of a run that went on only its new lines
         ([plan(30, epoch=3, frozen_layers=7), epoch(3)], [(7, 3, 4)]),
         ([plan(30, epoch=3, frozen_layers=7)], [(7, 3, 4)]),
     ],
-)  # fmt: skip
+)
 def test_which_epochs_plans_were_for(tmp_path: Path, lines: list[dict[str, Any]], found: list[Any]) -> None:
     assert spans(tmp_path, lines) == found
 

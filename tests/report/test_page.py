@@ -147,8 +147,10 @@ def test_a_comparison_of_benchs_rows(browser: Any, tmp_path: Path) -> None:
               "speedup": 1.0, "bit_equal": True}  # fmt: skip
     rows: list[tuple[dict[str, Any], Run | None]] = [(serial, None)]
     for stages, policy, seconds in (
-        (2, "balanced", (0.02, 0.02)), (2, "equal-blocks", (0.016, 0.024)), (4, "balanced", (0.010,) * 4)
-    ):  # fmt: skip
+        (2, "balanced", (0.02, 0.02)),
+        (2, "equal-blocks", (0.016, 0.024)),
+        (4, "balanced", (0.010,) * 4),
+    ):
         run = streamed(num=30, compute_s=seconds)
         rate = run.facts.num_rows / run.facts.total_s
         shares = [part / sum(seconds) for part in seconds]

@@ -67,8 +67,9 @@ def test_the_table(tmp_path: Path) -> None:
 def test_a_plan_that_another_took_the_place_of_has_a_row(tmp_path: Path) -> None:
     found = timeline(tmp_path, [plan(), plan(stages=2, replicas=2, why="the run goes on"), epoch(0)])
     assert [(row[0], row[3], row[5], row[-1]) for row in plans_table(found).rows] == [
-        (0, "4 × 1", None, "the first plan"), (0, "2 × 2", 40.0, "the run goes on"),
-    ]  # fmt: skip
+        (0, "4 × 1", None, "the first plan"),
+        (0, "2 × 2", 40.0, "the run goes on"),
+    ]
     assert plans_figure(found).data[1]["text"] == ["2 × 2"]
 
 

@@ -103,9 +103,7 @@ def test_a_cosine_whose_halves_differ() -> None:
 def second_stage(program: StageProgram, value: float) -> tuple[dict[str, int], list[Tensor]]:
     """Inputs of a stage after the first: one token at position 3."""
     sizes = {"batch": 1, "step": 1, "wanted": 1, "room": 64}
-    made: dict[str, Tensor] = {
-        "positions": torch.tensor([[3]]), "rows": torch.tensor([0]), "last": torch.tensor([0]),
-    }  # fmt: skip
+    made: dict[str, Tensor] = {"positions": torch.tensor([[3]]), "rows": torch.tensor([0]), "last": torch.tensor([0])}
     mask = (torch.arange(64) <= 3).view(1, 1, 1, 64)
     return sizes, [
         made[x.name] if x.name in made else mask if x.dtype == torch.bool

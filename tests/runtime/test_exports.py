@@ -40,9 +40,7 @@ def test_settings_are_those_of_before_an_export() -> None:
 
 def test_captures_in_several_threads_leave_settings_as_they_were() -> None:
     before = read_settings()
-    threads = [
-        threading.Thread(target=capture, args=(nn.Linear(4, 4).eval(), (torch.randn(2, 4),))) for _ in range(4)
-    ]  # fmt: skip
+    threads = [threading.Thread(target=capture, args=(nn.Linear(4, 4).eval(), (torch.randn(2, 4),))) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -190,10 +190,12 @@ def test_another_bit_and_an_error_fall_back_with_a_note(
 
 @pytest.mark.parametrize(
     ("op", "reason"),
-    [(Op("drawn", "aten.rand_like.default", (Ref("read"),), {}), "draws random numbers"),
-     (Op("kept", "aten.nonzero.default", (Ref("read"),), {}), "reads values on the host"),
-     (Op("state", "aten.add_.Tensor", (Ref("put"), 1.0), {}), "replaces a state")],
-)  # fmt: skip
+    [
+        (Op("drawn", "aten.rand_like.default", (Ref("read"),), {}), "draws random numbers"),
+        (Op("kept", "aten.nonzero.default", (Ref("read"),), {}), "reads values on the host"),
+        (Op("state", "aten.add_.Tensor", (Ref("put"), 1.0), {}), "replaces a state"),
+    ],
+)
 def test_operators_that_are_not_captured(op: Op, reason: str) -> None:
     assert why_not(program()) == ""
     assert reason in why_not(program(op))

@@ -124,9 +124,11 @@ def _models() -> dict[str, tuple[nn.Module, tuple[Tensor, ...]]]:
     ids = torch.randint(0, 50, (3, 9))
     resnet = timm.create_model("resnet18", num_classes=5)
     return {
-        "deit": (deit(2), (torch.randn(3, 3, 32, 32),)), "resnet": (resnet, (torch.randn(2, 3, 40, 40),)),
-        "bert": (bert(), (ids,)), "gpt2": (gpt2(), (ids,)),
-    }  # fmt: skip
+        "deit": (deit(2), (torch.randn(3, 3, 32, 32),)),
+        "resnet": (resnet, (torch.randn(2, 3, 40, 40),)),
+        "bert": (bert(), (ids,)),
+        "gpt2": (gpt2(), (ids,)),
+    }
 
 
 @pytest.mark.parametrize("name", ["deit", "gpt2", long("resnet"), long("bert")])
@@ -234,8 +236,10 @@ def test_layers_that_stay_in_float32() -> None:
         return parse_runtime(name).load(program, tensors)({"batch": 4}, [x])[0]
 
     wanted = model(x).detach()
-    errors = {name: float((outputs(name) - wanted).norm()) for name in
-              ("onnxruntime:int8", "onnxruntime:int8+0", "onnxruntime:int8+2", "onnxruntime:int8+0+2")}  # fmt: skip
+    errors = {
+        name: float((outputs(name) - wanted).norm())
+        for name in ("onnxruntime:int8", "onnxruntime:int8+0", "onnxruntime:int8+2", "onnxruntime:int8+0+2")
+    }
     assert errors["onnxruntime:int8+0+2"] < 1e-5 < min(errors["onnxruntime:int8+0"], errors["onnxruntime:int8+2"])
     assert len(set(errors.values())) == 4
     assert str(parse_runtime("onnxruntime:int8+0+2")) == "onnxruntime:int8+0+2"

@@ -65,9 +65,7 @@ def app_fixture(*, ends: bool = True, **options: Any) -> Any:
         with Generator(model, tokenizer, stages=1, slots=2, max_length=128) as generator:
             generator.submit([0], max_new_tokens=1).result()  # all threads run before the first test counts them
             metrics = Metrics()
-            service = TextService(
-                generator, Admission(slots=2, most_waiting=8), metrics, deadline_s=60.0, ends=[0]
-            )  # fmt: skip
+            service = TextService(generator, Admission(slots=2, most_waiting=8), metrics, deadline_s=60.0, ends=[0])
             served = Served(
                 name="small", service=service, metrics=metrics, stages=list, changes=list, joins_at=lambda: None,
                 problem=lambda: None, created=1, **options,

@@ -76,7 +76,7 @@ LARGE: list[tuple[str, dict[str, Any], str | None]] = [
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "water " * MANY}]}, "context_length_exceeded"),
     ("/v1/tokenize", {"prompt": "water " * MANY}, "context_length_exceeded"),
     ("/v1/completions", {"prompt": "a", "stop_token_ids": [-1] * MANY}, None),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("path", "body", "code"), LARGE, ids=[f"{path}-{sorted(body)[-1]}" for path, body, _ in LARGE])
@@ -94,7 +94,7 @@ SCHEMAS: list[tuple[dict[str, Any], int]] = [
     ({"$ref": "#/$defs/d0", "$defs": REFS | {"d3000": {"type": "string"}}}, 400),  # overflows a stack
     ({"type": "string", "pattern": "(a|b)*c" * 14_000}, 200),
     ({"type": "nothing"}, 400),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("schema", "status"), SCHEMAS, ids=["enum", "multiple", "refs", "pattern", "wrong"])

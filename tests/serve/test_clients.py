@@ -67,9 +67,11 @@ def counts(server: Server) -> dict[str, float]:
     """Return the metrics that have no labels."""
     text = httpx.get(f"{server.url}/metrics").text
     return {
-        sample.name: sample.value for family in text_string_to_metric_families(text) for sample in family.samples
+        sample.name: sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
         if not sample.labels
-    }  # fmt: skip
+    }
 
 
 def test_completions_are_those_of_transformers(client: openai.OpenAI, model: tuple[Any, Any]) -> None:
@@ -106,8 +108,10 @@ def test_completions_are_those_of_transformers(client: openai.OpenAI, model: tup
 
 
 def test_chats_are_those_of_the_template(client: openai.OpenAI, model: tuple[Any, Any]) -> None:
-    messages: list[Any] = [{"role": "system", "content": "Be brief."},
-                           {"role": "user", "content": [{"type": "text", "text": "A pipe?"}]}]  # fmt: skip
+    messages: list[Any] = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "A pipe?"}]},
+    ]
     plain = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "A pipe?"}]
     ids = list(model[1].apply_chat_template(plain, add_generation_prompt=True, return_dict=True)["input_ids"])
     _, text = wanted(model, ids, 15)
@@ -274,8 +278,9 @@ def test_a_lost_process_is_a_pause(folder: Path, model: tuple[Any, Any]) -> None
     words = (f"hf:{folder}", "--open", "--stages", 2, "--set", "slots=1", "--max-length", 256)
     with serving(*words) as made, openai.OpenAI(base_url=f"{made.url}/v1", api_key="none", max_retries=0) as client:
         parts: list[str] = []
-        stream = client.completions.create(model="small", prompt="A pipe", max_tokens=200, temperature=0, stream=True,
-                                           extra_body={"ignore_eos": True})  # fmt: skip
+        stream = client.completions.create(
+            model="small", prompt="A pipe", max_tokens=200, temperature=0, stream=True, extra_body={"ignore_eos": True}
+        )
         for part in stream:
             if len(parts) == 20:
                 worker = max(made.workers(), key=lambda process: process.pid)

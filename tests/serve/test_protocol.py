@@ -16,11 +16,13 @@ def test_every_field_has_a_place_in_the_document() -> None:
 
 def test_only_texts_are_streamed_and_only_images_are_forms() -> None:
     assert media_types("/v1/completions", texts=True) == (
-        {"application/json"}, {"application/json", "text/event-stream"}
-    )  # fmt: skip
+        {"application/json"},
+        {"application/json", "text/event-stream"},
+    )
     assert media_types("/v1/classify", texts=False) == (
-        {"application/octet-stream", "multipart/form-data"}, {"application/json"}
-    )  # fmt: skip
+        {"application/octet-stream", "multipart/form-data"},
+        {"application/json"},
+    )
 
 
 def media_types(path: str, *, texts: bool) -> tuple[set[str], set[str]]:

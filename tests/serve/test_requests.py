@@ -183,9 +183,7 @@ def test_a_schema_in_other_places(app: App) -> None:
      ({"authorization": "Bearer a-key-of-this-test"}, 200), ({"api-key": "another"}, 401),
      ({"authorization": "Bearer no", "api-key": "a-key-of-this-test"}, 401)],
 )  # fmt: skip
-def test_keys_in_other_headers(
-    app: App, headers: dict[str, str], status: int, monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
+def test_keys_in_other_headers(app: App, headers: dict[str, str], status: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app, "headers", headers)
     assert app.request("GET", "/v1/models").status_code == status
 

@@ -24,13 +24,15 @@ def test_each_process_holds_its_own_share(tmp_path: Path) -> None:
     # in a process of its own: peak memory never goes down again, so what ran before would hide what runs now
     said = json.loads(_python(str(PROGRAMS / "stream_memory.py"), MODEL, str(weights)))
     assert sum(said["stages"]) == pytest.approx(model_bytes, rel=0.01)
-    worker_bytes = int(_python(
-        "-c",
-        "import sys\n"
-        "import penstock.deploy.worker\n"
-        "assert not {'sympy', 'timm', 'transformers', 'penstock.graph.capture'} & set(sys.modules)\n"
-        "print([int(line.split()[1]) for line in open('/proc/self/status') if 'RssAnon' in line][0] * 1024)"
-    ))  # fmt: skip
+    worker_bytes = int(
+        _python(
+            "-c",
+            "import sys\n"
+            "import penstock.deploy.worker\n"
+            "assert not {'sympy', 'timm', 'transformers', 'penstock.graph.capture'} & set(sys.modules)\n"
+            "print([int(line.split()[1]) for line in open('/proc/self/status') if 'RssAnon' in line][0] * 1024)",
+        )
+    )
     # anonymous memory: how much of the libraries' files is mapped depends on what the machine has cached
     for held, stage in zip(said["workers"], said["stages"], strict=True):
         # 24 MiB for activations, message buffers and the libraries' own work space

@@ -74,9 +74,11 @@ def test_a_device_on_a_faster_runtime_is_held_against_what_it_takes_there(profil
     plan = replanner.current
     (pipeline,) = plan.pipelines
     first = msgspec.structs.replace(pipeline.stages[0], runtime="openvino")
-    replanner.take(msgspec.structs.replace(plan, pipelines=(
-        msgspec.structs.replace(pipeline, stages=(first, *pipeline.stages[1:])),
-    )))  # fmt: skip
+    replanner.take(
+        msgspec.structs.replace(
+            plan, pipelines=(msgspec.structs.replace(pipeline, stages=(first, *pipeline.stages[1:])),)
+        )
+    )
     assert replanner.seconds() == pytest.approx({"a": eager["a"] / 2, "b": eager["b"]})
     fresh = replanner.plan(["a", "b"], {"a": 1.0, "b": 1.0})
     assert {stage.runtime for stage in fresh.pipelines[0].stages} == {"openvino"}

@@ -24,11 +24,12 @@ from tests.models import deit
 LIMITS = {"eager:bfloat16": 0.03, "onnxruntime": 1e-5, "onnxruntime:int8": 0.1,
           "openvino": 1e-5, "openvino:bfloat16": 0.03}  # fmt: skip
 RUNTIMES = [
-    pytest.param(name, marks=pytest.mark.skipif(
-        "bfloat16" in name and not has_bfloat16(), reason="this processor has no bfloat16"
-    ))
+    pytest.param(
+        name,
+        marks=pytest.mark.skipif("bfloat16" in name and not has_bfloat16(), reason="this processor has no bfloat16"),
+    )
     for name in LIMITS
-]  # fmt: skip
+]
 
 
 @pytest.fixture(scope="module")
@@ -68,13 +69,14 @@ def test_a_runtime_for_each_stage(world: World, model: nn.Module) -> None:
         runtime="onnxruntime", precision="int8", forward_s=tuple(0.5 * one for one in ones), eager_s=ones, error=0.05
     )
     devices = (("a", ("onnxruntime:int8",)), ("b", ()))
-    cluster = Cluster(devices=tuple(
-        Device(name=name, speed=1.0, memory_bytes=2**34, runtimes=runtimes) for name, runtimes in devices
-    ))  # fmt: skip
+    cluster = Cluster(
+        devices=tuple(Device(name=name, speed=1.0, memory_bytes=2**34, runtimes=runtimes) for name, runtimes in devices)
+    )
     plan = make_plan(
-        msgspec.structs.replace(profile, runtimes=(column,)), cluster,
+        msgspec.structs.replace(profile, runtimes=(column,)),
+        cluster,
         PlanRequest(rows=(2,), alternate=False, replicas=False, max_error=0.1),
-    )  # fmt: skip
+    )
     (pipeline,) = plan.pipelines
     assert {stage.device: stage.runtime for stage in pipeline.stages} == {"a": "onnxruntime", "b": "eager"}
     found = []

@@ -19,8 +19,10 @@ def test_streams_behind_a_key(tmp_path: Path) -> None:
     run_groups(script, [(3, [str(tmp_path), case, str(free_port())]) for case in cases], 120.0)
     told = {
         (case, rank): json.loads(path.read_text())
-        for case in cases for rank in range(3) if (path := tmp_path / f"{case}-{rank}.json").exists()
-    }  # fmt: skip
+        for case in cases
+        for rank in range(3)
+        if (path := tmp_path / f"{case}-{rank}.json").exists()
+    }
     for case in ("fine", "busy"):
         assert told[case, 0] == {"equal": True, "changes": [], "transport": "ZmqTransport"}, told
         assert told[case, 1] == told[case, 2] == {"message": "fine"}

@@ -27,9 +27,10 @@ def test_what_stages_do_per_second() -> None:
     recorded(view)
     now[0] = 2.0
     states[:] = [
-        StageState("inputs", 44, 0.0, 0, 25_000_000, computes=False), StageState("stage 0", 40, 1.8, 3, 2_500_000),
+        StageState("inputs", 44, 0.0, 0, 25_000_000, computes=False),
+        StageState("stage 0", 40, 1.8, 3, 2_500_000),
         StageState("stage 1", 38, 0.5, 1),
-    ]  # fmt: skip
+    ]
     view.advance(36)
     lines = recorded(view)
     assert lines[0].split() == ["stage", "busy", "waiting", "per", "second", "sends"]

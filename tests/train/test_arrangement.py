@@ -194,8 +194,10 @@ def test_an_arrangement_whose_microbatches_are_said_cuts_batches_as_before() -> 
         for fixes in (False, True):
             if fixes:
                 fix_microbatches(trainer)
-            losses += [float(trainer.train_step(inputs, labels, F.cross_entropy)),
-                       float(trainer.train_step(few, few_labels, F.cross_entropy))]  # fmt: skip
+            losses += [
+                float(trainer.train_step(inputs, labels, F.cross_entropy)),
+                float(trainer.train_step(few, few_labels, F.cross_entropy)),
+            ]
         trainer.close()
         return losses
 

@@ -25,8 +25,10 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 ROWS = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
 LABELS = torch.randint(3, (8,), generator=torch.Generator().manual_seed(1))
 WAYS: list[tuple[int, dict[str, Any]]] = [
-    (1, {"checkpointing": True}), (3, {"stages": 3}), (2, {"stages": 2, "schedule": "zero-bubble"}),
-]  # fmt: skip
+    (1, {"checkpointing": True}),
+    (3, {"stages": 3}),
+    (2, {"stages": 2, "schedule": "zero-bubble"}),
+]
 
 
 class Reverse(Function):

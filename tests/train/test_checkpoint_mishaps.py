@@ -202,8 +202,9 @@ def test_a_shape_that_is_not_the_files_is_refused_before_memory_is_taken(capture
         _alone(captured, forge)
 
 
-def test_a_folder_that_hosts_do_not_share_is_named(captured: Captured, tmp_path: Path,
-                                                  monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+def test_a_folder_that_hosts_do_not_share_is_named(
+    captured: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(checkpoint, "_SHOWS_S", 0.2, raising=False)
     errors: list[str] = []
     lock = threading.Lock()

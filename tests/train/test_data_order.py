@@ -17,7 +17,7 @@ from torch.utils.data import (
     SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
-)  # fmt: skip
+)
 
 import penstock
 from penstock.errors import UsageError
@@ -82,11 +82,10 @@ DATA = Numbers()
         lambda: DataLoader(DATA, batch_size=4, shuffle=True, drop_last=True, generator=generator()),
         lambda: DataLoader(DATA, batch_size=4, sampler=[5, 4, 3, 2, 1]),
         lambda: DataLoader(DATA, batch_sampler=[[1, 2, 3], [4, 5]]),
-        lambda: DataLoader(DATA, batch_sampler=BatchSampler(RandomSampler(DATA, generator=generator()), 3, True)
-        ),
+        lambda: DataLoader(DATA, batch_sampler=BatchSampler(RandomSampler(DATA, generator=generator()), 3, True)),
         lambda: DataLoader(DATA, batch_size=4),
     ],
-)  # fmt: skip
+)
 def test_rows_are_those_of_the_dataloader(captured: Captured, make: Callable[[], DataLoader[Any]]) -> None:
     plain = make()
     expected = [[y.tolist() for _, y in plain] for _ in range(2)]

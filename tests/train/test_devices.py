@@ -96,8 +96,10 @@ def _go(device: torch.device, size: int, folder: Path, *, begin: str = "", end: 
             optimizer.zero_grad()
         for parameter, state in optimizer.state.items():
             assert {key: tensor.device for key, tensor in state.items()} == {
-                "step": HOST, "exp_avg": parameter.device, "exp_avg_sq": parameter.device,
-            }  # fmt: skip
+                "step": HOST,
+                "exp_avg": parameter.device,
+                "exp_avg_sq": parameter.device,
+            }
         assert {t.device for t in (*trainer.now.tensors.parameters.values(), *trainer.now.tensors.others.values())} <= {
             device
         }

@@ -55,7 +55,7 @@ WAYS: dict[str, Any] = {
     "matrices": lambda pipe, _, part: pipe.optimizer(
         lambda _: torch.optim.Muon([p for p in of(pipe, part) if p.dim() == 2], lr=0.05)
     ),
-}  # fmt: skip
+}
 
 
 def script(world: World, way: str, folder: Path, **settings: Any) -> dict[str, torch.Tensor]:

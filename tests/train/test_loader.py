@@ -160,9 +160,10 @@ def test_the_size_of_a_batch_is_the_average_where_a_sampler_says_it(captured: Ca
         trainer = make_trainer(captured, world, stages=1)
         data = Numbers(10)
         sizes = [
-            Loader(trainer, data, batch_size=3).batch_size, Loader(trainer, DataLoader(data, batch_size=5)).batch_size,
+            Loader(trainer, data, batch_size=3).batch_size,
+            Loader(trainer, DataLoader(data, batch_size=5)).batch_size,
             Loader(trainer, DataLoader(data, batch_sampler=Parts())).batch_size,
-        ]  # fmt: skip
+        ]
         trainer.close()
         return sizes
 

@@ -51,8 +51,9 @@ def load(num_rows: int, batch_size: int, changes: dict[int, int], workers: int =
                 assert x.shape == (len(numbers), 4)
                 assert x[:, 0].tolist() == rows
                 loaded = trainer.data.yielded[0]
-                found.append((trainer.now.placed.grid, len(numbers), rows, loaded.samples, loaded.following,
-                              trainer.data.short))  # fmt: skip
+                found.append(
+                    (trainer.now.placed.grid, len(numbers), rows, loaded.samples, loaded.following, trainer.data.short)
+                )
                 change = changes.get(len(found))
                 if change is not None:
                     migrate(trainer, trainer.now.placed.moved(GRIDS[change], [cuts[0], cuts[1]]))
@@ -85,9 +86,10 @@ def check(results: list[Any], batch_size: int) -> None:
 
 @settings(max_examples=examples(25), deadline=None)
 @given(
-    num_rows=st.integers(1, 14), batch_size=st.integers(1, 6),
+    num_rows=st.integers(1, 14),
+    batch_size=st.integers(1, 6),
     changes=st.dictionaries(st.integers(1, 12), st.integers(0, len(GRIDS) - 1), max_size=5),
-)  # fmt: skip
+)
 def test_each_sample_comes_once_in_order_however_the_arrangement_changes(
     num_rows: int, batch_size: int, changes: dict[int, int]
 ) -> None:

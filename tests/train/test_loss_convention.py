@@ -147,7 +147,7 @@ def contrastive(output: Tensor, _labels: Tensor) -> Tensor:
         ("classes", lambda output, labels: {"loss": F.cross_entropy(output, labels)}),
         ("classes", lambda output, labels: F.cross_entropy(output, labels, reduction="none")),
     ],
-)  # fmt: skip
+)
 def test_what_is_no_loss_is_refused(labels: str, loss_fn: LossFunction) -> None:
     given = data()
     for size, way in WAYS:
@@ -231,10 +231,12 @@ def test_a_batch_without_labels_is_refused_with_its_reason() -> None:
 @pytest.mark.parametrize(
     ("labels", "loss_fn"),
     [
-        ("uneven", F.cross_entropy), ("classes", nn.CrossEntropyLoss(reduction="sum")), ("values", F.mse_loss),
+        ("uneven", F.cross_entropy),
+        ("classes", nn.CrossEntropyLoss(reduction="sum")),
+        ("values", F.mse_loss),
         ("classes", accuracy),
     ],
-)  # fmt: skip
+)
 def test_evaluation_has_the_value_of_the_whole_batch(labels: str, loss_fn: LossFunction) -> None:
     given = data()
     with penstock.Pipeline(model(), given["x"], microbatches=4) as pipe, torch.no_grad():

@@ -45,8 +45,9 @@ def in_two_groups(make: Callable[[Any], torch.optim.Optimizer]) -> Callable[[Seq
     """Vectors learn at half the rate, and without decay."""
 
     def made(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-        optimizer = make([{"params": [p for p in parameters if p.dim() > 1]},
-                          {"params": [p for p in parameters if p.dim() < 2]}])  # fmt: skip
+        optimizer = make(
+            [{"params": [p for p in parameters if p.dim() > 1]}, {"params": [p for p in parameters if p.dim() < 2]}]
+        )
         optimizer.param_groups[1]["lr"] = optimizer.param_groups[0]["lr"] / 2
         optimizer.param_groups[1]["weight_decay"] = 0.0
         return optimizer
@@ -69,7 +70,7 @@ def check_optimizer(trainer: Trainer, optimizer: torch.optim.Optimizer, groups: 
 
 def learn(
     whole: Captured, name: str, size: int, ways: Sequence[Way | None], make: Any
-) -> tuple[list[float], dict[str, Tensor], set[int]]:  # fmt: skip
+) -> tuple[list[float], dict[str, Tensor], set[int]]:
     """Train in threads; gives losses, what was learned, and the ranks that had no stage at some time and later did."""
     given = cast(batches(name, len(ways), rows=8), DOUBLE)
 

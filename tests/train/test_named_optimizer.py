@@ -57,7 +57,7 @@ SCHEDULES: dict[str, Any] = {
     "SequentialLR": lambda o: torch.optim.lr_scheduler.SequentialLR(
         o, [torch.optim.lr_scheduler.LinearLR(o), torch.optim.lr_scheduler.StepLR(o, 1)], [2]
     ),
-}  # fmt: skip
+}
 
 
 def go(

@@ -16,9 +16,11 @@ from tests.learners import sgd
 from tests.trainers import errors, train
 
 WAYS = [
-    (1, {"microbatches": 4}), (2, {"replicas": 2, "stages": 1, "microbatches": 2}),
-    (1, {"microbatches": 4, "checkpointing": True}), (1, {"microbatches": 1}),
-]  # fmt: skip
+    (1, {"microbatches": 4}),
+    (2, {"replicas": 2, "stages": 1, "microbatches": 2}),
+    (1, {"microbatches": 4, "checkpointing": True}),
+    (1, {"microbatches": 1}),
+]
 
 
 class Lossy(nn.Module):

@@ -47,10 +47,12 @@ def test_inputs_fit_their_labels_whatever_ranks_draw(size: int, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("case", "named"),
     [
-        ("drawn_elsewhere", "'share'"), ("drawn_in_an_own_loop", "random"), ("one_row_more", "17 rows"),
+        ("drawn_elsewhere", "'share'"),
+        ("drawn_in_an_own_loop", "random"),
+        ("one_row_more", "17 rows"),
         ("values_used", r"float32 \[\]"),
     ],
-)  # fmt: skip
+)
 def test_numbers_that_differ_between_ranks_end_the_step_in_one_line(case: str, named: str) -> None:
     ended = run_groups(PROGRAM, [(2, [case, named])], deadline_s=120.0)
     assert [each.status for each in ended[0]] == [0, 0]

@@ -20,8 +20,10 @@ from penstock.transport.zeromq import _DATA, _HEADER, _NAME, _STRETCH_BYTES, Zmq
 
 KEY = make_key()
 KINDS: dict[str, Callable[[], Connections]] = {
-    "tcp": TcpConnections, "key": lambda: Curve(KEY), "folder": FolderConnections,
-}  # fmt: skip
+    "tcp": TcpConnections,
+    "key": lambda: Curve(KEY),
+    "folder": FolderConnections,
+}
 
 
 def filled(value: int, size: int = 8) -> Tensor:

@@ -42,8 +42,10 @@ def zipped(folder: Path, method: int = zipfile.ZIP_DEFLATED) -> Path:
 def same(found: ImageSet, expected: ImageSet) -> bool:
     pixels = [[images.read(row).tobytes() for row in range(len(images))] for images in (found, expected)]
     return (found.labels, found.classes, found.left_out) == (
-        expected.labels, expected.classes, expected.left_out,
-    ) and pixels[0] == pixels[1]  # fmt: skip
+        expected.labels,
+        expected.classes,
+        expected.left_out,
+    ) and pixels[0] == pixels[1]
 
 
 @pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_LZMA, zipfile.ZIP_BZIP2])

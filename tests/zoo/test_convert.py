@@ -185,8 +185,10 @@ def test_files_of_other_kinds_get_their_own_advice(tmp_path: Path) -> None:
     (tmp_path / "lfs.bin").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
     (tmp_path / "lfs.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
     for name, said in (
-        ("script.pt", "torch.jit.load"), ("program.pt2", "torch.export.load"), ("lfs.bin", "git lfs pull"),
-    ):  # fmt: skip
+        ("script.pt", "torch.jit.load"),
+        ("program.pt2", "torch.export.load"),
+        ("lfs.bin", "git lfs pull"),
+    ):
         for read in (lambda path: convert_checkpoint(path, tmp_path / "out.safetensors"), FileWeights):
             with pytest.raises(ModelError, match=re.escape(said)):
                 read(tmp_path / name)

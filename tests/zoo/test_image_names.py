@@ -345,9 +345,7 @@ def test_digits_need_no_download() -> None:
 def test_the_real_cifar_archive() -> None:
     images = open_images(SHARED / "cifar10-test.tar")
     assert len(images) == 10_000
-    assert images.classes == (
-        "airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck",
-    )  # fmt: skip
+    assert images.classes == ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
     assert (images.name(0), images.label(9_999)) == ("cifar10/test/airplane/0000.jpg", 9)
     assert images.read(5_000).size == (32, 32)
 

@@ -126,10 +126,11 @@ def test_options_replace_those_of_transformers(text: str, arguments: dict[str, A
 
 def test_rectangular_sizes() -> None:
     for name, preprocess in (
-        (f"{VIT},img_size=32x48", None), ("timm:resnet10t", "size=32x48"),
+        (f"{VIT},img_size=32x48", None),
+        ("timm:resnet10t", "size=32x48"),
         (HF_VIT.replace("image_size=32", "image_size=32x48"), None),
         ("timm:convnext_atto", "size=32x48,crop_mode=squash"),
-    ):  # fmt: skip
+    ):
         model = load_model(name, preprocess=preprocess, whole=True)
         pixels = model.pictures()(picture())
         assert pixels.shape == (3, 32, 48)

@@ -63,18 +63,18 @@ def gptq(outputs: int, inputs: int, bits: int = 4, group: int = 128, form: str =
     if act:
         order = order[torch.randperm(inputs)]
     tensors = {
-        "qweight": words(q, bits).t().contiguous(), "qzeros": words(z.t() - int(form == "gptq"), bits),
-        "scales": s.t().contiguous(), "g_idx": order.int(),
-    }  # fmt: skip
+        "qweight": words(q, bits).t().contiguous(),
+        "qzeros": words(z.t() - int(form == "gptq"), bits),
+        "scales": s.t().contiguous(),
+        "g_idx": order.int(),
+    }
     return tensors, weight_of(q, z, s, lambda o, i: (o, int(order[i])))
 
 
 def awq(outputs: int, inputs: int, group: int = 128) -> Encoded:
     q, z = drawn(0, 15, outputs, inputs), drawn(0, 15, outputs, inputs // group)
     s, order = scales_of(outputs, inputs // group), (0, 2, 4, 6, 1, 3, 5, 7)
-    tensors = {
-        "qweight": words(q.t(), 4, order), "qzeros": words(z.t(), 4, order), "scales": s.t().contiguous(),
-    }  # fmt: skip
+    tensors = {"qweight": words(q.t(), 4, order), "qzeros": words(z.t(), 4, order), "scales": s.t().contiguous()}
     return tensors, weight_of(q, z, s, lambda o, i: (o, i // group))
 
 
@@ -86,8 +86,10 @@ def packed(
     z = drawn(-half, half - 1, outputs, count) if zeros else torch.zeros(outputs, count, dtype=torch.long)
     order = torch.arange(inputs) // group
     tensors = {
-        "weight_packed": words(q + half, bits), "weight_scale": s, "weight_shape": torch.tensor([outputs, inputs]),
-    }  # fmt: skip
+        "weight_packed": words(q + half, bits),
+        "weight_scale": s,
+        "weight_shape": torch.tensor([outputs, inputs]),
+    }
     if zeros:
         tensors["weight_zero_point"] = words((z + half).t(), bits).t().contiguous()
     if act:
@@ -248,8 +250,10 @@ def with_(leaf: str, tensor: Tensor) -> Callable[[dict[str, Tensor]], None]:
 @pytest.mark.parametrize(
     ("case", "change", "named"),
     [
-        ("gptq", without("scales"), "up.scales"), ("gptq", without("qweight"), "up.qweight"),
-        ("gptq", with_("extra", torch.ones(1)), "up.extra"), ("gptq", with_("weight", torch.ones(8, 256)), "up.weight"),
+        ("gptq", without("scales"), "up.scales"),
+        ("gptq", without("qweight"), "up.qweight"),
+        ("gptq", with_("extra", torch.ones(1)), "up.extra"),
+        ("gptq", with_("weight", torch.ones(8, 256)), "up.weight"),
         ("gptq", with_("qzeros", torch.ones(1, 1).int()), "up.qzeros"),
         ("gptq", with_("qweight", torch.ones(0, 8).int()), "up.qweight"),
         ("gptq", with_("qweight", torch.ones(32, 8)), "up.qweight"),
@@ -272,7 +276,7 @@ def with_(leaf: str, tensor: Tensor) -> Callable[[dict[str, Tensor]], None]:
         ("bitsandbytes", with_("weight_format", torch.tensor(2, dtype=torch.uint8)), "up.weight_format"),
         ("bitsandbytes", without("weight"), "up.weight"),
     ],
-)  # fmt: skip
+)
 def test_a_tensor_that_does_not_fit_is_named(case: str, change: Callable[[Any], None], named: str) -> None:
     settings, encode, _ = LAYOUTS[case]
     tensors, _ = encode(8, 256)

@@ -57,7 +57,7 @@ class Comparison:
         threads = self._threads = options.threads or world.cores or max(1, available_cores() // max_stages)
         self._run = RunOptions(
             threads=threads, depth=options.depth, device=options.device, runtime=parse_runtime(options.runtime)
-        )  # fmt: skip
+        )
         self._samples = Samples(zoo, self.graph, self._sizes)
         self._whole = WholeModel(
             world, divide(self.graph, [])[0], self._load, inputs=self._samples.inputs, sizes=self._sizes,

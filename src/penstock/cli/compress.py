@@ -15,15 +15,17 @@ from penstock.spec.fields import make_struct
 from penstock.terminal.notes import note
 
 _SHARED = {
-    "model": opt.Model, "weights": opt.WeightsFile, "pretrained": opt.Pretrained, "seed": opt.Seed,
-    "threads": opt.Threads, "microbatch_size": opt.MicrobatchSize,
-    "ratios": Annotated[
-        list[float], typer.Option("--ratio", help="Fraction of channels to prune; may be repeated.")
-    ],
+    "model": opt.Model,
+    "weights": opt.WeightsFile,
+    "pretrained": opt.Pretrained,
+    "seed": opt.Seed,
+    "threads": opt.Threads,
+    "microbatch_size": opt.MicrobatchSize,
+    "ratios": Annotated[list[float], typer.Option("--ratio", help="Fraction of channels to prune; may be repeated.")],
     "runtimes": Annotated[
         list[str], typer.Option("--runtime", help="Runtime to try; may be repeated. Default: all installed.")
     ],
-}  # fmt: skip
+}
 
 
 @takes_settings(CompressSettings, _SHARED)
@@ -49,15 +51,17 @@ def compress(*, given: Given, json: opt.JsonFile = None) -> None:
         f"{best.name}: {best.accuracy:.2%} right ({best.accuracy - base.accuracy:+.2%}), "
         f"{_times(best, base)} times as fast; penstock infer {outcome.model} "
         f"--weights {best.weights} --runtime {best.runtime}{rows} --images {settings.test or settings.data}",
-        markup=False, soft_wrap=True,
-    )  # fmt: skip
+        markup=False,
+        soft_wrap=True,
+    )
     console.print(f"figure: {picture}", markup=False)
     opt.write_json(json, {"rows": outcome.found, "best": best, "met": outcome.met})
     if not outcome.met:
         wanted = (
-            f"{settings.target_speedup:g} times as fast" if settings.target_speedup is not None
+            f"{settings.target_speedup:g} times as fast"
+            if settings.target_speedup is not None
             else f"{floor_of(settings, outcome.found):.2%} right"
-        )  # fmt: skip
+        )
         raise RunError(f"no form tried is {wanted}; the nearest is {best.name}, which is kept")
 
 

@@ -109,9 +109,11 @@ def _has_joined() -> bool:
 
 _PLAIN: dict[str, Any] = {"add_completion": False, "pretty_exceptions_enable": False, "rich_markup_mode": None}
 app = typer.Typer(
-    cls=_Verbs, no_args_is_help=True, help="Run one PyTorch model across the machines you have.",
+    cls=_Verbs,
+    no_args_is_help=True,
+    help="Run one PyTorch model across the machines you have.",
     **_PLAIN | {"add_completion": True},
-)  # fmt: skip
+)
 _ON_CLUSTERS = {"bench", "chat", "generate", "infer", "serve", "train"}  # in a lab, `train` starts its own processes
 
 

@@ -20,8 +20,7 @@ from penstock.terminal.console import PlainConsole
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="timm:NAME, hf:NAME_OR_PATH or package.module:function.")]
 AnyModel = Annotated[
-    str,
-    typer.Argument(metavar="MODEL", help="timm:NAME, hf:NAME_OR_PATH, gguf:FILE or package.module:function."),
+    str, typer.Argument(metavar="MODEL", help="timm:NAME, hf:NAME_OR_PATH, gguf:FILE or package.module:function.")
 ]
 WeightsFile = Annotated[Path | None, typer.Option("--weights", help="Safetensors file, index or folder.")]
 Pretrained = Annotated[bool, typer.Option("--pretrained", help="Download the model's published weights.")]
@@ -34,11 +33,7 @@ CacheDtypeName = Annotated[
 ]
 Threads = Annotated[int | None, typer.Option(min=1, help="Threads per stage.")]
 Bind = Annotated[
-    str | None,
-    typer.Option(
-        metavar="ADDRESS",
-        help="Listening address. Default: the first host's route.",
-    ),
+    str | None, typer.Option(metavar="ADDRESS", help="Listening address. Default: the first host's route.")
 ]
 JsonFile = Annotated[
     Path | None, Written(), typer.Option("--json", metavar="FILE", help="File for the result as JSON.")

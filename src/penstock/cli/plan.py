@@ -57,14 +57,10 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
     replicas: Annotated[bool, Meta(description="Also consider parallel pipelines.", extra=_BOTH)] = True
     max_error: Annotated[
         float | None,
-        Meta(
-            description="Allow a faster runtime if its relative output error is at most this.",
-            extra={"min": 0},
-        ),
+        Meta(description="Allow a faster runtime if its relative output error is at most this.", extra={"min": 0}),
     ] = None
     trace: Annotated[
-        bool,
-        Meta(description=f"Reserve {format_bytes(RECORDING_BYTES)} per device for `infer --trace`.", extra=_BOTH),
+        bool, Meta(description=f"Reserve {format_bytes(RECORDING_BYTES)} per device for `infer --trace`.", extra=_BOTH)
     ] = True
 
     def request(self) -> PlanRequest:

@@ -20,8 +20,7 @@ def report(
     runs: Annotated[
         list[Path],
         typer.Argument(
-            metavar="RUN...",
-            help="Folder of --trace or of penstock train; several folders of one kind are compared.",
+            metavar="RUN...", help="Folder of --trace or of penstock train; several folders of one kind are compared."
         ),
     ],
     output: Annotated[
@@ -42,8 +41,9 @@ def report(
     for line in made.lead:
         console.print(line, markup=False, soft_wrap=True)
     result: dict[str, Any] = {
-        "plans": [msgspec.to_builtins(plan) for plan in made.plans], "files": [str(file) for file in made.files]
-    }  # fmt: skip
+        "plans": [msgspec.to_builtins(plan) for plan in made.plans],
+        "files": [str(file) for file in made.files],
+    }
     if not isinstance(made, TrainingReport):
         account = made.account
         console.print(f"{'devices together':28} {account.num_times:7.3f}", markup=False)

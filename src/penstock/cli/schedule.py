@@ -31,9 +31,11 @@ def schedule(
     )
     checked = check_schedule(actions) if known else check_given(actions)
     result: dict[str, Any] = {
-        "schedule": schedule, "devices": [text(device) for device in actions], "bubble": checked.bubble_fraction,
+        "schedule": schedule,
+        "devices": [text(device) for device in actions],
+        "bubble": checked.bubble_fraction,
         "peak_in_flight": list(checked.peak_in_flight),
-    }  # fmt: skip
+    }
     console = make_console()
     console.print(draw(actions), markup=False, soft_wrap=True)
     console.print(f"bubble {checked.bubble_fraction:.1%} simulated, forward 1 and backward 2")

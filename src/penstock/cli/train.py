@@ -157,8 +157,10 @@ def _show_one(result: "FitResult", json: Path | None) -> None:
     if not result.trained:
         console.print(
             f"the run in {result.settings.folder} is finished: model, checkpoints and metrics are there; train on with "
-            "larger --epochs or --steps, which count from the start", markup=False, soft_wrap=True,
-        )  # fmt: skip
+            "larger --epochs or --steps, which count from the start",
+            markup=False,
+            soft_wrap=True,
+        )
         return
     table = Table("epoch", "steps", "training loss", "validation loss", "accuracy", "training", "throughput")
     for epoch in result.epochs:
@@ -170,8 +172,10 @@ def _show_one(result: "FitResult", json: Path | None) -> None:
     processes, folder = counted(result.num_processes, "process"), result.settings.folder
     console.print(
         f"{processes}; model, checkpoints and metrics are in {folder}; for its curves: penstock report "
-        f"{shlex.quote(str(folder))}", markup=False, soft_wrap=True,
-    )  # fmt: skip
+        f"{shlex.quote(str(folder))}",
+        markup=False,
+        soft_wrap=True,
+    )
 
 
 def _number(value: float | None) -> str:

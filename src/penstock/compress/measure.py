@@ -97,7 +97,7 @@ class OnRuntimes:
 
     def _runner(
         self, runtime: str, inputs: Sequence[Tensor], microbatch_size: int
-    ) -> Callable[[int], tuple[Tensor, float]]:  # fmt: skip
+    ) -> Callable[[int], tuple[Tensor, float]]:
         """Load and warm up a runtime; return a function from a microbatch's start to its scores and rate."""
         fixed = self._graph.fixed_batch
         if fixed not in (None, microbatch_size):

@@ -61,7 +61,7 @@ class Pruning:
 
 def prune(
     module: nn.Module, example: Tensor | Mapping[str, Tensor], how: Pruning, batches: Iterable[Batch] = ()
-) -> nn.Module:  # fmt: skip
+) -> nn.Module:
     """Return a narrower copy of a classification model, in eval mode; the model itself is unchanged.
 
     `example` is the model's input, a dict if the model takes keywords; `batches` of such inputs and labels are needed
@@ -113,7 +113,7 @@ def prune(
 
 def save_pruned(
     pruned: nn.Module, original: nn.Module, target: Path, metadata: Mapping[str, str] | None = None
-) -> None:  # fmt: skip
+) -> None:
     """Write a pruned model's weights, with the sizes that differ from the original model's.
 
     `metadata`, such as the names of classes, is saved with them.

@@ -218,7 +218,7 @@ class _CompressionSearch:
             example = zoo.example_args[0] if zoo.example_args else zoo.example_kwargs
             how = Pruning(
                 ratio=ratio, importance=given.importance, everywhere=given.everywhere, round_to=given.round_to
-            )  # fmt: skip
+            )
             save_pruned(prune(zoo.module, example, how, self._batches()), zoo.module, path, self._metadata)
         if not given.epochs:
             return path

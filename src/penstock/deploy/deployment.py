@@ -49,9 +49,7 @@ class Deployment:
     driver waits.
     """
 
-    def __init__(
-        self, world: World, pipelines: Sequence[DeployedPipeline], order: Sequence[int] | None = None
-    ) -> None:  # fmt: skip
+    def __init__(self, world: World, pipelines: Sequence[DeployedPipeline], order: Sequence[int] | None = None) -> None:
         self.world = world
         self.pipelines = tuple(pipelines)
         self.order = tuple(order) if order is not None else tuple(range(len(pipelines)))

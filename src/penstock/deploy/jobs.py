@@ -183,9 +183,8 @@ def load_programs(
 
 
 def send_stages(
-    transport: Transport, job: StagesJob, programs: Sequence[Programs], source: Source, *,
-    compare: bool = False,
-) -> None:  # fmt: skip
+    transport: Transport, job: StagesJob, programs: Sequence[Programs], source: Source, *, compare: bool = False
+) -> None:
     """Send every other rank its stages, reading one weight at a time.
 
     With `compare`, send only tensors that the rank does not already hold.

@@ -144,8 +144,10 @@ def runtime_maker(modules: Sequence[nn.Module], graph: Graph | None) -> MakeRunt
 
     def make(index: int, program: StageProgram) -> StageRuntime:
         if index >= len(modules):
-            raise UsageError(f"this process has {len(modules)} stage modules; got a request for stage {index}; "
-                             "give every process the same list")  # fmt: skip
+            raise UsageError(
+                f"this process has {len(modules)} stage modules; got a request for stage {index}; "
+                "give every process the same list"
+            )
         if index or graph is None:
             return ModuleRuntime(modules[index], program, {}, None)
         plain = {position: item.value for position, item in graph.plain_inputs.items()}

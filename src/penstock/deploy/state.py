@@ -140,8 +140,10 @@ class TrainState:
         """
         slots = {
             f"optimizer/{slot}/{name}": value
-            for name, held in self.slots.items() for slot, value in held.items() if isinstance(value, Tensor)
-        }  # fmt: skip
+            for name, held in self.slots.items()
+            for slot, value in held.items()
+            if isinstance(value, Tensor)
+        }
         return {f"model/{name}": tensor for name, tensor in self.tensors.items()} | slots
 
     def scalars(self) -> dict[str, dict[str, Any]]:
@@ -292,8 +294,9 @@ def compare_holdings(
     held = _read(receive_bytes(transport, rank, limit=DOCUMENT_BYTES), dict[str, str])
     right = {
         _name(state): state.value.name
-        for state in states if _name(state) in held and held[_name(state)] == digest(load(state))
-    }  # fmt: skip
+        for state in states
+        if _name(state) in held and held[_name(state)] == digest(load(state))
+    }
     send_bytes(transport, msgspec.json.encode(list(right)), rank)
     return {state.value.name for state in states if _name(state) in right}
 

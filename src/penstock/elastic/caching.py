@@ -73,9 +73,11 @@ class Caching:
         size = self._trainer.world.transport.size
         remote = (size - 1) / size * (profile.send_s_per_byte + profile.receive_s_per_byte)
         return CacheCosts(
-            bytes_per_row=self._bytes_per_row(), num_samples=self._loader.num_samples * self._options.cache_views,
-            read_s_per_byte=copy_s_per_byte() + remote, write_s_per_byte=copy_s_per_byte(),
-        )  # fmt: skip
+            bytes_per_row=self._bytes_per_row(),
+            num_samples=self._loader.num_samples * self._options.cache_views,
+            read_s_per_byte=copy_s_per_byte() + remote,
+            write_s_per_byte=copy_s_per_byte(),
+        )
 
     def fill(self, captured: Captured) -> bool:
         """Fill the cache of a model's frozen layers on all processes in parallel; return True on success."""
@@ -86,8 +88,10 @@ class Caching:
             self.drop()  # layers were unfrozen, so a new cache cannot be computed from this one
         place = CachePlace(
             folder=Path(options.cache_dir) if options.cache_dir is not None else default_folder(),
-            limit_bytes=options.limit_bytes(), stored=options.stored(), num_views=options.cache_views,
-        )  # fmt: skip
+            limit_bytes=options.limit_bytes(),
+            stored=options.stored(),
+            num_views=options.cache_views,
+        )
         try:
             cache = Filling(self._trainer, captured, self._loader, place, before=self._cache).run()
         except CacheError as error:

@@ -73,11 +73,13 @@ def find_costs(trainer: Trainer, captured: Captured, options: ElasticOptions, ro
     if cluster is None:
         devices = [
             Device(
-                name=name, speed=reference_s / told[rank]["round_s"], memory_bytes=told[rank]["memory"],
+                name=name,
+                speed=reference_s / told[rank]["round_s"],
+                memory_bytes=told[rank]["memory"],
                 bandwidth_bytes_per_s=world.bandwidths[rank],
             )
             for name, rank in ranks.items()
-        ]  # fmt: skip
+        ]
         cluster = Cluster(devices=tuple(devices))
     return PlannerInputs(keep_cuts(profile, common_cuts(captured)), cluster, ranks)
 

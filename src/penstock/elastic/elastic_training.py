@@ -325,10 +325,12 @@ class ElasticTraining:
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint, the same on every process."""
         return {
-            "frozen_layers": self.frozen_layers, "squares": self._squares(),
+            "frozen_layers": self.frozen_layers,
+            "squares": self._squares(),
             "history": [msgspec.to_builtins(record) for record in self.history],
-            "begun": self._begun, "groups": self._trainer.known_groups,
-        }  # fmt: skip
+            "begun": self._begun,
+            "groups": self._trainer.known_groups,
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Freeze a checkpoint's frozen layers in the current placement; the loop's next epoch begins with a replan."""

@@ -316,8 +316,10 @@ def _number(word: str, text: str) -> Fraction:
 
 
 def _unknown(text: str) -> UsageError:
-    return UsageError(f"{text!r} is not a freezing policy; use {policy_help()}, optionally followed by "
-        "+after[:EPOCHS] and +guard[:DROP] or +take-back[:DROP]")  # fmt: skip
+    return UsageError(
+        f"{text!r} is not a freezing policy; use {policy_help()}, optionally followed by "
+        "+after[:EPOCHS] and +guard[:DROP] or +take-back[:DROP]"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

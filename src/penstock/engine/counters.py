@@ -56,9 +56,8 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag="stages", forbid_
 
 
 def write_counters(
-    job: int, rank: int, stages: Mapping[int, Counters], *, busy: bool = False, num_moved: int = 0,
-    call: str = "",
-) -> str:  # fmt: skip
+    job: int, rank: int, stages: Mapping[int, Counters], *, busy: bool = False, num_moved: int = 0, call: str = ""
+) -> str:
     """Encode the counts of one process's stages as a heartbeat."""
     busy = busy or any(counters.doing == COMPUTING for counters in stages.values())
     beat = Heartbeat(job=job, rank=rank, busy=busy, num_moved=num_moved, stages=dict(stages), call=call)

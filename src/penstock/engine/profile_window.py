@@ -60,6 +60,5 @@ class ProfileWindow:
             begin_s, end_s = (at_s + (us - mark) / 1e6 for us in (event.time_range.start, event.time_range.end))
             shapes = " ".join("x".join(map(str, shape)) for shape in event.input_shapes or () if shape)
             self._recorder.span(
-                "profile", stage, microbatch, begin_s, end_s, event.name, max(0, event.cpu_memory_usage),
-                detail=shapes,
-            )  # fmt: skip
+                "profile", stage, microbatch, begin_s, end_s, event.name, max(0, event.cpu_memory_usage), detail=shapes
+            )

@@ -11,15 +11,7 @@ from typing import TypeVar
 
 import torch
 
-from penstock.engine.channels import (
-    Apart,
-    Formats,
-    LocalChannel,
-    Receiver,
-    RemoteReceiver,
-    RemoteSender,
-    Sender,
-)
+from penstock.engine.channels import Apart, Formats, LocalChannel, Receiver, RemoteReceiver, RemoteSender, Sender
 from penstock.engine.counters import ACTIVATIONS, GRADIENTS
 from penstock.engine.placement import Replica
 from penstock.graph.program import StageProgram
@@ -203,9 +195,11 @@ class GrowingChannels:
         stages = self._replica.stages
         opening = Opening(
             ranks=dict(enumerate(stages)),
-            own=[stage for stage, rank in enumerate(stages) if rank == self._transport.rank], sizes=self._sizes,
-            number=training_set(self.generation, evaluates=self._evaluates), device=self._direct or HOST,
+            own=[stage for stage, rank in enumerate(stages) if rank == self._transport.rank],
+            sizes=self._sizes,
+            number=training_set(self.generation, evaluates=self._evaluates),
+            device=self._direct or HOST,
             direct=self._direct is not None,
-        )  # fmt: skip
+        )
         self.channels = open_channels(self._transport, self._links, opening)
         return True

@@ -96,9 +96,7 @@ class CachedDecoder(nn.Module):
             written = torch.arange(source.shape[1]).expand(source.shape)
             caches.append(self._cache(_SOURCE, Slots(rows, written, source_places)))
             given = self._encoded(source, source_sizes, source_places, ids.shape[1])
-        with (
-            masks_by(lambda function: mask_of_rows(function, positions, places)), written_back(self.model, caches[0])
-        ):  # fmt: skip
+        with masks_by(lambda function: mask_of_rows(function, positions, places)), written_back(self.model, caches[0]):
             return self._run(caches, ids, positions, last, places, given)
 
     def _run(
@@ -187,8 +185,10 @@ class CachedDecoder(nn.Module):
         found = {
             "ids": torch.zeros(rows, chunk, dtype=torch.int64),
             "positions": torch.arange(chunk).expand(rows, chunk).contiguous(),
-            "rows": torch.arange(rows), "last": torch.arange(min(chunk, WANTED)), "places": torch.arange(self.length),
-        }  # fmt: skip
+            "rows": torch.arange(rows),
+            "last": torch.arange(min(chunk, WANTED)),
+            "places": torch.arange(self.length),
+        }
         if self.encodes:
             source = torch.zeros(rows, self.length, dtype=torch.int64)
             found |= {"source": source, "source_sizes": source[:, 0] + 1, "source_places": torch.arange(self.length)}

@@ -92,9 +92,11 @@ class Generator:
             count = cut.count(_num_devices(world))
             cut = replace(cut, stages=count)
             caches = Generation(
-                slots=slots or SLOTS, lanes=lanes or num_lanes(count), max_length=max_length or MAX_LENGTH,
+                slots=slots or SLOTS,
+                lanes=lanes or num_lanes(count),
+                max_length=max_length or MAX_LENGTH,
                 cache_dtype=cache_dtype or "model",
-            )  # fmt: skip
+            )
         self.max_length = caches.max_length
         self._num_slots = caches.slots * caches.lanes
         call = ModelCall(model=None)
@@ -335,9 +337,7 @@ def _caches_of(
     caches = plan.generation
     if caches is None:
         raise UsageError("this plan has no slots and lanes; profile the model with --generate, and plan again")
-    for name, asked in (
-        ("slots", slots), ("lanes", lanes), ("max_length", max_length), ("cache_dtype", cache_dtype),
-    ):  # fmt: skip
+    for name, asked in (("slots", slots), ("lanes", lanes), ("max_length", max_length), ("cache_dtype", cache_dtype)):
         if asked not in {None, getattr(caches, name)}:
             raise UsageError(f"the plan was made for {name}={getattr(caches, name)}; leave {name} out, or plan again")
     return caches

@@ -203,12 +203,13 @@ class Lanes:
                 size = next(size for size in chunks if size >= len(part))
                 begin, sequence.fed = sequence.fed, sequence.fed + len(part)
                 step = Step(
-                    rows=[sequence.slot], ids=[part + [0] * (size - len(part))],
+                    rows=[sequence.slot],
+                    ids=[part + [0] * (size - len(part))],
                     # padding stays below the sequence's limit, where a position embedding may end
                     positions=[[min(at, sequence.max_length - 1) for at in range(begin, begin + size)]],
                     room=room_of(begin + size),
                     last=list(range(len(part))) if sequence.scored else [len(part) - 1],
-                )  # fmt: skip
+                )
                 _add_sources(step, [sequence], self.longest if begin == 0 else 0)
                 for index in step.last if sequence.scored else ():
                     if begin + index + 1 < sequence.num_prompt:

@@ -87,7 +87,8 @@ def inputs_of(step: Step) -> dict[str, Tensor]:
     }  # fmt: skip
     if step.source:
         found |= {
-            "source": torch.tensor(step.source, dtype=torch.int64), "source_sizes": torch.tensor(step.source_sizes),
+            "source": torch.tensor(step.source, dtype=torch.int64),
+            "source_sizes": torch.tensor(step.source_sizes),
             "source_places": torch.arange(step.source_room),
-        }  # fmt: skip
+        }
     return found

@@ -64,9 +64,7 @@ def _fixed_rotary(model: nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def positions_of_rows(model: Any, positions: Tensor, places: Tensor) -> Iterator[dict[str, Tensor]]:
     """Run a model at `positions` [B, S] with keys at `places` [T]; yields extra arguments for the call of the model."""
-    with (
-        _fixed_rotary(model), _masks_of_rows(model, positions, places), _positioned(model, positions, places) as given,
-    ):  # fmt: skip
+    with _fixed_rotary(model), _masks_of_rows(model, positions, places), _positioned(model, positions, places) as given:
         yield given
 
 

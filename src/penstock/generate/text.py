@@ -23,7 +23,7 @@ class TextDecoder:
 
     def __init__(
         self, tokenizer: Any, stops: Sequence[str] = (), *, before: Sequence[int] = (), with_stop: bool = False
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Create a decoder; `before` are the prompt's last tokens, for a text that continues them."""
         self._tokenizer, self._stops = tokenizer, [stop for stop in stops if stop]
         self._tokens = list(before)

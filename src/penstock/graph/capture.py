@@ -98,8 +98,10 @@ def _export(
     try:
         # suppress torch's output of the graph if an export fails; the error is one line
         with (
-            warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()), recorded_callbacks(model) as recorder
-        ):  # fmt: skip
+            warnings.catch_warnings(),
+            contextlib.redirect_stderr(io.StringIO()),
+            recorded_callbacks(model) as recorder,
+        ):
             warnings.simplefilter("ignore")
             exported: ExportedProgram = torch.export.export(
                 model, arguments, keywords, dynamic_shapes=shapes, strict=False

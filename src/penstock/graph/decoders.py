@@ -164,9 +164,10 @@ _NUMBERS = {"add", "sub", "rsub", "mul", "div", "pow", "lt", "le", "gt", "ge", "
 def check_steps(graph: Graph) -> None:
     """Raise `CaptureError` if rows of a decoder's step depend on each other's positions or on the number of keys."""
     rooms = {
-        op.arguments[3].expression for op in graph.ops
+        op.arguments[3].expression
+        for op in graph.ops
         if _kind(op) == "narrow" and isinstance(op.arguments[3], Size) and isinstance(op.arguments[3].expression, str)
-    }  # fmt: skip
+    }
     for op in (*graph.prelude, *graph.ops):
         if any(size.mentions(room) for size in _numbers(op) for room in rooms):
             raise CaptureError(

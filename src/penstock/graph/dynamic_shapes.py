@@ -63,9 +63,11 @@ class _Labels:
 
 
 def label_inputs(
-    model: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any],
+    model: nn.Module,
+    arguments: tuple[Any, ...],
+    keywords: dict[str, Any],
     dynamic: Mapping[str, Mapping[str | int, int]],
-) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the symbols of each input's dimensions; the result has the structure of the call."""
     names = _parameter_names(model, len(arguments))
     _check_dynamic(dynamic, names, keywords)
@@ -106,9 +108,11 @@ def _check_dynamic(
 
 
 def dynamic_shapes(
-    model: nn.Module, labels: tuple[tuple[Any, ...], dict[str, Any]], dynamic: Mapping[str, object],
+    model: nn.Module,
+    labels: tuple[tuple[Any, ...], dict[str, Any]],
+    dynamic: Mapping[str, object],
     limits: Mapping[str, int] | None = None,
-) -> object:  # fmt: skip
+) -> object:
     """Convert labels to the dynamic shapes of torch.export."""
     dims = {name: Dim(name, max=(limits or {}).get(name)) for name in (BATCH, *dynamic)}
 

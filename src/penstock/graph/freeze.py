@@ -65,9 +65,9 @@ def freeze_prefix(training: Graph, evaluation: Graph, cut: Cut, evaluated: Cut) 
     In the result, the cut is at `evaluated.position`. Operations after it keep their names, so they draw the same
     dropout. Raises `CutError` if the crossing values differ between evaluation and training.
     """
-    renamed = _matched(training, cut, crossing_values(training)[cut.position], crossing_values(evaluation)[
-        evaluated.position
-    ])  # fmt: skip
+    renamed = _matched(
+        training, cut, crossing_values(training)[cut.position], crossing_values(evaluation)[evaluated.position]
+    )
     states, names = _states(training, evaluation)
     renamed |= names
     given = [(a.name, b.name) for a, b in zip(evaluation.tensor_inputs(), training.tensor_inputs(), strict=True)]
@@ -82,10 +82,12 @@ def freeze_prefix(training: Graph, evaluation: Graph, cut: Cut, evaluated: Cut) 
     values = {name: value for name, value in training.values.items() if name in kept}
     values |= {
         renamed[name]: dataclasses.replace(value, name=renamed[name])
-        for name, value in evaluation.values.items() if name in renamed
-    }  # fmt: skip
+        for name, value in evaluation.values.items()
+        if name in renamed
+    }
     return dataclasses.replace(
-        training, states=(*training.states, *states),
+        training,
+        states=(*training.states, *states),
         prelude=(*training.prelude, *(_renamed(op, renamed) for op in evaluation.prelude)),
         ops=(*(_renamed(op, renamed) for op in prefix), *rest),
         visits=(
@@ -101,7 +103,7 @@ def freeze_prefix(training: Graph, evaluation: Graph, cut: Cut, evaluated: Cut) 
             **{p: why for p, why in evaluation.forbidden.items() if p < evaluated.position},
             **{p + shift: why for p, why in training.forbidden.items() if p > cut.position},
         },
-    )  # fmt: skip
+    )
 
 
 def _matched(training: Graph, cut: Cut, crossing: Sequence[Value], evaluated: Sequence[Value]) -> dict[str, str]:

@@ -241,6 +241,7 @@ def recurrent(reading: OperatorCall) -> list[Tensor]:
     place = 0 if reading.named["batch_first"] else 1
     rows = join(
         fold(labels, [dim for dim in range(3) if dim != place]).reshape(1, -1, 1),
-        *(fold(each, [0, 2]) for each in hidden), total(*(each.labels for each in flat(reading.named["params"]))),
-    )  # fmt: skip
+        *(fold(each, [0, 2]) for each in hidden),
+        total(*(each.labels for each in flat(reading.named["params"]))),
+    )
     return [rows.transpose(0, 1) if place == 0 else rows, *[rows] * len(hidden)]

@@ -204,20 +204,24 @@ def _words(text: str) -> list[str]:
 
 
 _MOVED = {"self", "input", "tensors", "other", "src"}  # arguments whose elements are moved, or whose shape is used
-_MOVES = set(_words(
+_MOVES = set(
+    _words(
         "cat concat concatenate stack hstack vstack dstack column_stack block_diag repeat tile repeat_interleave "
         "roll flip fliplr flipud rot90 constant_pad_nd pad reflection_pad1d reflection_pad2d reflection_pad3d "
         "replication_pad1d replication_pad2d replication_pad3d pixel_shuffle pixel_unshuffle channel_shuffle "
         "native_channel_shuffle im2col diag diag_embed diagflat atleast_1d atleast_2d atleast_3d "
         "broadcast_tensors meshgrid fft_fftshift lift_fresh_copy clone"
-    ))  # fmt: skip
-_POINTWISE = set(_words(
+    )
+)
+_POINTWISE = set(
+    _words(
         "__and __or __xor __iand __ior __ixor absolute alpha_dropout bernoulli bucketize clip complex detach "
         "divide dropout feature_alpha_dropout feature_dropout fix floor_divide greater greater_equal hardswish "
         "isclose isin isreal less less_equal log_sigmoid multiply native_dropout negative normal not_equal polar "
         "subtract uniform xlogy where cauchy exponential geometric log_normal abs copysign eq gcd ge gelu gt "
         "heaviside lcm le lt masked_fill mish ne relu6 rrelu rsub threshold true_divide"
-    ))  # fmt: skip
+    )
+)
 _RULES: dict[str, Rule] = {
     **dict.fromkeys(_words("to type_as detach real imag"), _self),
     **dict.fromkeys(_words("max min"), lambda r: (_pointwise if "other" in r.named else _over_named)(r)),

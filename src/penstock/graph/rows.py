@@ -166,10 +166,12 @@ class _Labelling:
     def _find_constants(self) -> set[str]:
         """Return the names of values that depend only on constants and sizes, taking writes into account."""
         known = {
-            state.value.name for state in self._graph.states
-            if state.kind != "parameter" and self._graph.constants[state.source].device.type == "cpu"
+            state.value.name
+            for state in self._graph.states
+            if state.kind != "parameter"
+            and self._graph.constants[state.source].device.type == "cpu"
             and not self._storage.is_written(state.value.name)
-        }  # fmt: skip
+        }
         torn: set[str] = set()  # memory to which non-constants are also written
         while True:
             found, before = set(known), len(torn)
@@ -269,10 +271,12 @@ class _Labelling:
         references, numbers, which = op.arguments
         values = [self._graph.values[reference.name] for reference in references]
         return label_callback(
-            self._graph.callbacks[which], values, [self._of(value.name) for value in values],
+            self._graph.callbacks[which],
+            values,
+            [self._of(value.name) for value in values],
             [value.evaluate(self._sizes) for value in values],
             *(settled(numbers, sizes, HOST, self._of) for sizes in (self._sizes, self._twice)),
-        )  # fmt: skip
+        )
 
     def _completed(self, name: str, labels: Tensor) -> Tensor:
         """Add labels that follow from a value's shape: one per row along the batch, none along fixed sizes.

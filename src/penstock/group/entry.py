@@ -215,13 +215,15 @@ def thread_worlds(names: Sequence[str]) -> list[World]:
     network, store = MemoryNetwork(len(names)), HashStore()
     return [
         World(
-            transport=MeteredTransport(transport), names=list(names),
-            devices=list(range(1, len(names))) or [FEEDER], store=store,
+            transport=MeteredTransport(transport),
+            names=list(names),
+            devices=list(range(1, len(names))) or [FEEDER],
+            store=store,
             health=Health(Boards.of_threads(store, rank, len(names)), rank, list(names), transport.abort),
             bandwidths=[None] * len(names),
         )
         for rank, transport in enumerate(network.transports)
-    ]  # fmt: skip
+    ]
 
 
 def join_group(

@@ -102,12 +102,14 @@ def slurm_variables(environment: Mapping[str, str]) -> dict[str, str]:
         job, step = int(environment["SLURM_JOB_ID"]), int(environment.get("SLURM_STEP_ID", "0"))
         tasks = tasks_per_node(environment["SLURM_STEP_TASKS_PER_NODE"])
         found = {
-            "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(int(environment["SLURM_LOCALID"])),
+            "RANK": str(rank),
+            "WORLD_SIZE": str(size),
+            "LOCAL_RANK": str(int(environment["SLURM_LOCALID"])),
             "LOCAL_WORLD_SIZE": str(tasks[int(environment["SLURM_NODEID"])]),
             "MASTER_ADDR": first_node(environment["SLURM_STEP_NODELIST"]),
             # jobs that share a node usually meet at different ports
             "MASTER_PORT": str(_FIRST_PORT + (job + 97 * step) % _PORTS),
-        }  # fmt: skip
+        }
     except (KeyError, ValueError, IndexError):
         return {}
     return found | {name: environment[name] for name in ("MASTER_ADDR", "MASTER_PORT") if name in environment}

@@ -208,9 +208,7 @@ def _prefix(generation: int) -> str:
     return f"again{generation}"
 
 
-def wait_for_newcomers(
-    world: World, count: int, wait_s: float = 0.0, check: Callable[[], None] = lambda: None
-) -> bool:  # fmt: skip
+def wait_for_newcomers(world: World, count: int, wait_s: float = 0.0, check: Callable[[], None] = lambda: None) -> bool:
     """Wait until this many newcomers have requested admission; False on timeout.
 
     Rank 0 calls this. `check` is called periodically, and may raise.

@@ -24,7 +24,7 @@ LISTING = "damaged.txt"
 
 def check_images(
     sets: Iterable[tuple[str, ImageSet, Sequence[int]]], folder: Path, length: int, *, skip: bool | None = None
-) -> list[str]:  # fmt: skip
+) -> list[str]:
     """Decode the rows of image sets, each with its path, and return the paths of damaged ones.
 
     Images that are too narrow for inputs of this length are damaged too. Decoding takes a small part of an epoch. The

@@ -103,7 +103,7 @@ def check_order(model: ZooModel, images: ImageSet) -> None:
 
 def _ordered(
     model: ZooModel, images: ImageSet, order: str | None, option: str = "give --set class_order=ORDER, or "
-) -> ImageSet:  # fmt: skip
+) -> ImageSet:
     """Return the images with their classes in the chosen order; random weights have no order."""
     by_code = tuple(sorted(images.classes))
     if not images.by_folder or by_code == images.classes:

@@ -102,11 +102,12 @@ def make_pipeline(settings: FitSettings, task: Task, world: World | None) -> Tra
     call = ModelCall(model=task.module, args=args, kwargs=kwargs, dynamic=task.dynamic, weights=task.weights)
     cut = dataclasses.replace(settings.cut_options, stages=settings.stages or one, plan=plan)
     run = RunOptions(
-        threads=settings.threads or (world.cores if world else None), device=settings.device,
+        threads=settings.threads or (world.cores if world else None),
+        device=settings.device,
         runtime=parse_runtime(settings.runtime),
         trace=None if settings.trace is None else Trace(settings.trace, profiler=settings.torch_profiler),
         on_loss=survival_options(settings, first=world is None or world.rank == FEEDER),
-    )  # fmt: skip
+    )
     options = TrainOptions(
         replicas=settings.replicas, schedule=settings.schedule, microbatches=settings.microbatches,
         seed=settings.seed, autocast=torch.bfloat16 if settings.autocast else None,
@@ -138,8 +139,9 @@ class _Fit:
         self._loader = self._make_loader()
         self._elastic = (
             ElasticTraining(self._trainer, self._loader, elastic_options(settings), self._changed)
-            if settings.elastic else None
-        )  # fmt: skip
+            if settings.elastic
+            else None
+        )
         self._num_steps = settings.steps or settings.epochs * len(self._loader)
         self._scheduler = (
             torch.optim.lr_scheduler.CosineAnnealingLR(self._optimizer, self._num_steps)
@@ -251,10 +253,12 @@ class _Fit:
         finally:
             self._folder.close()
         return FitResult(
-            settings=self._settings, num_processes=self._world.transport.size, epochs=epochs,
+            settings=self._settings,
+            num_processes=self._world.transport.size,
+            epochs=epochs,
             new_tensors=list(self._task.new_tensors),
             trained=unrecorded is not None or self._first < self._num_steps,
-        )  # fmt: skip
+        )
 
     def _recorded(self) -> list[EpochResult]:
         """Return the epochs that this run recorded before it was resumed."""

@@ -17,13 +17,7 @@ from penstock.pipeline import Pipeline
 from penstock.plan.check import read_plan
 from penstock.recipes.classify import ImagePrediction, check_head, classify, example_call
 from penstock.recipes.labels import Labels, match_labels
-from penstock.recipes.predictions import (
-    COLUMNS,
-    PredictionFile,
-    PredictionRun,
-    check_replaceable,
-    go_on_with,
-)
+from penstock.recipes.predictions import COLUMNS, PredictionFile, PredictionRun, check_replaceable, go_on_with
 from penstock.spec.settings import PredictSettings
 from penstock.terminal.live import LiveView
 from penstock.terminal.notes import note, say
@@ -134,7 +128,7 @@ def _check_done(file: PredictionFile, images: ImageSet) -> None:
 
 def _run(
     pipe: Pipeline, zoo: ZooModel, labels: Labels, file: PredictionFile, microbatch_size: int, asked: PredictSettings
-) -> "_Tally":  # fmt: skip
+) -> "_Tally":
     """Write a row for every image; return the tally."""
     images = labels.images
     tally = _Tally(labels.classes, file)

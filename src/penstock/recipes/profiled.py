@@ -195,9 +195,10 @@ def _step_inputs(decoder: CachedDecoder, room: int, rows: int, number: int, gene
     example = decoder.example(rows, 1)
     vocabulary = decoder.model.config.get_text_config().vocab_size
     example |= {
-        "ids": torch.randint(vocabulary, (rows, 1), generator=generator), "positions": torch.full((rows, 1), number),
+        "ids": torch.randint(vocabulary, (rows, 1), generator=generator),
+        "positions": torch.full((rows, 1), number),
         "places": torch.arange(room),
-    }  # fmt: skip
+    }
     if decoder.encodes:
         example |= {"source": example["source"][:, :0], "source_places": torch.arange(room)}
     return list(example.values())

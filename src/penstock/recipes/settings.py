@@ -86,8 +86,7 @@ class FitSettings(ElasticChoices, frozen=True, kw_only=True, forbid_unknown_fiel
     microbatches: Annotated[Positive | None, Meta(description="Number of microbatches of each replica's batch.")] = None
     cuts: Cuts = None
     plan: Annotated[
-        WholePath | None,
-        Meta(description="Plan for stages, replicas and batch.", extra={"metavar": "FILE"}),
+        WholePath | None, Meta(description="Plan for stages, replicas and batch.", extra={"metavar": "FILE"})
     ] = None
     batch_size: Annotated[
         Positive, Meta(description="Rows of a batch over all replicas. Default: 32.", extra={"default": None})
@@ -118,15 +117,9 @@ class FitSettings(ElasticChoices, frozen=True, kw_only=True, forbid_unknown_fiel
     ] = None
     resume: Annotated[bool, Meta(description="Continue from the last complete checkpoint.")] = False
     keep_best: Annotated[bool, Meta(description="Keep the most accurate epoch's model.")] = True
-    teacher: Annotated[
-        PathText | None,
-        Meta(
-            description="Weights of a teacher, for distillation.",
-        ),
-    ] = None
+    teacher: Annotated[PathText | None, Meta(description="Weights of a teacher, for distillation.")] = None
     hold_out: Annotated[
-        Annotated[int, Meta(ge=2)] | None,
-        Meta(description="Leave out every n-th row, for a later test."),
+        Annotated[int, Meta(ge=2)] | None, Meta(description="Leave out every n-th row, for a later test.")
     ] = None
     skip_damaged: Annotated[bool, Meta(description="Train without the images that cannot be read.")] = False
     save: bool = True
@@ -137,9 +130,7 @@ class FitSettings(ElasticChoices, frozen=True, kw_only=True, forbid_unknown_fiel
     elastic: Annotated[bool, Meta(description="Freeze converged layers, and use the freed devices.")] = False
     costs: Annotated[
         WholePath | None,
-        Meta(
-            description="Profile of `penstock profile --data`, for --elastic (default: measured) and --on-loss.",
-        ),
+        Meta(description="Profile of `penstock profile --data`, for --elastic (default: measured) and --on-loss."),
     ] = None
     on_loss: Annotated[
         Literal["stop", "continue", "wait"],
@@ -147,17 +138,12 @@ class FitSettings(ElasticChoices, frozen=True, kw_only=True, forbid_unknown_fiel
     ] = "stop"
     from_cluster: Annotated[
         WholePath | None,
-        Meta(
-            description="Cluster to plan for with --elastic (default: measured), or --on-loss with costs.",
-        ),
+        Meta(description="Cluster to plan for with --elastic (default: measured), or --on-loss with costs."),
     ] = None
     wait_for: WaitFor = 300.0
     join: Annotated[
         str | None,
-        Meta(
-            description="Join a training run, at the address that it printed.",
-            extra={"metavar": "HOST:PORT"},
-        ),
+        Meta(description="Join a training run, at the address that it printed.", extra={"metavar": "HOST:PORT"}),
     ] = None
     preprocess: Preprocess = None
     trace: Annotated[WholePath | None, TRACE] = None
@@ -244,11 +230,12 @@ def survival_options(settings: FitSettings, *, first: bool) -> "OnLoss":
 
     plans = first and settings.from_cluster is not None
     return OnLoss(
-        settings.on_loss, wait_s=settings.wait_for,
+        settings.on_loss,
+        wait_s=settings.wait_for,
         joins=read_place(settings.join) if settings.join is not None else None,
         profile=read_profile(settings.costs) if plans and settings.costs is not None else None,
         cluster=read_cluster(settings.from_cluster) if plans and settings.from_cluster is not None else None,
-    )  # fmt: skip
+    )
 
 
 def write_settings(settings: FitSettings, path: Path) -> None:

@@ -228,7 +228,7 @@ def taught_loss(output: Any, targets: Tensor) -> tuple[Tensor, int]:
     own, _ = class_loss(logits, labels)
     told = functional.kl_div(
         (logits / TEMPERATURE).log_softmax(-1), (wanted / TEMPERATURE).softmax(-1), reduction="sum"
-    )  # fmt: skip
+    )
     return (1 - _PART) * own + _PART * TEMPERATURE**2 * told, len(targets)
 
 

@@ -68,8 +68,10 @@ class Operator:
     def cells(self) -> list[Cell]:
         """Format milliseconds, calls and memory for a table."""
         return [
-            f"{self.seconds * 1e3:.3f}", f"{self.calls:.4g}", format_bytes(self.num_bytes) if self.num_bytes else None
-        ]  # fmt: skip
+            f"{self.seconds * 1e3:.3f}",
+            f"{self.calls:.4g}",
+            format_bytes(self.num_bytes) if self.num_bytes else None,
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +106,9 @@ def write_beside(folders: Sequence[str | os.PathLike[str]], file: str | os.PathL
         lead, tables, texts = _lead(named), [differences(named), operators(named)], [_how(named)]
         figures = [
             replace(figure, key=f"{figure.key}{index}", title=f"{each.name}: {figure.title}")
-            for index, each in enumerate(named) for figure in _figures(each)
-        ]  # fmt: skip
+            for index, each in enumerate(named)
+            for figure in _figures(each)
+        ]
     page = make_page(" beside ".join(names), lead, figures, tables, texts)
     tables += [figure.table for figure in figures if figure.key == "learning"]
     place = Path(file)
@@ -240,15 +243,16 @@ def operators_of(run: Run, stream: MeasuredStream) -> Mapping[str, Operator]:
         for span, seconds in own_seconds(spans):
             was = found.get(span.name, Operator())
             found[span.name] = Operator(
-                was.calls + 1 / num_profiled, was.seconds + seconds / num_profiled,
+                was.calls + 1 / num_profiled,
+                was.seconds + seconds / num_profiled,
                 was.num_bytes + span.num_bytes / num_profiled,
-            )  # fmt: skip
+            )
     for stage in stream.stages:
         messages = {
             "(wait for a message or a buffer)": ("wait_s", 0.0),
             "(read a message)": ("read_s", stage.mean("num_bytes_in")),
             "(send a message)": ("give_s", stage.mean("num_bytes_out")),
-        }  # fmt: skip
+        }
         for name, (field, num_bytes) in messages.items():
             was = found.get(name, Operator())
             found[name] = Operator(was.calls + 1, was.seconds + stage.mean(field), was.num_bytes + num_bytes)

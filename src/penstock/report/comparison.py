@@ -56,8 +56,9 @@ def compare_counts(pipelines: Sequence[Compared]) -> list[str]:
     lines = []
     for item in best:
         account = item.account
-        lost = sorted((line for line in account.lines if line.times >= _WORTH * account.num_times),
-                      key=lambda line: -line.times)  # fmt: skip
+        lost = sorted(
+            (line for line in account.lines if line.times >= _WORTH * account.num_times), key=lambda line: -line.times
+        )
         causes = "; ".join(f"{line.times:.2f} to {line.title} ({line.why})" for line in lost)
         lines.append(
             f"{item.name}: {item.row['speedup']:.2f} times one process. By the account "
@@ -163,7 +164,7 @@ def _best_of_counts(pipelines: Sequence[Compared]) -> list[Compared]:
     return [
         max((item for item in pipelines if item.row["stages"] == count), key=lambda item: item.row["speedup"])
         for count in _counts(pipelines)
-    ]  # fmt: skip
+    ]
 
 
 _COLORS = {
@@ -255,9 +256,11 @@ def speedups(rows: Sequence[Mapping[str, Any]]) -> Figure:
     )  # fmt: skip
     alt = "Speed-up over one process: " + ", ".join(f"{name_of(row)} {row['speedup']:.2f}" for row in pipelines) + "."
     layout = {
-        "barmode": "group", "height": 400, "xaxis": {"automargin": True, "type": "category"},
+        "barmode": "group",
+        "height": 400,
+        "xaxis": {"automargin": True, "type": "category"},
         "yaxis": {"title": {"text": "times one process"}, "rangemode": "tozero"},
-    }  # fmt: skip
+    }
     return Figure("speedups", "Speed-up by stages and policy", alt, data, layout,
                   Table("rows", "What was measured", columns, cells))  # fmt: skip
 

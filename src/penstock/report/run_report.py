@@ -192,9 +192,11 @@ def profiled_lines(run: Run) -> list[str]:
     seen = {(span.step, span.microbatch) for span in run.spans if span.kind == "profile"}
     if not seen:
         return []
-    which = f"step {min(seen)[0]}" if run.facts.kind == "training" else (
-        f"microbatches {min(m for _, m in seen)} to {max(m for _, m in seen)}"
-    )  # fmt: skip
+    which = (
+        f"step {min(seen)[0]}"
+        if run.facts.kind == "training"
+        else (f"microbatches {min(m for _, m in seen)} to {max(m for _, m in seen)}")
+    )
     return [f"The profiler slowed {which} down, which counts as slower compute; without torch_profiler it would not."]
 
 

@@ -66,9 +66,10 @@ class Bfloat16Runtime(Runtime):
         if not is_product(op):
             return function
         halves = {
-            position: self._halves[argument.name] for position, argument in enumerate(op.arguments)
+            position: self._halves[argument.name]
+            for position, argument in enumerate(op.arguments)
             if isinstance(argument, Ref) and argument.name in self._halves
-        }  # fmt: skip
+        }
         return _in_bfloat16(function, halves)
 
     @property

@@ -212,9 +212,10 @@ def _bernoulli_in_place(x: Tensor, p: float, key: Tensor, name: str) -> Tensor:
 
 # as torch computes them on the CPU
 _KEYED: Mapping[str, Callable[..., Tensor]] = {
-    "aten.dropout.default": _dropout, "aten.dropout_.default": _dropout_in_place,
+    "aten.dropout.default": _dropout,
+    "aten.dropout_.default": _dropout_in_place,
     "aten.bernoulli_.float": _bernoulli_in_place,
-}  # fmt: skip
+}
 
 
 class CompiledTrainingRuntime(TrainingRuntime, CompiledRuntime):

@@ -13,9 +13,10 @@ def operations_of(program: StageProgram, layers: Sequence[str]) -> set[str]:
         operations_of(program, ["blocks.3.mlp.fc2", "head"])
     """
     read = {
-        state.value.name for state in program.states
+        state.value.name
+        for state in program.states
         if any(state.source == layer or state.source.startswith(f"{layer}.") for layer in layers)
-    }  # fmt: skip
+    }
     return {op.name for op in program.ops if read & set(op.uses())}
 
 

@@ -64,7 +64,7 @@ class RuntimeKind:
 
 def _eager(
     program: "StageProgram", tensors: Mapping[str, "Tensor"], device: "torch.device", choice: "RuntimeChoice"
-) -> StageRuntime:  # fmt: skip
+) -> StageRuntime:
     from penstock.runtime.bfloat16 import Bfloat16Runtime
     from penstock.runtime.eager import Runtime
     from penstock.runtime.graphs import GraphRuntime, can_capture
@@ -76,7 +76,7 @@ def _eager(
 
 def _eager_training(
     part: "TrainingPart", tensors: Mapping[str, "Tensor"], device: "torch.device", again: bool
-) -> "TrainingRuntime":  # fmt: skip
+) -> "TrainingRuntime":
     from penstock.runtime.training import TrainingRuntime
 
     return TrainingRuntime(part, tensors, device, again=again)
@@ -84,7 +84,7 @@ def _eager_training(
 
 def _onnxruntime(
     program: "StageProgram", tensors: Mapping[str, "Tensor"], device: "torch.device", choice: "RuntimeChoice"
-) -> StageRuntime:  # fmt: skip
+) -> StageRuntime:
     from penstock.runtime.onnx.fused import JoinedRuntime
     from penstock.runtime.onnx.onnx_runtime import CachingEngine, OnnxRuntime, compile_model
 
@@ -98,7 +98,7 @@ def _onnxruntime(
 
 def _openvino(
     program: "StageProgram", tensors: Mapping[str, "Tensor"], device: "torch.device", choice: "RuntimeChoice"
-) -> StageRuntime:  # fmt: skip
+) -> StageRuntime:
     from penstock.runtime.onnx.fused import JoinedRuntime
     from penstock.runtime.onnx.openvino_runtime import OpenVinoRuntime, compile_model
 
@@ -112,7 +112,7 @@ def _openvino(
 
 def _compiled(
     program: "StageProgram", tensors: Mapping[str, "Tensor"], device: "torch.device", _choice: "RuntimeChoice"
-) -> StageRuntime:  # fmt: skip
+) -> StageRuntime:
     from penstock.runtime.compiled import CompiledRuntime
 
     return CompiledRuntime(program, tensors, device)
@@ -120,7 +120,7 @@ def _compiled(
 
 def _compiled_training(
     part: "TrainingPart", tensors: Mapping[str, "Tensor"], device: "torch.device", again: bool
-) -> "TrainingRuntime":  # fmt: skip
+) -> "TrainingRuntime":
     from penstock.runtime.compiled import CompiledTrainingRuntime
 
     return CompiledTrainingRuntime(part, tensors, device, again=again)

@@ -70,8 +70,10 @@ class Admission:
         if self.num_waiting + number > self.most_waiting + self._free:
             raise ApiError(
                 f"{self.num_waiting} requests are waiting, the limit is {self.most_waiting}; try again later",
-                code="queue_full", headers={"Retry-After": str(max(1, round(retry_s)))}, status=429,
-            )  # fmt: skip
+                code="queue_full",
+                headers={"Retry-After": str(max(1, round(retry_s)))},
+                status=429,
+            )
 
     def left(self, ticket: Ticket) -> None:
         """Return a ticket's slot, or remove it from the queue."""

@@ -61,9 +61,10 @@ class AccessGuard:
             matching = [hmac.compare_digest(given, known) for known in self._keys]
             if not any(matching):
                 error = ApiError(
-                    "an API key is required: Authorization: Bearer KEY, or api-key: KEY", code="invalid_api_key",
+                    "an API key is required: Authorization: Bearer KEY, or api-key: KEY",
+                    code="invalid_api_key",
                     status=401,
-                )  # fmt: skip
+                )
                 await written(error)(scope, receive, send)
                 return
             scope["client_key"] = matching.index(True)
@@ -259,7 +260,7 @@ class _Paths:
         del body  # a large one must not stay while the answer is generated
         documents = Documents(
             self._served.name, choices, chat=kind is ChatBody, counts_in_chunks=bool(options.continuous_usage_stats)
-        )  # fmt: skip
+        )
         tickets = service.enter(choices, client)
         pieces = service.pieces(choices, tickets)
         if streamed:
@@ -281,9 +282,11 @@ class _Paths:
     def _check_model(self, name: str | None) -> None:
         if name not in {None, self._served.name}:
             raise ApiError(
-                f"model {str(name)[:100]!r} not found; this server has {self._served.name}", param="model",
-                code="model_not_found", status=404,
-            )  # fmt: skip
+                f"model {str(name)[:100]!r} not found; this server has {self._served.name}",
+                param="model",
+                code="model_not_found",
+                status=404,
+            )
 
     def _model(self) -> dict[str, Any]:
         served = self._served

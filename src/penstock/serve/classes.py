@@ -67,8 +67,9 @@ class ClassService:
             self.metrics.ended("deadline", asked_s)
             raise ApiError(
                 f"no result within {self._deadline_s:g} s, including the wait in the queue; try again later",
-                code="deadline", status=504,
-            ) from None  # fmt: skip
+                code="deadline",
+                status=504,
+            ) from None
         except RunError:
             self.metrics.ended("error", asked_s)
             raise

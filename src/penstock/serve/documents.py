@@ -21,12 +21,14 @@ class Documents:
 
     def __init__(
         self, model: str, choices: Sequence[RequestedAnswer], *, chat: bool, counts_in_chunks: bool = False
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._chat, self._choices, self._counts_in_chunks = chat, choices, counts_in_chunks
         self._head = {
-            "id": f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}", "created": int(time.time()),
-            "model": model, "system_fingerprint": None,
-        }  # fmt: skip
+            "id": f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}",
+            "created": int(time.time()),
+            "model": model,
+            "system_fingerprint": None,
+        }
         self._num_tokens = 0
         self._num_reused = [0] * len(choices)
 
@@ -90,9 +92,11 @@ class Documents:
         prompt = sum({id(choice.prompt): len(choice.prompt) for choice in self._choices}.values())
         first = {id(choice.prompt): choice.index for choice in reversed(self._choices)}
         return {
-            "prompt_tokens": prompt, "completion_tokens": self._num_tokens, "total_tokens": prompt + self._num_tokens,
+            "prompt_tokens": prompt,
+            "completion_tokens": self._num_tokens,
+            "total_tokens": prompt + self._num_tokens,
             "prompt_tokens_details": {"cached_tokens": sum(self._num_reused[index] for index in first.values())},
-        }  # fmt: skip
+        }
 
     def _logprobs(self, index: int, tokens: Sequence[Token]) -> dict[str, Any] | None:
         if self._choices[index].num_likeliest is None:

@@ -62,9 +62,11 @@ def openapi(version: str, *, texts: bool) -> dict[str, Any]:
 
 
 _BODIES: dict[str, type[pydantic.BaseModel]] = {
-    "/v1/completions": CompletionBody, "/v1/chat/completions": ChatBody,
-    "/v1/tokenize": TokenizeBody, "/v1/detokenize": DetokenizeBody,
-}  # fmt: skip
+    "/v1/completions": CompletionBody,
+    "/v1/chat/completions": ChatBody,
+    "/v1/tokenize": TokenizeBody,
+    "/v1/detokenize": DetokenizeBody,
+}
 _STREAM: dict[str, Any] = {"text/event-stream": {"schema": {}}}
 _ERROR = {
     "type": "object", "required": ["error"],

@@ -35,9 +35,11 @@ def submit_options(body: CompletionBody | ChatBody, generator: Generator, ends: 
     check_tokens(bias, generator.vocabulary, "logit_bias")
     number = (body.logprobs if isinstance(body, CompletionBody) else body.top_logprobs) or 0
     return options | {
-        "presence_penalty": body.presence_penalty or 0.0, "frequency_penalty": body.frequency_penalty or 0.0,
-        "logit_bias": bias, "num_likeliest": number,
-    }  # fmt: skip
+        "presence_penalty": body.presence_penalty or 0.0,
+        "frequency_penalty": body.frequency_penalty or 0.0,
+        "logit_bias": bias,
+        "num_likeliest": number,
+    }
 
 
 def _sampling(body: CompletionBody | ChatBody, config: Any) -> dict[str, Any]:

@@ -239,8 +239,7 @@ _Part = Annotated[
     Annotated[TextPart, Tag("<text>")] | Annotated[RefusalPart, Tag("<refusal>")], Discriminator(_kind_of_part)
 ]
 _Content = Annotated[
-    Annotated[str, Tag("<text>")] | Annotated[list[_Part], _FIRST, Tag("<list>")],
-    _one_of("text or a list of parts"),
+    Annotated[str, Tag("<text>")] | Annotated[list[_Part], _FIRST, Tag("<list>")], _one_of("text or a list of parts")
 ]
 
 

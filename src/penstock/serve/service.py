@@ -48,13 +48,12 @@ def serve_model(
     if wrong := settings.preprocess if speaks else settings.slots:
         raise UsageError(f"slots are for language models, preprocess for others; got {wrong} for {settings.model}")
     open_service = _texts if speaks else _classes
-    with (
-        world if world is not None else contextlib.nullcontext(), open_service(settings, metrics, world) as opened
-    ):  # fmt: skip
+    with world if world is not None else contextlib.nullcontext(), open_service(settings, metrics, world) as opened:
         metrics.watch(
-            lambda: opened.service.admission.num_running, lambda: opened.service.admission.num_waiting,
+            lambda: opened.service.admission.num_running,
+            lambda: opened.service.admission.num_waiting,
             opened.service.admission.slots,
-        )  # fmt: skip
+        )
         metrics.watch_stages(opened.states, lambda: opened.num_lost)
         served = Served(
             name=name, service=opened.service, metrics=metrics, keys=keys, most_bytes=int(settings.max_body * 2**20),
@@ -84,9 +83,11 @@ class _Opened:
     """A deployed service and the state of its stages."""
 
     def __init__(
-        self, service: TextService | ClassService, pipeline: StreamingPipeline,
+        self,
+        service: TextService | ClassService,
+        pipeline: StreamingPipeline,
         failure: Callable[[], BaseException | None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.service, self._pipeline, self._failure = service, pipeline, failure
 
     @property

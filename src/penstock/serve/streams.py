@@ -27,7 +27,7 @@ class Events(StreamingResponse):
 
     def __init__(
         self, events: AsyncGenerator[str, None], headers: Mapping[str, str], tickets: Sequence[Ticket]
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(events, headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no", **headers})
         self._events, self._tickets = events, tickets
 
@@ -42,7 +42,7 @@ class Events(StreamingResponse):
 
 async def events(
     documents: Documents, pieces: AsyncGenerator[Piece, None], *, usage: bool
-) -> AsyncGenerator[str, None]:  # fmt: skip
+) -> AsyncGenerator[str, None]:
     """Yield the events of an answer, and comments while none arrives, so that proxies keep the connection."""
     begun = False
     async with aclosing(pieces):

@@ -17,14 +17,7 @@ from penstock.serve.admission import SMALL_BYTES, Admission, Desk, Ticket, lane_
 from penstock.serve.grammar import JsonGrammar
 from penstock.serve.metrics import Metrics
 from penstock.serve.options import check_tokens, json_grammar, prompts_of, schema_of, submit_options
-from penstock.serve.protocol import (
-    MOST_CHOICES,
-    ApiError,
-    ChatBody,
-    CompletionBody,
-    TokenizeBody,
-    too_long,
-)
+from penstock.serve.protocol import MOST_CHOICES, ApiError, ChatBody, CompletionBody, TokenizeBody, too_long
 from penstock.serve.token_texts import TokenTexts
 from penstock.serve.trial import Trial
 
@@ -82,9 +75,8 @@ class TextService:
     """
 
     def __init__(
-        self, generator: Generator, admission: Admission, metrics: Metrics, *, deadline_s: float,
-        ends: Sequence[int],
-    ) -> None:  # fmt: skip
+        self, generator: Generator, admission: Admission, metrics: Metrics, *, deadline_s: float, ends: Sequence[int]
+    ) -> None:
         """Create the service of a generator; `ends` are the tokens that end an answer."""
         self.generator, self.admission, self.metrics = generator, admission, metrics
         self._deadline_s, self._ends = deadline_s, list(ends)
@@ -138,7 +130,7 @@ class TextService:
 
     async def _with_grammar(
         self, choices: list[RequestedAnswer], body: CompletionBody | ChatBody, client: str
-    ) -> list[RequestedAnswer]:  # fmt: skip
+    ) -> list[RequestedAnswer]:
         """Return choices with the grammar of their body, which is built once."""
         if (schema := schema_of(body)) is not None:
             grammar = await self.desk.run(client, "trial", json_grammar, self.generator.tokenizer, schema, self.trial)
@@ -148,7 +140,7 @@ class TextService:
 
     def _choices(
         self, body: CompletionBody | ChatBody, tokens: list[int], most: int, param: str, index: int
-    ) -> list[RequestedAnswer]:  # fmt: skip
+    ) -> list[RequestedAnswer]:
         """Return the choices of one prompt, from this index on; -1 tokens are all that fit."""
         options = submit_options(body, self.generator, self._ends)
         self._check_length(len(tokens), max(1, most), param)
@@ -181,8 +173,10 @@ class TextService:
     async def _chat_tokens(self, body: ChatBody | TokenizeBody, client: str) -> list[int]:
         continues = bool(body.continue_final_message)
         if continues and body.add_generation_prompt:
-            raise ApiError("continue_final_message excludes add_generation_prompt; leave one of them out",
-                           param="continue_final_message")  # fmt: skip
+            raise ApiError(
+                "continue_final_message excludes add_generation_prompt; leave one of them out",
+                param="continue_final_message",
+            )
         begins = not continues and body.add_generation_prompt is not False
         messages = [message.plain() for message in body.messages or ()]
         self._check_text(sum(len(message["content"]) for message in messages), "messages")
@@ -208,8 +202,9 @@ class TextService:
         if num_characters > self._most_text:
             raise too_long(
                 f"the context is {self.generator.max_length} tokens, at most {self._most_text} characters; got "
-                f"{num_characters} in {param}; shorten it", param,
-            )  # fmt: skip
+                f"{num_characters} in {param}; shorten it",
+                param,
+            )
 
     def enter(self, choices: Sequence[RequestedAnswer], client: str) -> list[Ticket]:
         """Queue the choices of a client; raises `ApiError` 429 if the queue is full."""
@@ -266,9 +261,10 @@ class TextService:
         seed = choice.options["seed"]
         try:
             request = self.generator.submit(
-                choice.prompt, logits_processor=[choice.grammar.copy()] if choice.grammar else (),
+                choice.prompt,
+                logits_processor=[choice.grammar.copy()] if choice.grammar else (),
                 **choice.options | {"seed": None if seed is None else seed + choice.index},
-            )  # fmt: skip
+            )
         except UsageError as error:
             raise ApiError(str(error)) from None
         decoder = request.decoder(with_stop=choice.with_stop)
@@ -292,13 +288,13 @@ class TextService:
             reason = "length" if choice.unwanted else request.finish_reason
         finally:
             request.cancel()
-        self.metrics.ended(
-            reason or "abort", asked_s, num_prompt=len(choice.prompt), num_reused=request.num_reused
-        )  # fmt: skip
+        self.metrics.ended(reason or "abort", asked_s, num_prompt=len(choice.prompt), num_reused=request.num_reused)
         yield Piece(
-            index=choice.index, text="" if choice.unwanted else decoder.end(), num_reused=request.num_reused,
+            index=choice.index,
+            text="" if choice.unwanted else decoder.end(),
+            num_reused=request.num_reused,
             finish_reason=reason,
-        )  # fmt: skip
+        )
 
     async def _tokens(self, prompt: str | Sequence[int], client: str) -> list[int]:
         if not isinstance(prompt, str):

@@ -264,16 +264,18 @@ def _device(table: Mapping[str, object], bandwidth: float | None, latency_s: flo
     field = "cpu" if kind == "host" else "speed"
     speed = read_number(f"{field} of {where}", needed(where, table, field), float)
     return Device(
-        name=name, speed=min(speed, 1.0) if kind == "host" else speed,  # one thread cannot use more than one core
+        name=name,
+        speed=min(speed, 1.0) if kind == "host" else speed,  # one thread cannot use more than one core
         memory_bytes=read_quantity(f"memory of {where}", needed(where, table, "memory"), parse_bytes) or 0,
         threads=read_number(f"threads of {where}", table.get("threads", 1), int),
         address=read_text(f"address of {where}", table.get("address", "")),
         bandwidth_bytes_per_s=read_quantity(f"bandwidth of {where}", table.get("bandwidth"), parse_rate) or bandwidth,
         latency_s=read_quantity(f"latency of {where}", table["latency"], parse_seconds) or 0.0
-        if "latency" in table else latency_s,
+        if "latency" in table
+        else latency_s,
         runtimes=_runtimes(where, table["runtimes"]) if "runtimes" in table else None,
         **{key: _in_home(key, read_text(f"{key} of {where}", table[key])) for key in _REACHED if key in table},
-    )  # fmt: skip
+    )
 
 
 def _in_home(field: str, value: str) -> str:

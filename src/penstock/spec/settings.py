@@ -28,21 +28,15 @@ Threads = Annotated[Positive | None, Meta(description="Threads per stage.")]
 Bind = Annotated[str | None, Meta(description="Listening address. Default: the first host's route.")]
 Seed = Annotated[int, Meta(description="Seed of random weights, as in PyTorch.")]
 CUTS_HELP = "A cut, as PATH:after; may be repeated. Or balanced, equal-blocks, equal-size, smallest-crossing."
-Cuts = Annotated[
-    list[str] | None,
-    Meta(description=CUTS_HELP, extra={"flags": ["--cut"], "metavar": "NAME"}),
-]
+Cuts = Annotated[list[str] | None, Meta(description=CUTS_HELP, extra={"flags": ["--cut"], "metavar": "NAME"})]
 Live = Annotated[bool, Meta(description="Live view of the stages during the run.")]
 TorchProfiler = Annotated[bool, Meta(description="Record torch.profiler's operations too, in --trace DIR.")]
 Preprocess = Annotated[str | None, Meta(description="As in size=224x320,mean=0.5,std=0.5,crop_pct=1.")]
 WaitFor = Annotated[float, Meta(ge=1.0, description="Seconds to wait with --on-loss wait.")]
 TRACE = Meta(
-    description="Record a trace in a folder, for `penstock report DIR`.",
-    extra={"metavar": "DIR", "written": "folder"},
+    description="Record a trace in a folder, for `penstock report DIR`.", extra={"metavar": "DIR", "written": "folder"}
 )
-_RARE_TEXT = (
-    "bind", "cache_dtype", "seed", "slots", "speculate", "top_k", "top_p", "trace", "weights",
-)  # fmt: skip
+_RARE_TEXT = ("bind", "cache_dtype", "seed", "slots", "speculate", "top_k", "top_p", "trace", "weights")
 
 
 class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -96,9 +96,8 @@ def divide_model(call: ModelCall, cut: CutOptions, run: RunOptions, world: World
     if graph.keeps_caches and num_devices == 1 and not survives:
         start_world = _this_process  # messages to a worker would take time in each step of a generation
     return Division(
-        graph, cuts, start_world,
-        _surviving(cut, run, graph, load, cuts, deploy, sizes) if survives else deploy,
-    )  # fmt: skip
+        graph, cuts, start_world, _surviving(cut, run, graph, load, cuts, deploy, sizes) if survives else deploy
+    )
 
 
 def _this_process() -> World:

@@ -246,10 +246,11 @@ class StreamingPipeline:
             )
         if rows > microbatch_size:
             check_rows(
-                self.graph, sizes,
+                self.graph,
+                sizes,
                 f"run it as one microbatch, with microbatch_size={rows} and an example of {rows} rows, or "
                 "call stream() with inputs whose rows belong together; each input is then one microbatch",
-            )  # fmt: skip
+            )
         outputs = list(self.stream(self._microbatches(args, kwargs, rows, microbatch_size)))
         if len(outputs) == 1:
             return outputs[0]

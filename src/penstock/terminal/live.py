@@ -64,7 +64,7 @@ class LiveView:
         self._seen: deque[tuple[float, Sequence[StageState]]] = deque()
         self._live = Live(
             get_renderable=self.render, console=console, refresh_per_second=_REFRESH_PER_S, transient=True
-        )  # fmt: skip
+        )
         self._shown = shown
 
     def __enter__(self) -> "LiveView":
@@ -144,9 +144,9 @@ class FitProgress:
     ) -> None:  # fmt: skip
         console = progress_console()
         self._unit, self._shown = unit, shown
-        self._view = None if look is None else LiveView(
-            console, look, total=num_steps, unit="steps", done=done, shown=shown
-        )  # fmt: skip
+        self._view = (
+            None if look is None else LiveView(console, look, total=num_steps, unit="steps", done=done, shown=shown)
+        )
         self._progress = Progress(
             TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
             TextColumn("{task.fields[now]}"), TimeRemainingColumn(), console=console, transient=True,

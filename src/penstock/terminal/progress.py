@@ -94,7 +94,7 @@ def _spinner(what: str, console: "Console") -> Iterator[Say]:
     # concurrent prints stay on standard output
     with Progress(
         *columns, console=console, transient=True, disable=console.quiet, redirect_stdout=sys.stdout.isatty()
-    ) as progress:  # fmt: skip
+    ) as progress:
         task = progress.add_task(plain(what))
         yield lambda text: progress.update(task, description=plain(text))
 

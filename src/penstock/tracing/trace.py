@@ -249,9 +249,10 @@ def _numbered_through(process: ProcessTrace, facts: RunFacts, numbers: Sequence[
 
     start = facts.routes[own].start
     return msgspec.structs.replace(
-        process, spans=tuple(map(numbered, process.spans)),
+        process,
+        spans=tuple(map(numbered, process.spans)),
         alone=tuple(msgspec.structs.replace(alone, stage=start + alone.stage) for alone in process.alone),
-    )  # fmt: skip
+    )
 
 
 def write_run(folder: str | os.PathLike[str], facts: RunFacts, processes: Sequence[StreamTrace]) -> None:

@@ -225,8 +225,9 @@ class Arrangement:
 
         Rows then fall into the same microbatches for any number of replicas.
         """
-        replicas = (replace(r, num_microbatches=r.num_microbatches or self.usual_microbatches)
-                    for r in self.grid.replicas)  # fmt: skip
+        replicas = (
+            replace(r, num_microbatches=r.num_microbatches or self.usual_microbatches) for r in self.grid.replicas
+        )
         return self.moved(Grid(tuple(replicas)), self.cuts, skipped=self.skipped)
 
     def moved(self, grid: Grid, cuts: Sequence[Cut], *, skipped: int = 0, rank: int | None = None) -> "Arrangement":
@@ -280,9 +281,7 @@ def arrange(
         graph, common() if chosen else Cuts(graph), names=names, stages=len(first.stages), policy=cut.policy,
         places=[first.devices.index(rank) for rank in first.stages],
     )  # fmt: skip
-    return Arrangement(
-        world.rank, grid, cuts, choice, microbatches=microbatches, checkpointing=options.checkpointing
-    )  # fmt: skip
+    return Arrangement(world.rank, grid, cuts, choice, microbatches=microbatches, checkpointing=options.checkpointing)
 
 
 def place_training(world: World, graph: Graph, plan: Plan) -> tuple[Grid, list[str]]:

@@ -86,9 +86,11 @@ class StandIn(Tensor):
         given, name = _stand_ins((args, kwargs)), func.name().partition(".")[0]
         written = _written(func, args, kwargs)
         indexed, drawn = name in _INDEXED, torch.Tag.nondeterministic_seeded in func.tags
-        unknown = any(x.dtype == torch.bool for x in _stand_ins(args[1])) if indexed else any(
-            tag in func.tags for tag in _BY_VALUE
-        )  # fmt: skip
+        unknown = (
+            any(x.dtype == torch.bool for x in _stand_ins(args[1]))
+            if indexed
+            else any(tag in func.tags for tag in _BY_VALUE)
+        )
         if unknown or not all(isinstance(x, StandIn) for x in written):
             _refuse(name.removeprefix("aten::"), args, kwargs)
         if drawn or name in _CONSTANT:

@@ -46,8 +46,8 @@ _SHOWS_S = 5.0  # timeout for a network file system to show another host's files
 
 
 def save_checkpoint(
-    trainer: Trainer, folder: Path, optimizers: Optimizers = None, schedulers: Any = None, *loaders: Loader,
-) -> None:  # fmt: skip
+    trainer: Trainer, folder: Path, optimizers: Optimizers = None, schedulers: Any = None, *loaders: Loader
+) -> None:
     """Write a checkpoint to a shared folder (a collective call).
 
     The checkpoint includes the position in the data of the loader that was trained on, and of each given loader.
@@ -125,8 +125,9 @@ def _write(
         failed, files = _attempt(lambda: write_stages(place.folder, own, place.save))
         shapes = {
             name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
-            for tensors in own.values() for name, tensor in tensors.items()
-        }  # fmt: skip
+            for tensors in own.values()
+            for name, tensor in tensors.items()
+        }
         return {
             "failed": failed, "files": files or {}, "shapes": shapes,
             "places": {name: stage for stage, tensors in own.items() for name in tensors},
@@ -139,8 +140,8 @@ def _write(
 
 
 def load_checkpoint(
-    trainer: Trainer, folder: Path, optimizers: Optimizers = None, schedulers: Any = None, *loaders: Loader,
-) -> None:  # fmt: skip
+    trainer: Trainer, folder: Path, optimizers: Optimizers = None, schedulers: Any = None, *loaders: Loader
+) -> None:
     """Continue from a checkpoint, with any number of stages and replicas (a collective call).
 
     Raises `ModelError` if the folder has no checkpoint, a damaged one, or one that a host cannot read, `UsageError` if

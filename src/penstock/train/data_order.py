@@ -34,7 +34,7 @@ class SeededOrder:
 
     def __init__(
         self, num_rows: int, *, batch_size: int, shuffle: bool, drop_last: bool, seed: int, multiple: int = 1
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._num_rows, self._multiple = num_rows, multiple
         self._batch_size, self._shuffle, self._drop_last, self._seed = batch_size, shuffle, drop_last, seed
 

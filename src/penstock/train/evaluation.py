@@ -170,10 +170,12 @@ class Evaluation:
 
         for stage in stages.values():
             stage.head = finish if stage.index == len(self.parts) - 1 else None
-            stage.begin({
-                index: StepInput(m.sizes, {value.name: m.inputs[value.name] for value in stage.part.own}, "")
-                for index, m in enumerate(microbatches)
-            })  # fmt: skip
+            stage.begin(
+                {
+                    index: StepInput(m.sizes, {value.name: m.inputs[value.name] for value in stage.part.own}, "")
+                    for index, m in enumerate(microbatches)
+                }
+            )
         actions = forward_only(sorted(stages), len(microbatches))
         run_schedule(actions, stages, channels.channels, Observer(stages))
         return microbatches

@@ -58,8 +58,9 @@ def _stops(now: PlacedStages, wanted: Sequence[str]) -> bool:
     reached = differentiable_values(graph, now.captured.trainable, wanted)
     return any(
         value.name in reached and place not in part.backward_inputs
-        for part in parts for place, value in enumerate(part.crossing)
-    )  # fmt: skip
+        for part in parts
+        for place, value in enumerate(part.crossing)
+    )
 
 
 def with_leaves(microbatches: Sequence[Microbatch], wanted: Sequence[str]) -> list[Microbatch]:
@@ -76,10 +77,12 @@ def check_same(gathered: Sequence[Mapping[str, Any]], names: Sequence[str]) -> N
     """Raise `UsageError` on all ranks unless the same inputs require gradients everywhere."""
     wanted = [document["wanted"] for document in gathered]
     if other := next((rank for rank, each in enumerate(wanted) if each != wanted[0]), None):
-        raise everywhere(UsageError(
-            f"inputs that require a gradient must be the same on all ranks; got {wanted[0]} on {names[0]} and "
-            f"{wanted[other]} on {names[other]}"
-        ))  # fmt: skip
+        raise everywhere(
+            UsageError(
+                f"inputs that require a gradient must be the same on all ranks; got {wanted[0]} on {names[0]} and "
+                f"{wanted[other]} on {names[other]}"
+            )
+        )
 
 
 def give_back(

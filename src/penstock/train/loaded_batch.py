@@ -42,9 +42,9 @@ class InputPlaces:
     def inputs_of(self, loaded: Any) -> Any:
         """Return the inputs for a loaded batch."""
         tensors = trees.tensors(loaded)
-        leaves = iter([
-            tensors[self.places[index]] if index in self.places else value for index, value in enumerate(self.others)
-        ])  # fmt: skip
+        leaves = iter(
+            [tensors[self.places[index]] if index in self.places else value for index, value in enumerate(self.others)]
+        )
         return trees.mapped(lambda _: next(leaves), self.containers)
 
 
@@ -80,9 +80,10 @@ class LoadedBatch:
         counter, are treated as changed.
         """
         known = {
-            id(leaf): place for place, (reference, version) in enumerate(self.loaded)
+            id(leaf): place
+            for place, (reference, version) in enumerate(self.loaded)
             if (leaf := reference()) is not None and version is not None and _version(leaf) == version
-        }  # fmt: skip
+        }
         given = list(trees.leaves(inputs))
         tensors = [index for index, leaf in enumerate(given) if isinstance(leaf, Tensor)]
         found = {index: place for index in tensors if (place := known.get(id(given[index]))) is not None}

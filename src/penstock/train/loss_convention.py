@@ -296,10 +296,7 @@ class _Probe:
                     return self._run([0, 0], [first, first]), [one, one]
             middle = (self.rows + 1) // 2
             noise = [first] * middle + [2 * first] * (self.rows - middle)
-            halves = [
-                self._run(range(middle), noise[:middle]),
-                self._run(range(middle, self.rows), noise[middle:]),
-            ]  # fmt: skip
+            halves = [self._run(range(middle), noise[:middle]), self._run(range(middle, self.rows), noise[middle:])]
             return (self._run(range(self.rows), noise) if noisy else result), halves
 
     def _run(self, rows: Sequence[int], noise: Sequence[float]) -> _Result:

@@ -84,17 +84,21 @@ def check_agreed(gathered: Sequence[Mapping[str, Any]], mark: Callable[[UsageErr
         raise mark(UsageError(refused))
     kinds = sorted({kind for document in gathered for kind in document["kinds"]})
     if len(kinds) > 1:
-        raise mark(UsageError(
-            f"loss_fn is a {' and a '.join(_NAMES[kind] for kind in kinds)} in microbatches of one batch; "
-            "return (sum, count), or use microbatches=1 and replicas=1"
-        ))  # fmt: skip
+        raise mark(
+            UsageError(
+                f"loss_fn is a {' and a '.join(_NAMES[kind] for kind in kinds)} in microbatches of one batch; "
+                "return (sum, count), or use microbatches=1 and replicas=1"
+            )
+        )
     _check_divisors([document for document in gathered if document["divisors"]], mark)
     ratios = [ratio for document in gathered for ratio in document["ratios"]]
     if ratios and any(not _same(ratios[0], other) for other in ratios):
-        raise mark(UsageError(
-            "loss_fn gives rows unequal weights, so a batch's loss is not the mean of its microbatches' losses; return "
-            "(sum, count), or use microbatches=1 and replicas=1"
-        ))  # fmt: skip
+        raise mark(
+            UsageError(
+                "loss_fn gives rows unequal weights, so a batch's loss is not the mean of its microbatches' losses; "
+                "return (sum, count), or use microbatches=1 and replicas=1"
+            )
+        )
 
 
 def _check_divisors(gathered: Sequence[Mapping[str, Any]], mark: Callable[[UsageError], Exception]) -> None:
@@ -109,10 +113,12 @@ def _check_divisors(gathered: Sequence[Mapping[str, Any]], mark: Callable[[Usage
     )
     if differ or own:
         found = " and ".join(f"{each[-1]:g}" for each in divisors)
-        raise mark(UsageError(
-            f"loss_fn divides a sum by {found} in the replicas, counts of their own rows, but sums of replicas are "
-            "added; count inside loss_fn and return (sum, count)"
-        ))  # fmt: skip
+        raise mark(
+            UsageError(
+                f"loss_fn divides a sum by {found} in the replicas, counts of their own rows, but sums of replicas are "
+                "added; count inside loss_fn and return (sum, count)"
+            )
+        )
 
 
 def _same(first: Sequence[float], other: Sequence[float]) -> bool:

@@ -124,29 +124,36 @@ def _gather(trainer: Trainer, optimizer: torch.optim.Optimizer, tensors: HeldTen
         "slots": {
             name: {
                 slot: [str(value.dtype).removeprefix("torch."), list(value.shape)]
-                for slot, value in held.items() if isinstance(value, Tensor)
+                for slot, value in held.items()
+                if isinstance(value, Tensor)
             }
             for name, held in state.slots.items()
         },
         "scalars": encode(state.scalars(), "the optimizer's state"),
-    }  # fmt: skip
+    }
     groups: dict[str, int] = {}
     slots: dict[str, Any] = {}
     scalars: dict[str, Any] = {}
     gathered = all_gather(trainer.world.transport, mine)
     for rank, document in enumerate(gathered):
         if document["count"] != mine["count"]:
-            raise everywhere(UsageError(
-                f"the optimizer has {mine['count']} groups of parameters on {trainer.world.names[trainer.world.rank]} "
-                f"and {document['count']} on {trainer.world.names[rank]}, so parameters cannot move between these "
-                "processes; use the same groups everywhere, empty if a process has no parameters for one"
-            ))  # fmt: skip
+            raise everywhere(
+                UsageError(
+                    f"the optimizer has {mine['count']} groups of parameters on "
+                    f"{trainer.world.names[trainer.world.rank]} and {document['count']} on "
+                    f"{trainer.world.names[rank]}, so parameters cannot move between these processes; "
+                    "use the same groups everywhere, empty if a process has no parameters for one"
+                )
+            )
         if document["settings"] != mine["settings"]:
-            raise everywhere(UsageError(
-                f"a group of the optimizer has other settings on {trainer.world.names[trainer.world.rank]} than on "
-                f"{trainer.world.names[rank]}, so parameters cannot move between these processes: {mine['settings']} "
-                f"and {document['settings']}; use the same groups everywhere, empty if a process has none for one"
-            ))  # fmt: skip
+            raise everywhere(
+                UsageError(
+                    f"a group of the optimizer has other settings on {trainer.world.names[trainer.world.rank]} than on "
+                    f"{trainer.world.names[rank]}, so parameters cannot move between these processes: "
+                    f"{mine['settings']} and {document['settings']}; use the same groups everywhere, "
+                    "empty if a process has none for one"
+                )
+            )
         groups |= document["groups"]
         slots |= document["slots"]
         scalars |= decode(document["scalars"])

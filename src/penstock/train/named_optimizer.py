@@ -47,10 +47,12 @@ class NamedOptimizer:
                     for k, v in group.items()
                     if k not in {"params", "param_names"}
                 },
-                "names": names, "place": place, "schedules": per_group(schedulers, group),
+                "names": names,
+                "place": place,
+                "schedules": per_group(schedulers, group),
             }
             for place, (group, names) in enumerate(zip(self._groups, self._names(), strict=True))
-        ]  # fmt: skip
+        ]
 
     def plain_settings(self) -> list[dict[str, Any]]:
         """Return the numbers and texts among the groups' settings."""

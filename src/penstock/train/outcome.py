@@ -62,21 +62,25 @@ def mean_loss(gathered: Sequence[Mapping[str, Any]], step: int, last_stage: int)
     if not math.isfinite(loss):
         stages = [stage for document in gathered for stage in document["nonfinite"]]
         where = f"stage {min(stages)}" if stages else f"stage {last_stage}, in the loss itself"
-        raise everywhere(RunError(
-            f"the loss of step {step} is {loss}: the first numbers that are not finite came from {where}; "
-            "lower the learning rate, clip gradients, or look at this batch"
-        ))  # fmt: skip
+        raise everywhere(
+            RunError(
+                f"the loss of step {step} is {loss}: the first numbers that are not finite came from {where}; "
+                "lower the learning rate, clip gradients, or look at this batch"
+            )
+        )
     if not total:
-        raise everywhere(RunError(
-            f"the loss of step {step} is undefined: no label of the batch counts; leave such batches out"
-        ))  # fmt: skip
+        raise everywhere(
+            RunError(f"the loss of step {step} is undefined: no label of the batch counts; leave such batches out")
+        )
     used = {name for document in gathered for name in document["used"]}
     unused = sorted({name for document in gathered for name in document["unused"]} - used)
     if unused and step == 0:
-        raise everywhere(RunError(
-            f"{len(unused)} parameters do not contribute to the loss, first {unused[0]}; freeze them with "
-            "requires_grad_(False), or use their output"
-        ))  # fmt: skip
+        raise everywhere(
+            RunError(
+                f"{len(unused)} parameters do not contribute to the loss, first {unused[0]}; freeze them with "
+                "requires_grad_(False), or use their output"
+            )
+        )
     return loss / total
 
 

@@ -101,8 +101,9 @@ class Trainer:
             self.now = PlacedStages(self.world, captured, placed, how, self._work.head)
             self.tracer = (
                 TrainingTracer(self.world, self.now.observer, self.now.synchronizer, profile=run.trace.profiler)
-                if run.trace is not None else None
-            )  # fmt: skip
+                if run.trace is not None
+                else None
+            )
         self._work.tracer = self.tracer
         self.exchange.mark(self.now.placed)
 

@@ -49,9 +49,7 @@ def exchange_rows(
 
     def one(rank: int) -> Any:
         alike = {r: shards[r] for r in range(size) if r == rank or (hosts and hosts[r] == hosts[rank])}
-        features = CachedFeatures(
-            network.transports[rank], grid, alike, skipped=1, hosts=hosts, num_views=num_views
-        )  # fmt: skip
+        features = CachedFeatures(network.transports[rank], grid, alike, skipped=1, hosts=hosts, num_views=num_views)
         try:
             return work(features, rank)
         finally:
@@ -103,10 +101,12 @@ def grids(draw: st.DrawFn) -> tuple[Grid, int]:
 
 @settings(max_examples=examples(25), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    made=grids(), order=st.permutations(range(SAMPLES)), sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4),
+    made=grids(),
+    order=st.permutations(range(SAMPLES)),
+    sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4),
     machines=st.one_of(st.just([]), st.lists(st.sampled_from("ab"), min_size=4, max_size=4)),
     prefetched=st.booleans(),
-)  # fmt: skip
+)
 def test_every_replica_gets_its_rows(
     made: tuple[Grid, int], order: list[int], sizes: list[int], machines: list[str], prefetched: bool,
     tmp_path_factory: pytest.TempPathFactory,

@@ -8,9 +8,11 @@ from penstock.elastic.epochs import EpochRecord, FreezePolicy, next_frozen
 
 
 def epochs(
-    *norms: Sequence[float], frozen: Sequence[int] = (), accuracy: Sequence[float | None] = (),
+    *norms: Sequence[float],
+    frozen: Sequence[int] = (),
+    accuracy: Sequence[float | None] = (),
     loss: Sequence[float | None] = (),
-) -> list[EpochRecord]:  # fmt: skip
+) -> list[EpochRecord]:
     """An epoch for each row of norms; what is given beside them is by epoch."""
     return [
         EpochRecord(

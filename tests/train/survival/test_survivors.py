@@ -163,7 +163,7 @@ KILLED = -signal.SIGKILL
 
 def train(
     tmp_path: Path, size: int, asked: dict[str, object], *, newcomers: int = 0, unlike: Sequence[str] = ()
-) -> list[int]:  # fmt: skip
+) -> list[int]:
     """Train in one process and in several; returns how these ended, once what was learned is the same."""
     script, port = tmp_path / "script.py", str(free_port())
     script.write_text(SCRIPT)

@@ -228,10 +228,12 @@ def _parse_host(index: int, table: Mapping[str, object], default_rate: float | N
     memory_bytes = read_quantity(f"memory of {where}", str(memory), parse_bytes) or 0
     rate = _rate(where, table)
     return HostSpec(
-        name=read_text(f"the name of {where}", name), cpu=float(cpu), memory_bytes=memory_bytes,
+        name=read_text(f"the name of {where}", name),
+        cpu=float(cpu),
+        memory_bytes=memory_bytes,
         bandwidth_bytes_per_s=default_rate if rate is None else rate,
         arch=None if table.get("arch") is None else read_text(f"arch of {where}", table["arch"]),
-    )  # fmt: skip
+    )
 
 
 def _check_fields(where: str, table: Mapping[str, object], known: tuple[str, ...]) -> None:

@@ -148,8 +148,9 @@ class RemoteRun:
         except OSError as error:
             raise ClusterError(f"ssh could not be started ({error}); install openssh-client") from None
         streams: list[tuple[Literal["stdout", "stderr"], IO[str] | None]] = [
-            ("stdout", process.stdout), ("stderr", process.stderr),
-        ]  # fmt: skip
+            ("stdout", process.stdout),
+            ("stderr", process.stderr),
+        ]
         pumps = [threading.Thread(target=self._pump, args=(host, name, each), daemon=True) for name, each in streams]
         for pump in pumps:
             pump.start()

@@ -82,16 +82,20 @@ def kubernetes_manifest(arguments: Sequence[str], num_hosts: int, *, threads: in
         "MASTER_PORT": str(PORT), "OMP_NUM_THREADS": "1",
     }  # fmt: skip
     container: dict[str, Any] = {
-        "name": "penstock", "image": image, "command": ["bash", "-c", start, "penstock", *arguments],
+        "name": "penstock",
+        "image": image,
+        "command": ["bash", "-c", start, "penstock", *arguments],
         "env": [{"name": name, "value": value} for name, value in environment.items()],
         "resources": {"limits": {"cpu": str(threads)}},
-    }  # fmt: skip
+    }
     if gpus := _num_gpus(arguments):
         container["resources"]["limits"]["nvidia.com/gpu"] = str(gpus)
     service = {
-        "apiVersion": "v1", "kind": "Service", "metadata": {"name": "penstock"},
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {"name": "penstock"},
         "spec": {"clusterIP": "None", "selector": {"job-name": "penstock"}, "publishNotReadyAddresses": True},
-    }  # fmt: skip
+    }
     pod = {"subdomain": "penstock", "restartPolicy": "Never", "containers": [container]}
     job = {
         "apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "penstock"},

@@ -75,9 +75,10 @@ def factor_at(profile: Profile, column: RuntimeColumn | None, rows: int) -> floa
 
 def _fastest(profile: Profile, max_error: float, names: Collection[str]) -> RuntimeColumn | None:
     near = [
-        column for column in profile.runtimes
+        column
+        for column in profile.runtimes
         if column.name in names and column.error <= max_error and fmean(_factors(column)) < 1.0
-    ]  # fmt: skip
+    ]
     return min(near, key=lambda column: fmean(_factors(column)), default=None)
 
 
@@ -87,7 +88,7 @@ def _factors(column: RuntimeColumn) -> list[float]:
 
 def _with_runtimes(
     pipelines: Sequence[PlannedPipeline], like_of: Callable[[PlannedStage], RuntimeColumn | PlannedStage]
-) -> tuple[PlannedPipeline, ...]:  # fmt: skip
+) -> tuple[PlannedPipeline, ...]:
     def changed(stage: PlannedStage) -> PlannedStage:
         like = like_of(stage)
         return msgspec.structs.replace(stage, runtime=like.runtime, precision=like.precision, keep=like.keep)

@@ -55,8 +55,9 @@ def keep_cuts(profile: Profile, names: Collection[str]) -> Profile:
     Example:
         keep_cuts(profile, {"blocks.3:after", "blocks.7:after"})
     """
-    kept = [index for index, each in enumerate(profile.boundaries)
-            if index in {0, len(profile.units)} or each.name in names]  # fmt: skip
+    kept = [
+        index for index, each in enumerate(profile.boundaries) if index in {0, len(profile.units)} or each.name in names
+    ]
     units = [_joined(profile.units[start:end]) for start, end in pairwise(kept)]
     boundaries: list[Boundary] = [profile.boundaries[index] for index in kept]
     return msgspec.structs.replace(profile, units=tuple(units), boundaries=tuple(boundaries))

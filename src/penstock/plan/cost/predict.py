@@ -53,11 +53,9 @@ def result_times(
     [2.0, 3.0, 4.0]
     """
     channels = [
-        Channel(
-            wire_s=[stage.wire_s[cut_set] for cut_set in rotation], latency_s=stage.latency_s, at_receiver=depth
-        )
+        Channel(wire_s=[stage.wire_s[cut_set] for cut_set in rotation], latency_s=stage.latency_s, at_receiver=depth)
         for stage in stages
-    ]  # fmt: skip
+    ]
     channels[0].made = [feed_s * (microbatch + 1) for microbatch in range(num_microbatches)]
     lines = []
     for stage, source, target in zip(stages, channels, [*channels[1:], None], strict=True):
@@ -189,11 +187,13 @@ def _stage_times(problem: Problem, line: _Line, feeding_s: float) -> list[StageT
         number = placed[0].device
         # the driver's work for other devices is spread over the microbatches that it computes itself
         extra = feeding_s / line.pipeline.share if number == problem.feeder else 0.0
-        found.append(StageTimes(
-            compute_s=tuple(problem.own_s(number, p) + extra for p in placed),
-            wire_s=tuple(problem.transfer_s(before, number, p.start) for p in placed),
-            latency_s=problem.latency_s(before, number),
-        ))  # fmt: skip
+        found.append(
+            StageTimes(
+                compute_s=tuple(problem.own_s(number, p) + extra for p in placed),
+                wire_s=tuple(problem.transfer_s(before, number, p.start) for p in placed),
+                latency_s=problem.latency_s(before, number),
+            )
+        )
         before = number
     return found
 

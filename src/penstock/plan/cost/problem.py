@@ -53,18 +53,16 @@ class Problem:
         problem.load_s(0, 3, 7), problem.memory_bytes(0, 3, 7, in_flight=0)
     """
 
-    def __init__(
-        self, profile: Profile, cluster: Cluster, setting: Setting, columns: Columns | None = None
-    ) -> None:  # fmt: skip
+    def __init__(self, profile: Profile, cluster: Cluster, setting: Setting, columns: Columns | None = None) -> None:
         self.profile = profile
         self.columns: Columns = columns or {}
         self.cluster = cluster
         self.setting = setting
         self.costs = Costs(profile, setting)
         self.devices = cluster.devices
-        self.speeds = np.array([
-            device.speed / factor_at(profile, self.columns.get(device.name), setting.rows) for device in self.devices
-        ])  # fmt: skip
+        self.speeds = np.array(
+            [device.speed / factor_at(profile, self.columns.get(device.name), setting.rows) for device in self.devices]
+        )
         self.num_units = self.costs.num_units
         self.numbers = {device.name: number for number, device in enumerate(self.devices)}
         self.feeder = self.numbers[cluster.feeding.name]
@@ -179,7 +177,7 @@ class Problem:
             (before / device.speed - units_s, units_s + (costs.overhead_s + after) / device.speed),
             (costs.returning * per_byte, outgoing * per_byte),
             (incoming * per_byte, costs.returning * per_byte),
-        ]  # fmt: skip
+        ]
         feeding = self._feeding(device, per_byte) if feeds else [_zeros(costs)] * 3
         if self._pairs and not feeds:
             first, last = _zeros(costs)
@@ -187,11 +185,7 @@ class Problem:
             last[-1] = costs.crossing[-1] * self.byte_s(number, self.feeder)
             own += [(first, np.zeros_like(first)), (np.zeros_like(last), last)]
             feeding += [_zeros(costs)] * 2
-        return Terms(
-            own=tuple(own),
-            feeding=tuple(feeding),
-            memory=self._memory_terms(feeds),
-        )
+        return Terms(own=tuple(own), feeding=tuple(feeding), memory=self._memory_terms(feeds))
 
     def _feeding(self, device: Device, per_byte: float) -> list[Pair]:
         costs, profile = self.costs, self.profile
@@ -199,11 +193,13 @@ class Problem:
         elsewhere_first[0] = elsewhere_last[-1] = 0.0
         fed, taken = float(costs.crossing[0]) * elsewhere_first, float(costs.crossing[-1]) * elsewhere_last
         return [
-            ((costs.feeding_s + fed * profile.send_s_per_byte) / device.speed,
-             taken * profile.receive_s_per_byte / device.speed),
+            (
+                (costs.feeding_s + fed * profile.send_s_per_byte) / device.speed,
+                taken * profile.receive_s_per_byte / device.speed,
+            ),
             (fed * per_byte, np.zeros_like(fed)),
             (np.zeros_like(taken), taken * per_byte),
-        ]  # fmt: skip
+        ]
 
     def _memory_terms(self, feeds: bool) -> Pair:
         messages = self.costs.messages_bytes()

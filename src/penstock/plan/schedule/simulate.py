@@ -233,10 +233,12 @@ def _lines(schedule: Schedule, duration: Duration, transfer: Transfer, num_buffe
     def job(action: Action, device: int) -> Job:
         source, target = _edges(action, devices)
         return Job(
-            seconds=duration(action, device), source=source and channels.setdefault(source, Channel()),
+            seconds=duration(action, device),
+            source=source and channels.setdefault(source, Channel()),
             # a message that is never sent never arrives
-            message=source and numbers.get((source, action.microbatch), _NO_LIMIT), target=target and channels[target],
-        )  # fmt: skip
+            message=source and numbers.get((source, action.microbatch), _NO_LIMIT),
+            target=target and channels[target],
+        )
 
     return [Line([job(action, device) for action in actions]) for device, actions in enumerate(schedule)]
 

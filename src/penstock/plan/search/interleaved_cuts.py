@@ -92,7 +92,7 @@ def balanced_devices(
 
 def _side_by_side(
     work: Sequence[float], crossing_bytes: Sequence[int], counts: Sequence[int], work_per_byte: float
-) -> list[int] | None:  # fmt: skip
+) -> list[int] | None:
     """Divide the line among devices whose stages are adjacent, then each device's part into its stages.
 
     Two stages of one device exchange no messages. Returns None if a part has too few units.
@@ -169,8 +169,9 @@ class _Interleaving:
         if len(kept) <= _WIDTH:
             return kept
         self.thinned = True
-        done, whole = (np.bincount(self.places[:count], minlength=self.num_devices)
-                       for count in (stage + 1, len(self.places)))  # fmt: skip
+        done, whole = (
+            np.bincount(self.places[:count], minlength=self.num_devices) for count in (stage + 1, len(self.places))
+        )
         ahead = (loads[kept] - limit * done / whole).max(axis=1) / max(limit, 1e-300)
         tight = np.maximum(ahead, rest[kept] / np.maximum(room[kept], 1e-300) - 1)
         return kept[np.lexsort((largest[kept], tight))[:_WIDTH]]

@@ -66,8 +66,10 @@ def rates_of(problem: Problem, divisions: Sequence[Division]) -> list[float]:
 def _own_bottleneck_s(problem: Problem, division: Division) -> float:
     """Return the pace of a pipeline without the driver's work for others."""
     stages = [problem.own_load_s(stage.device, stage) for stage in division]
-    links = [float(problem.costs.crossing[one.end]) * problem.byte_s(one.device, other.device)
-             for one, other in pairwise(division)]  # fmt: skip
+    links = [
+        float(problem.costs.crossing[one.end]) * problem.byte_s(one.device, other.device)
+        for one, other in pairwise(division)
+    ]
     return max([*stages, *links])
 
 

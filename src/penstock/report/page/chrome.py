@@ -95,7 +95,7 @@ class _SpanRows:
         self.pipelines = {
             process.rank: _replica(facts.ranks, process.rank, num_stages) if self._trains else 0
             for process in run.processes
-        }  # fmt: skip
+        }
         if self._trains:
             for place, process in enumerate(run.processes):
                 self.names[len(held) + 2 * place] = f"steps of {process.device}"

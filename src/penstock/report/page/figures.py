@@ -103,8 +103,10 @@ def _bars(
 ) -> dict[str, Any]:
     spans = [
         (stage, step.microbatch, *ends(step))
-        for stage in stream.stages for step in stage.steps if step.microbatch < shown
-    ]  # fmt: skip
+        for stage in stream.stages
+        for step in stage.steps
+        if step.microbatch < shown
+    ]
     return {
         "type": "bar", "orientation": "h", "name": name, "marker": {"color": color}, "width": 0.35,
         "y": [_row(stage) for stage, _, _, _ in spans], "base": [round(a - stream.begin_s, 6) for _, _, a, _ in spans],
@@ -120,9 +122,11 @@ def _computing(stream: MeasuredStream, shown: int, journeys: Sequence[str]) -> d
     bars = _bars(COMPUTING, stream, shown, journeys, ends, KEPT)
     numbers = [step.microbatch for stage in stream.stages for step in stage.steps if step.microbatch < shown]
     bars |= {
-        "width": 0.8, "text": [f"F{m}" for m in numbers], **TEXT_INSIDE,
+        "width": 0.8,
+        "text": [f"F{m}" for m in numbers],
+        **TEXT_INSIDE,
         "marker": {"color": [PALETTE[m % len(PALETTE)] for m in numbers], "line": {"width": 0.5, "color": "#ffffff"}},
-    }  # fmt: skip
+    }
     return bars
 
 
@@ -170,7 +174,7 @@ def loads(run: Run, stream: MeasuredStream, table: Table) -> Figure:
         ("computing longer than alone", [max(0.0, 1e3 * (s.mean("compute_s") - s.alone_s)) for s in stages], LOST),
         ("messages", [s.mean("message_s") * 1e3 for s in stages], MOVE),
         ("waiting", [s.mean("wait_s") * 1e3 for s in stages], WAIT),
-    )  # fmt: skip
+    )
     data = stacked(names, parts)
     layout = {"barmode": "stack", "height": 380, "yaxis": {"title": {"text": "ms per microbatch"}},
               "xaxis": {"automargin": True}}  # fmt: skip
@@ -259,15 +263,19 @@ def rows_of_axes(
         name = f"y{number if number > 1 else ''}"
         data += [{**trace, "xaxis": "x", "yaxis": name} for trace in traces]
         layout[name.replace("y", "yaxis")] = {
-            **axis, "domain": [max(0.0, round((top - height) / heights, 4)), round(top / heights, 4)], "anchor": "x",
+            **axis,
+            "domain": [max(0.0, round((top - height) / heights, 4)), round(top / heights, 4)],
+            "anchor": "x",
             "fixedrange": True,
-        }  # fmt: skip
+        }
         top -= height + _GAP
     return data, layout | {
-        "height": round(100 + _PIXELS * heights), "margin": {"l": 50, "r": 25, "t": 40, "b": 50},
-        "hovermode": "closest", "dragmode": "pan",
+        "height": round(100 + _PIXELS * heights),
+        "margin": {"l": 50, "r": 25, "t": 40, "b": 50},
+        "hovermode": "closest",
+        "dragmode": "pan",
         "xaxis": {**xaxis, "anchor": f"y{len(rows)}", "showgrid": False, "zeroline": False},
-    }  # fmt: skip
+    }
 
 
 def finite(value: float | None) -> float | None:

@@ -53,9 +53,7 @@ def make_page(
         finalize=lambda value: plain(value) if type(value) is str else value,
     )  # fmt: skip
     environment.filters |= {"show": show, "trusted": markupsafe.Markup}
-    document = _data([
-        {"key": f.key, "data": f.data, "layout": f.layout, "journeys": f.journeys} for f in figures
-    ])  # fmt: skip
+    document = _data([{"key": f.key, "data": f.data, "layout": f.layout, "journeys": f.journeys} for f in figures])
     scripts = [_inline(script) for script in (_asset("before.js"), _plotly(), _asset("page.js"))]
     # a digest of the text, which an untrusted name in the text cannot contain
     nonce = _digest(title + document)

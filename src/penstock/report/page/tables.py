@@ -116,8 +116,10 @@ def link_table(run: Run, stream: MeasuredStream) -> Table:
 def clock_table(run: Run) -> Table:
     """Return each process's clock offset to the driver's, and its uncertainty."""
     clocks = ((process.device, process.alignment) for process in run.processes)
-    rows = tuple((device, f"{clock.offset_s:.6f} s", f"{clock.drift * 1e6:.1f} ppm", format_seconds(clock.error_s))
-                 for device, clock in clocks)  # fmt: skip
+    rows = tuple(
+        (device, f"{clock.offset_s:.6f} s", f"{clock.drift * 1e6:.1f} ppm", format_seconds(clock.error_s))
+        for device, clock in clocks
+    )
     return Table("clocks", "The clocks", ("process", "offset", "drift", "known up to"), rows)
 
 

@@ -81,9 +81,11 @@ def timeline(run: Run, training: MeasuredTraining) -> Figure:
                 add("messages", row, done.gave_s - done.give_s, done.give_s, journey)
                 add(COMPUTING, row, done.begin_s, done.compute_s, journey, done.label,
                     PALETTE[done.microbatch % len(PALETTE)], _PATTERNS[done.kind])  # fmt: skip
-            own = (f"step {step.number} on {run.facts.devices[rank]}: loading {format_seconds(part.load_s)}, "
-                   f"synchronization {format_seconds(part.synchronize_s)}, "
-                   f"the optimizer {format_seconds(part.update_s)}")  # fmt: skip
+            own = (
+                f"step {step.number} on {run.facts.devices[rank]}: loading {format_seconds(part.load_s)}, "
+                f"synchronization {format_seconds(part.synchronize_s)}, "
+                f"the optimizer {format_seconds(part.update_s)}"
+            )
             row = _row(run, training, rank, min(done.stage for done in part.done)) if part.done else ""
             if row:
                 add("synchronization", row, part.end_s - part.synchronize_s, part.synchronize_s, own)
@@ -159,9 +161,7 @@ def loads(run: Run, training: MeasuredTraining) -> Figure:
     ranks = [rank for replica in training.replicas for rank in dict.fromkeys(replica)]
     names = [_device(run, training, rank) for rank in ranks]
     shares = {rank: device_shares(training, rank) for rank in ranks}
-    parts = [
-        (name, [1e3 * shares[rank][at] for rank in ranks], color) for at, (name, color) in enumerate(_SHARES)
-    ]  # fmt: skip
+    parts = [(name, [1e3 * shares[rank][at] for rank in ranks], color) for at, (name, color) in enumerate(_SHARES)]
     usual = usual_seconds(training, run.facts.threads)
     rows = tuple(_stage_rows(run, training, usual))
     columns = ("device", "stage", "from, to", "forward", "alone", "backward", "alone", "busy", "peak memory")
@@ -251,8 +251,9 @@ def learning_figure(runs: Runs) -> Figure:
     for title, points in curves:
         traces = [
             {**_trace(points[number], name, title, PALETTE[number % len(PALETTE)]), "showlegend": number not in named}
-            for number, (name, _) in enumerate(runs) if points[number]
-        ]  # fmt: skip
+            for number, (name, _) in enumerate(runs)
+            if points[number]
+        ]
         if traces:
             named |= {number for number, each in enumerate(points) if each}
             floor = "tozero" if title.endswith("/s") else "normal"

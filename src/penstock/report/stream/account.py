@@ -256,13 +256,13 @@ def _reasons(
         f"{format_bytes(talker.mean('num_bytes_in') + talker.mean('num_bytes_out'))} per microbatch, which takes "
         f"{format_seconds(costs[talker.index].bytes_s)} of its time",
         "overhead": f"stage {chatty.index} spends {format_seconds(costs[chatty.index].fixed_s)} per microbatch "
-            f"outside computing, for messages of any size; it computes {format_seconds(chatty.mean('compute_s'))}",
+        f"outside computing, for messages of any size; it computes {format_seconds(chatty.mean('compute_s'))}",
         "loading": f"a microbatch takes {format_seconds(sum(stream.load_s) / num)} to load",
         "communication": f"a message {edge_name(edge)} of {format_bytes(crossing)} takes "
         f"{format_seconds(wire_s)}; the busiest device computes for {format_seconds(loads[busiest])} alone",
         "remainder": f"the replay with all of these takes {abs(speedups[-2] / speedups[-1] - 1):.1%} "
         f"{'less' if speedups[-2] > speedups[-1] else 'more'} than was measured",
-    }  # fmt: skip
+    }
 
 
 def _slower_reason(stage: MeasuredStage, costs: _Costs) -> str:

@@ -52,7 +52,7 @@ def advise(run: Run, stream: MeasuredStream, account: Account) -> Advice:
     rows = max(1, run.facts.num_rows // max(1, run.facts.num_microbatches))
     request = PlanRequest(
         rows=(rows,), num_rows=run.facts.num_rows, depth=run.facts.depth, replicas=len(stream.routes) > 1
-    )  # fmt: skip
+    )
     try:
         choice = choose(profile, cluster, request)
         helps = what_would_help(choice, profile, cluster, request)
@@ -136,9 +136,10 @@ def observed_cluster(run: Run, stream: MeasuredStream) -> Cluster:
         known = run.facts.bandwidths[stage.rank] if stage.rank < len(run.facts.bandwidths) else None
         name = as_name(f"stage {stage.index} on {stage.device}") if names.count(own) > 1 else own
         devices.append(
-            Device(name=name, speed=share(stage.machine) * slowed, memory_bytes=_ANY_MEMORY,
-                   bandwidth_bytes_per_s=known)
-        )  # fmt: skip
+            Device(
+                name=name, speed=share(stage.machine) * slowed, memory_bytes=_ANY_MEMORY, bandwidth_bytes_per_s=known
+            )
+        )
     return Cluster(devices=tuple(devices))
 
 

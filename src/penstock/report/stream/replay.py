@@ -41,9 +41,11 @@ class Recorded:
     def job(self, counted: frozenset[str], channels: Mapping[Edge, Channel]) -> Job:
         """Convert to a job of the simulator, with the counted parts."""
         return Job(
-            seconds=_sum(self.parts, counted), after_s=_sum(self.after, counted),
-            source=channels[self.source] if self.source is not None else None, target=channels[self.target],
-        )  # fmt: skip
+            seconds=_sum(self.parts, counted),
+            after_s=_sum(self.after, counted),
+            source=channels[self.source] if self.source is not None else None,
+            target=channels[self.target],
+        )
 
 
 def _sum(parts: Mapping[str, float], counted: frozenset[str]) -> float:

@@ -120,9 +120,10 @@ def read_metrics(folder: str | os.PathLike[str]) -> RunMetrics | None:
         raise DataError(f"{file} cannot be read ({error}); copy the run's folder again") from None
     found = [_read(file, number, line) for number, line in enumerate(lines, 1) if line.endswith("\n")]
     made = RunMetrics(
-        _of_kind(file, found, "step", StepLine), _of_kind(file, found, "epoch", EpochLine),
+        _of_kind(file, found, "step", StepLine),
+        _of_kind(file, found, "epoch", EpochLine),
         _of_kind(file, found, "plan", PlanLine),
-    )  # fmt: skip
+    )
     return made if made != RunMetrics((), (), ()) else None
 
 

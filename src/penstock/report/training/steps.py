@@ -161,9 +161,7 @@ def _parts(process: ProcessTrace) -> dict[int, DevicePart]:
         # loading for an evaluation has the number of the following step
         part.load_s = next((s.seconds for s in reversed(spans[step.step]) if s.kind == "load"), 0.0)
         part.update_s = sum(s.seconds for s in spans[before.step] if s.kind == "update")
-        part.synchronize_s = sum(
-            s.seconds for s in spans[step.step] if s.kind == "synchronize" and s.name == "finish"
-        )  # fmt: skip
+        part.synchronize_s = sum(s.seconds for s in spans[step.step] if s.kind == "synchronize" and s.name == "finish")
         known_s = sum(done.compute_s + done.wait_s + done.message_s for done in part.done) + part.synchronize_s
         part.rest_s = max(0.0, step.seconds - known_s)
         part.between_s = max(0.0, step.begin_s - before.end_s - part.load_s - part.update_s)

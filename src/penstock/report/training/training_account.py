@@ -180,13 +180,14 @@ def _reasons(run: Run, training: MeasuredTraining, usual: Usual, speedups: list[
         "overhead": f"{devices[resting]} spends {format_seconds(mean(resting, 'rest_s'))} per step outside its actions",
         "between": f"the code between two steps takes {format_seconds(mean(caller, 'between_s'))} on {devices[caller]}",
         "loading": f"{devices[loader]} loads a batch in {format_seconds(mean(loader, 'load_s'))}",
-        "communication": "no message was waited for" if longest is None else f"a message from stage {longest[0][0]} to "
-        f"stage {longest[0][1]} takes {format_seconds(longest[1])}",
+        "communication": "no message was waited for"
+        if longest is None
+        else f"a message from stage {longest[0][0]} to stage {longest[0][1]} takes {format_seconds(longest[1])}",
         "synchronization": f"adding up gradients and losses takes {format_seconds(last_s)} per step after the last "
         "backward",
         "remainder": f"the replay with all of these takes {abs(speedups[-2] / speedups[-1] - 1):.1%} "
         f"{'less' if speedups[-2] > speedups[-1] else 'more'} than was measured",
-    }  # fmt: skip
+    }
 
 
 # smaller gains are not reported

@@ -20,13 +20,7 @@ from penstock.runtime.bfloat16 import check_bfloat16
 from penstock.runtime.eager import Runtime
 from penstock.runtime.layers import may_be_written, operations_of
 from penstock.runtime.onnx.blocks import IN_8_BITS, IN_FLOATS, PART_BYTES, Blocks, StoredWeight, pack, weight_of
-from penstock.runtime.onnx.cached_attention import (
-    caches_of,
-    check_places,
-    in_order,
-    rows_of,
-    with_cached_attention,
-)
+from penstock.runtime.onnx.cached_attention import caches_of, check_places, in_order, rows_of, with_cached_attention
 from penstock.runtime.onnx.exported import Engine, InPlaceEngine
 from penstock.runtime.onnx.onnx_nodes import Arrays
 from penstock.runtime.onnx.phases import phases_of, pieces, some_sizes

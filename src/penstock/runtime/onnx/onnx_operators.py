@@ -181,13 +181,7 @@ def _addmm(call: OnnxCall) -> str:
     product = call.nodes.packed_product(call["mat1"])
     if product is None:
         product = call.add("MatMul", [call["mat1"].name, call["mat2"].name])
-    return call.add(
-        "Add",
-        [
-            call.scaled(product, call["alpha"]),
-            call.scaled(call["self"].name, call["beta"]),
-        ],
-    )
+    return call.add("Add", [call.scaled(product, call["alpha"]), call.scaled(call["self"].name, call["beta"])])
 
 
 @_operator("mm.default", "bmm.default")
@@ -212,10 +206,7 @@ def _layer_norm(call: OnnxCall) -> str:
     scale = weight.name if weight is not None else call.nodes.constant(torch.ones(shape, dtype=call.out.dtype))
     bias = [call["bias"].name] if call["bias"] is not None else []
     return call.add(
-        "LayerNormalization",
-        [call["input"].name, scale, *bias],
-        axis=-len(shape),
-        epsilon=float(call["eps"]),
+        "LayerNormalization", [call["input"].name, scale, *bias], axis=-len(shape), epsilon=float(call["eps"])
     )
 
 
@@ -227,9 +218,7 @@ def _batch_norm(call: OnnxCall) -> str:
     scale = weight.name if weight is not None else call.nodes.constant(ones)
     shift = bias.name if bias is not None else call.nodes.constant(torch.zeros_like(ones))
     return call.add(
-        "BatchNormalization",
-        [call["input"].name, scale, shift, mean.name, variance.name],
-        epsilon=float(call["eps"]),
+        "BatchNormalization", [call["input"].name, scale, shift, mean.name, variance.name], epsilon=float(call["eps"])
     )
 
 
@@ -309,9 +298,10 @@ def _reduction(kind: str) -> Write:
         axes = call.given.get("dim")
         axes = [] if axes is None else [axes] if isinstance(axes, int) else list(axes)
         return call.add(
-            kind, [call.cast(call["self"]), *([call.nodes.numbers(axes)] if axes else [])],
+            kind,
+            [call.cast(call["self"]), *([call.nodes.numbers(axes)] if axes else [])],
             keepdims=int(call.given.get("keepdim", False)),
-        )  # fmt: skip
+        )
 
     return write
 

@@ -43,9 +43,11 @@ def compile_model(model: onnx.ModelProto, apart: Arrays | None = None, *, precis
             constant.CopyFrom(numpy_helper.from_array(apart.pop(constant.name), constant.name))
     core = openvino.Core()
     settings = {
-        "INFERENCE_PRECISION_HINT": _HINTS[precision], "INFERENCE_NUM_THREADS": torch.get_num_threads(),
-        "NUM_STREAMS": 1, "ENABLE_CPU_PINNING": False,
-    }  # fmt: skip
+        "INFERENCE_PRECISION_HINT": _HINTS[precision],
+        "INFERENCE_NUM_THREADS": torch.get_num_threads(),
+        "NUM_STREAMS": 1,
+        "ENABLE_CPU_PINNING": False,
+    }
     compiled = core.compile_model(core.read_model(model.SerializeToString(), b""), "CPU", settings)
     request = compiled.create_infer_request()
     # an operation that only reshapes an input may be optimized away, leaving its name on the port

@@ -39,8 +39,9 @@ def missing_bytes(
     bounds = [0, *(cut.position for cut in placed.cuts), len(captured.graph.ops)]
     sizes = {
         state.source: state.value.num_bytes({}) * (1 + state_factor * (state.source in captured.trainable))
-        for state in captured.graph.states if state.kind != "constant"
-    }  # fmt: skip
+        for state in captured.graph.states
+        if state.kind != "constant"
+    }
     of_stage = [sources_in(captured.graph, start, end) for start, end in pairwise(bounds)]
     needs = [
         set[str]().union(*(of_stage[stage] for stage in placed.grid.stages_of(part))) & sizes.keys() for part in ranks
@@ -99,14 +100,14 @@ def write_grid(grid: Grid) -> list[dict[str, object]]:
     return [
         {"devices": list(r.devices), "stages": list(r.stages), "num_microbatches": r.num_microbatches}
         for r in grid.replicas
-    ]  # fmt: skip
+    ]
 
 
 def read_grid(encoded: Sequence[Mapping[str, Any]]) -> Grid:
     """Decode the result of `write_grid`."""
-    return Grid(tuple(
-        Replica(tuple(each["devices"]), tuple(each["stages"]), each["num_microbatches"]) for each in encoded
-    ))  # fmt: skip
+    return Grid(
+        tuple(Replica(tuple(each["devices"]), tuple(each["stages"]), each["num_microbatches"]) for each in encoded)
+    )
 
 
 def lost_names(captured: Captured, tensors: HeldTensors) -> Collection[str]:

@@ -70,9 +70,8 @@ class Survivors:
     """
 
     def __init__(
-        self, trainer: Trainer, exchanges: Exchanges, options: OnLoss, begun: Arrangement, *,
-        joins: bool = False,
-    ) -> None:  # fmt: skip
+        self, trainer: Trainer, exchanges: Exchanges, options: OnLoss, begun: Arrangement, *, joins: bool = False
+    ) -> None:
         self._trainer, self._exchanges, self._options, self._begun = trainer, exchanges, options, begun
         self._joins = self._changed = joins  # `_changed`: the current placement is for an earlier group
         self._place: JoinPlace | None = None
@@ -190,10 +189,12 @@ class Survivors:
         if told.problem:
             raise everywhere(DeviceLost(f"{self._exchanges.why}; {told.problem}"))
         if told.lost and told.checkpoint is None:
-            raise everywhere(DeviceLost(
-                f"{self._exchanges.why}; no other process held {told.lost}, and no checkpoint to restore was found: "
-                "save checkpoints regularly, or use replicas"
-            ))  # fmt: skip
+            raise everywhere(
+                DeviceLost(
+                    f"{self._exchanges.why}; no other process held {told.lost}, and no checkpoint to restore was "
+                    "found: save checkpoints regularly, or use replicas"
+                )
+            )
         if self._joins:
             self._check_alike()
         trainer.known_groups[:] = told.groups
@@ -210,10 +211,12 @@ class Survivors:
             ("schedulers", len(trainer.schedulers), len(told.schedulers)),
         ):
             if own != theirs:
-                self._exchanges.leave(UsageError(
-                    f"a process that joins a training run must run the same script; this process has {own} {what}, the "
-                    f"run has {theirs}"
-                ))  # fmt: skip
+                self._exchanges.leave(
+                    UsageError(
+                        f"a process that joins a training run must run the same script; this process has {own} {what}, "
+                        f"the run has {theirs}"
+                    )
+                )
 
     def _continuation(self) -> _Continuation:
         """Return how the run continues, on rank 0."""
@@ -296,10 +299,12 @@ class Survivors:
         if folder is None:
             raise everywhere(DeviceLost(f"{self._exchanges.why}; no checkpoint to restore was found; start again"))
         if batch is None:
-            raise everywhere(DeviceLost(
-                f"{self._exchanges.why}; the run was not training on a batch of pipe.loader, so it cannot go back to "
-                "the checkpoint by itself; start the run again from it"
-            ))  # fmt: skip
+            raise everywhere(
+                DeviceLost(
+                    f"{self._exchanges.why}; the run was not training on a batch of pipe.loader, so it cannot go back "
+                    "to the checkpoint by itself; start the run again from it"
+                )
+            )
         index = read_index(folder)
         load_checkpoint(trainer, folder, trainer.optimizers, trainer.schedulers)
         place = index.loaders[index.trained] if index.trained is not None else None

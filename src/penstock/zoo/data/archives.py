@@ -50,15 +50,18 @@ def open_archive(path: Path) -> ImageSet:
     ]
     if records and not any(map(is_image_name, places)):
         texts = {
-            name: ByteRange(path).read(*place) for name, place in places.items()
+            name: ByteRange(path).read(*place)
+            for name, place in places.items()
             if is_names_file(name) and place[1] <= _MAX_NAMES_BYTES
-        }  # fmt: skip
+        }
         return open_records(records, texts)
     archive = ByteRange(path)
     return _labelled(
-        path, found, lambda names: partial(_read_member, archive, [places[name] for name in names]),
+        path,
+        found,
+        lambda names: partial(_read_member, archive, [places[name] for name in names]),
         lambda name: archive.read(*places[name]),
-    )  # fmt: skip
+    )
 
 
 def _read_member(archive: ByteRange, places: Sequence[tuple[int, int]], index: int) -> bytes:
@@ -75,9 +78,11 @@ class _Contents:
 
 
 def _labelled(
-    path: Path, found: _Contents, reader: Callable[[Sequence[str]], Callable[[int], bytes]],
+    path: Path,
+    found: _Contents,
+    reader: Callable[[Sequence[str]], Callable[[int], bytes]],
     read: Callable[[str], bytes],
-) -> ImageSet:  # fmt: skip
+) -> ImageSet:
     """Return the images of an archive, labelled by its .cls files if it has any, and otherwise by its folders."""
     labels = {_sample(name): name for name in found.files if name.endswith(_LABEL)}
     others = [name for name in found.files if not name.endswith(_LABEL)]

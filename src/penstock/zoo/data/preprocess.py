@@ -155,9 +155,7 @@ def _other_arguments(processor: Any, options: Preprocess, channels: int, size: t
     return others
 
 
-def _for_channels(
-    name: str, given: Sequence[float] | None, own: Sequence[float], channels: int
-) -> tuple[float, ...]:  # fmt: skip
+def _for_channels(name: str, given: Sequence[float] | None, own: Sequence[float], channels: int) -> tuple[float, ...]:
     """Return a number for each channel: one is for all, and the model's own are averaged for other channels."""
     if given is not None and len(given) not in (1, channels):
         raise ModelError(f"preprocess {name} must be one number or {channels}; got {len(given)}")

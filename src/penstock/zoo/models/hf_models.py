@@ -22,9 +22,11 @@ from penstock.zoo.weights.weights import RandomWeights
 _ADVICE = "give a local directory with config.json, or a model type such as hf:gpt2"
 # heads for model types whose configuration names none: the first that exists
 _HEADS = (
-    "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING", "MODEL_FOR_MASKED_LM_MAPPING", "MODEL_FOR_CAUSAL_LM_MAPPING",
+    "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING",
+    "MODEL_FOR_MASKED_LM_MAPPING",
+    "MODEL_FOR_CAUSAL_LM_MAPPING",
     "MODEL_MAPPING",
-)  # fmt: skip
+)
 Head = Literal["language", "sentences", "images"]
 _WANTED: dict[Head, str] = {
     "language": "MODEL_FOR_CAUSAL_LM_MAPPING",

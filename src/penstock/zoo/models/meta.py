@@ -98,7 +98,7 @@ class _LargeInFiles(TorchFunctionMode):
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         made = func(*args, **(kwargs or {}))
         if func not in _CREATING or type(made) is not Tensor or made.device.type != "cpu" or made.requires_grad:
             return made

@@ -180,7 +180,7 @@ def _load_timm(name: str, weights: Path | None, pretrained: bool, seed: int, how
 
 def _load_hf(
     name: str, weights: Path | None, pretrained: bool, seed: int, head: hf.Head | None, how: Preprocess
-) -> ZooModel:  # fmt: skip
+) -> ZooModel:
     base, options = parse_hf(name.removeprefix("hf:"))
     directory = hf.hf_directory(base, pretrained)
     config = hf.hf_config(base, directory, options)

@@ -94,9 +94,7 @@ def _mapping(value: object, source: Path) -> Mapping[Any, object]:
     return value
 
 
-def _unwrap(
-    value: Mapping[Any, object], source: Path, chosen: str | None
-) -> tuple[list[str], Mapping[Any, object]]:  # fmt: skip
+def _unwrap(value: Mapping[Any, object], source: Path, chosen: str | None) -> tuple[list[str], Mapping[Any, object]]:
     """Follow the usual nesting to the mapping that contains the tensors; return the keys on the way, too."""
     if chosen is not None and not _is_weights(value.get(chosen)):
         known = [str(key) for key, item in value.items() if _is_weights(item)]
@@ -138,9 +136,7 @@ def _class_names(checkpoint: Mapping[Any, object]) -> list[str] | None:
     return None
 
 
-def _tensors(
-    state: Mapping[Any, object], source: Path, *, nested: bool
-) -> tuple[dict[str, Tensor], tuple[str, ...]]:  # fmt: skip
+def _tensors(state: Mapping[Any, object], source: Path, *, nested: bool) -> tuple[dict[str, Tensor], tuple[str, ...]]:
     """Return the tensors by clean name, and the names of everything else."""
     tensors = {str(key): value for key, value in state.items() if isinstance(value, Tensor)}
     if not tensors:

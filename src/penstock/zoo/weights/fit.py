@@ -23,10 +23,7 @@ _COMPUTED = {
 
 
 def check_weights(
-    weights: Weights,
-    expected: Expected,
-    aliases: Mapping[str, str] | None = None,
-    optional: Collection[str] = (),
+    weights: Weights, expected: Expected, aliases: Mapping[str, str] | None = None, optional: Collection[str] = ()
 ) -> Weights:
     """Compare weights with a model's expected tensors and return them under exactly the model's names.
 

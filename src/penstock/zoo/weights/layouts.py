@@ -202,9 +202,10 @@ def _compressed(settings: Mapping[str, Any]) -> Layout:
     odd |= {(settings.get("sparsity_config") or {}).get("format", "dense")} - {"dense"}
     odd |= {"transforms"} if settings.get("transform_config") else set()
     odd |= {
-        f"{each['type']} of {each['num_bits']} bits" for each in args
+        f"{each['type']} of {each['num_bits']} bits"
+        for each in args
         if each["num_bits"] not in ((4, 8) if each["type"] == "int" else (8,))
-    }  # fmt: skip
+    }
     if odd or not args:
         raise ValueError(", ".join(sorted(odd)) or "no weights")
     blocks = {(1, _whole(each, "group_size")) for each in args if each.get("group_size") is not None}
@@ -300,8 +301,9 @@ METHODS: Mapping[str, tuple[Callable[[Mapping[str, Any]], Layout], set[str]]] = 
     "gptq": (_gptq, {"qweight", "qzeros", "scales", "g_idx"}),
     "awq": (_awq, {"qweight", "qzeros", "scales"}),
     "compressed-tensors": (
-        _compressed, {"weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx"},
+        _compressed,
+        {"weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx"},
     ),
     "fp8": (_fp8, {"weight_scale_inv", "weight_scale"}),
     "bitsandbytes": (_bitsandbytes, {"SCB", "weight_format"}),
-}  # fmt: skip
+}

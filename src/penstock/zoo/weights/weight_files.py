@@ -198,9 +198,7 @@ def file_order(weights: Weights, names: Iterable[str] | None = None) -> list[str
     return sorted(weights.names() if names is None else names, key=lambda name: (-weights.dtype(name).itemsize, name))
 
 
-def _header(
-    weights: Weights, order: list[str], metadata: Mapping[str, str]
-) -> tuple[Mapping[str, object], int]:  # fmt: skip
+def _header(weights: Weights, order: list[str], metadata: Mapping[str, str]) -> tuple[Mapping[str, object], int]:
     header: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
     offset = 0
     for name in order:

@@ -42,6 +42,23 @@ def test_tokens_on_a_device_and_from_it(name: str, pretended: torch.device, monk
     _check(_put(copy.deepcopy(model), pretended), wanted, given)
 
 
+@pytest.mark.parametrize("sample", [False, True])
+def test_greedy_steps_copy_tokens_and_others_logits(
+    sample: bool, pretended: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "available", True)
+    model, given = decoder("llama"), prompts(5, 33)
+    with Generator(model, stages=1, slots=2, max_length=128, device=pretended) as generator:
+        module.most_left = 0
+        requests = [generator.submit(each, max_new_tokens=4, num_likeliest=3, do_sample=sample) for each in given]
+        assert [len(request.result()) for request in requests] == [4, 4]
+        assert (module.most_left >= generator.vocabulary) == sample
+    for request in requests:
+        assert [len(each) for each in request.likeliest] == [3] * 4
+        if not sample:
+            assert [each[0] for each in request.likeliest] == list(zip(request.tokens, request.logprobs, strict=True))
+
+
 def test_a_gpu_that_is_missing_is_refused_before_the_model_is_read() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU on this machine")

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from penstock.errors import PenstockError, RunError, UsageError
 from penstock.generate.generator import Generator
@@ -239,18 +240,26 @@ def test_what_is_no_prompt_is_refused(generator: Generator, prompt: Any, value: 
         generator.submit(prompt, max_new_tokens=3)
 
 
-def test_one_request_that_fails_is_alone(generator: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    bad, good = (generator.submit(prompts(40)[0], max_new_tokens=20) for _ in range(2))
-    monkeypatch.setattr(
-        bad, "sample", lambda _tokens, logits: type(good.sample).__call__(good.sample, [], logits * float("nan"))
-    )
-    with pytest.raises(RunError, match="got nan"):
+def _broken(_tokens: Tensor, _scores: Tensor) -> Tensor:
+    raise IndexError("no such token")
+
+
+def test_one_request_that_fails_is_alone(generator: Generator) -> None:
+    bad = generator.submit(prompts(40)[0], max_new_tokens=20, logits_processor=[_broken])
+    good = generator.submit(prompts(40)[0], max_new_tokens=20)
+    with pytest.raises(RunError, match="no such token"):
         bad.result()
     assert len(good.result()) == 20
 
 
 def test_who_reads_a_request_that_fails_hears_of_it(generator: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    request = generator.submit(prompts(40)[0], max_new_tokens=20)
+    watched = threading.Event()
+
+    def breaks_once_watched(tokens: Tensor, scores: Tensor) -> Tensor:
+        watched.wait(60)
+        return _broken(tokens, scores)
+
+    request = generator.submit(prompts(40)[0], max_new_tokens=20, logits_processor=[breaks_once_watched])
     ended, finish = [], request.finish
 
     def finishing(reason: str) -> None:
@@ -258,7 +267,7 @@ def test_who_reads_a_request_that_fails_hears_of_it(generator: Generator, monkey
         finish(reason)
 
     monkeypatch.setattr(request, "finish", finishing)
-    monkeypatch.setattr(request, "sample", lambda _tokens, _logits: [][0])
+    watched.set()
     with pytest.raises(RunError, match="sampling failed"):
         request.result()
     assert len(ended) == 1

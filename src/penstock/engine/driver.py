@@ -62,13 +62,17 @@ class DeployedPipeline:
 
 
 class Driver:
-    """The driver of one pipeline during one stream; a thread for each end may block, so the caller never does."""
+    """The driver of one pipeline during one stream; a thread for each end may block, so the caller never does.
 
-    def __init__(self, pipeline: DeployedPipeline) -> None:
+    Results are copied to the host; without `on_host`, those of a last stage in this process stay on its device.
+    """
+
+    def __init__(self, pipeline: DeployedPipeline, *, on_host: bool = True) -> None:
         self.num_fed = self.num_taken = 0
         self._pipeline = pipeline
         self._sender = pipeline.channels.senders[FEEDER_STAGE, ACTIVATIONS]
         self._receiver = pipeline.channels.receivers[FEEDER_STAGE, ACTIVATIONS]
+        self._copies = on_host or not isinstance(self._receiver, LocalChannel)  # else the last stage copied them
         self._finished = self._ended = False
         self._results: queue.SimpleQueue[Message | BaseException] = queue.SimpleQueue()
         self._heard: Callable[[], object] | None = None
@@ -233,8 +237,9 @@ class Driver:
         try:
             while True:
                 message = self._take()
-                tensors = [copy_exactly(tensor, HOST) for tensor in message.tensors]
-                kept = replace(message, tensors=tensors)
+                kept = message
+                if self._copies:
+                    kept = replace(message, tensors=[copy_exactly(tensor, HOST) for tensor in message.tensors])
                 if kept.kind != CLOSE:  # no receive may stay posted after CLOSE
                     self._receiver.release()
                 self._pipeline.counters.taken[ACTIVATIONS] += 1
@@ -255,11 +260,11 @@ class Driver:
             raise TransportError(f"from the last stage to the driver: {error}") from error
 
 
-def open_stream(pipeline: DeployedPipeline) -> Driver:
-    """Start a stream; raises `UsageError` while another stream is running."""
+def open_stream(pipeline: DeployedPipeline, *, on_host: bool = True) -> Driver:
+    """Start a stream, as `Driver` does; raises `UsageError` while another stream is running."""
     if pipeline.driver is not None:
         raise UsageError("another stream is running; take all of its results or close() it first")
-    driver = pipeline.driver = Driver(pipeline)
+    driver = pipeline.driver = Driver(pipeline, on_host=on_host)
     return driver
 
 

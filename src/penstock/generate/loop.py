@@ -6,6 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from penstock.engine.driver import JOIN_S, finish_stream, open_stream
@@ -14,6 +15,7 @@ from penstock.generate.generation_record import GenerationRecord
 from penstock.generate.lanes import Lanes, SequenceState, Step
 from penstock.generate.microbatches import Microbatches, computes_single_rows
 from penstock.generate.request import Request
+from penstock.generate.sampling import most_likely
 from penstock.generate.speculation import Guesser
 from penstock.group.world import failed
 from penstock.stream.streaming_pipeline import StreamingPipeline
@@ -110,7 +112,7 @@ class GenerationLoop:
             return
         (deployed,) = self._pipeline.deployment.pipelines
         self._lanes.single_rows = computes_single_rows(self._microbatches, deployed, self._lanes)
-        driver = open_stream(deployed)
+        driver = open_stream(deployed, on_host=False)
         # limit on microbatches in flight: high enough that no stage waits, low enough that a new request does not wait
         # long
         most = 2 * len(deployed.job.ranks)
@@ -186,13 +188,16 @@ class GenerationLoop:
         for row, index, sequence, token in step.scored:
             if (scored := self._requests.get(sequence)) is not None:
                 scored.score(token, logits[row, index])
-        for row, sequence in step.continued():
-            request = self._requests[sequence]
+        continued = [(row, sequence, self._requests[sequence]) for row, sequence in step.continued()]
+        greedy = [row for row, _, request in continued if request.sample.greedy]
+        rows = most_likely(torch.stack([logits[row, -1] for row in greedy])) if greedy else []
+        likely = dict(zip(greedy, rows, strict=True))
+        for row, sequence, request in continued:
             if request.cancelled:
                 self._release(sequence).finish("cancelled")
                 continue
             try:
-                reason = request.take(sequence.tokens, logits[row, -1])
+                reason = request.take(sequence.tokens, logits[row, -1], likely.get(row))
             except Exception as error:  # fails this request only
                 failed = error if isinstance(error, PenstockError) else RunError(f"sampling failed: {error}")
                 self._release(sequence).fail(failed)

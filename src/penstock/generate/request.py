@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from penstock.errors import RunError
-from penstock.generate.sampling import Sampler, ends_of, likeliest, stops_of
+from penstock.generate.sampling import Likely, Sampler, ends_of, likeliest, stops_of
 from penstock.generate.text import TextDecoder
 
 _BEFORE = 8  # tokens of the prompt with which an answer is decoded, since its first token may begin with a space
@@ -115,9 +115,9 @@ class Request:
 
     # called by the generator's thread
 
-    def take(self, before: Sequence[int], logits: Tensor) -> str | None:
+    def take(self, before: Sequence[int], logits: Tensor, likely: Likely | None = None) -> str | None:
         """Sample the next token; returns the finish reason if it is the last one."""
-        token, logprob = self.sample(before, logits)
+        token, logprob = self.sample(before, logits, likely)
         self.logprobs.append(logprob)
         if self._num_likeliest:
             self.likeliest.append(likeliest(logits, self._num_likeliest))

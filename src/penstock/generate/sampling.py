@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import RunError, UsageError
+from penstock.tensors import HOST
 from penstock.text import nearest, one_line
 from penstock.zoo.optional import optional_import
 
@@ -60,6 +61,7 @@ def read_config(model: Any, config: Any, changes: dict[str, Any]) -> Any:
 
 
 Processor = Callable[[Tensor, Tensor], Tensor]
+Likely = tuple[float, int, float]  # a row's largest logit, its token and its log-probability
 
 
 class Sampler:
@@ -72,8 +74,9 @@ class Sampler:
     largest number of new tokens. `processors` map tokens [1, L] and scores [1, V] to scores, like transformers' own;
     they run after its penalties and bans, and before temperature, top-k, top-p, min-p and typical-p. A processor may
     have a method `ends`, which gets each sampled token and returns True after the last one of a text. The
-    log-probability is computed from the unprocessed logits. Raises `RunError` if the largest logit is not finite, or
-    no token is left.
+    log-probability is computed from the unprocessed logits. A `greedy` one needs nothing but `most_likely`, which
+    computes all rows of a step at once, where their logits are. Raises `RunError` if the largest logit is not finite,
+    or no token is left.
     """
 
     def __init__(
@@ -84,12 +87,16 @@ class Sampler:
         self._processors = _processors(config, num_prompt, most, processors)
         self._ends = [each.ends for each in processors if hasattr(each, "ends")]
         self._random = None if seed is None else torch.Generator().manual_seed(seed)
+        self.greedy = not self._sample and not self._processors
 
-    def __call__(self, tokens: Sequence[int], logits: Tensor) -> tuple[int, float]:
-        """Return the next token after `tokens`, and its log-probability; `logits` are [V]."""
-        logits = logits.float()
-        if not math.isfinite(largest := float(logits.max())):
+    def __call__(self, tokens: Sequence[int], logits: Tensor, likely: Likely | None = None) -> tuple[int, float]:
+        """Return the next token after `tokens`, and its log-probability; `logits` are [V], and `likely` is theirs."""
+        largest, token, logprob = likely or most_likely(logits[None])[0]
+        if not math.isfinite(largest):
             raise RunError(f"the model's logits must be finite; got {largest}; check its weights and its precision")
+        if self.greedy:
+            return token, logprob
+        logits = logits.to(HOST, torch.float32)  # random numbers are drawn there, the same ones for every device
         scores = self._processors(torch.tensor([list(tokens)]), logits[None].clone())
         if float(scores.max()) == -math.inf:
             raise RunError(
@@ -108,10 +115,19 @@ class Sampler:
         return any(found)
 
 
+def most_likely(logits: Tensor) -> list[Likely]:
+    """Return the likeliest token of each row; `logits` are [R, V], on any device."""
+    logits = logits.float()
+    largest, tokens = logits.max(-1)
+    logprobs = torch.log_softmax(logits, -1).gather(-1, tokens[:, None])[:, 0]
+    numbers = torch.stack([largest, logprobs]).to(HOST).tolist()
+    return list(zip(numbers[0], tokens.to(HOST).tolist(), numbers[1], strict=True))
+
+
 def likeliest(logits: Tensor, number: int) -> list[tuple[int, float]]:
     """Return the likeliest tokens and their log-probabilities, the likeliest first; `logits` are [V]."""
     found = torch.log_softmax(logits.float(), -1).topk(min(number, len(logits)))
-    return list(zip(found.indices.tolist(), found.values.tolist(), strict=True))
+    return list(zip(found.indices.to(HOST).tolist(), found.values.to(HOST).tolist(), strict=True))
 
 
 class Penalties:

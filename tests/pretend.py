@@ -4,6 +4,7 @@ As on a GPU, an operation whose tensors lie on two devices fails, and values com
 that forgets to move a tensor fails here too.
 """
 
+import time
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -71,11 +72,33 @@ def _held(leaf: Any) -> Any:
     return leaf.held if isinstance(leaf, Pretended) else leaf
 
 
+class _Event:
+    """What `torch.cuda.Event` is for GPUs; everything is done as soon as it is queued."""
+
+    def __init__(self, *, enable_timing: bool) -> None:
+        self.timed, self.at_s = enable_timing, -1.0
+
+    def record(self, _stream: object) -> None:
+        self.at_s = time.perf_counter()
+
+    def query(self) -> bool:
+        return self.at_s >= 0
+
+    def synchronize(self) -> None:
+        module.num_waits += 1
+
+    def elapsed_time(self, other: "_Event") -> float:
+        assert self.timed
+        assert 0 <= self.at_s <= other.at_s
+        return 1e3 * (other.at_s - self.at_s)
+
+
 class _Module(_DummyBackendModule):
     """What `torch.cuda` is for GPUs."""
 
     available = False  # where it is, checkpoints are written through its streams, which there are none of
-    num_settled = 0
+    Event = _Event
+    num_settled = num_waits = 0
     most_left = 0  # numbers of the largest tensor that was copied to the host
 
     def is_available(self) -> bool:

@@ -68,6 +68,15 @@ def synchronize(device: torch.device) -> None:
         torch.get_device_module(device).current_stream(device).synchronize()
 
 
+def mark(device: torch.device) -> Any:
+    """Return an event at which a GPU arrives after what is queued on it; None on the CPU, where nothing is queued."""
+    if device.type == HOST.type:
+        return None
+    event = torch.get_device_module(device).Event(enable_timing=True)
+    event.record(torch.get_device_module(device).current_stream(device))
+    return event
+
+
 def held_bytes(device: torch.device) -> int | None:
     """Return the bytes in use by this process on its device; None if the system does not report them."""
     return anonymous_bytes() if device.type == HOST.type else int(_memory(device).memory_allocated(device))

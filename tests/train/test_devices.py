@@ -21,7 +21,7 @@ from penstock.train.save import save_model
 from tests.fewer import long
 from tests.learners import LOSSES, adamw, batches, captured, sgd
 from tests.models import gpt2
-from tests.pretend import MOST_BYTES
+from tests.pretend import MOST_BYTES, module
 from tests.trainers import error, errors, in_threads, make_trainer, train
 
 CLOSE = 1e-5
@@ -41,6 +41,21 @@ def drops_out() -> Captured:
 
 def _host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.cpu() for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_only_a_stage_that_shares_a_link_waits_for_its_device(size: int, pretended: torch.device) -> None:
+    settled = module.num_settled
+
+    def script(world: World) -> tuple[float, float]:
+        trainer = make_trainer(captured("unet", torch.float32), world, device=pretended, microbatches=4, stages=size)
+        ((images, labels),) = batches("unet", 1, rows=8)
+        trainer.train_step(images, labels, LOSSES["unet"])
+        trainer.close()
+        return trainer.last_step.forward_s, trainer.last_step.backward_s
+
+    assert min(seconds for report in in_threads(size, script) for seconds in report) > 0
+    assert (module.num_settled > settled) == (size > 1)
 
 
 @pytest.mark.parametrize("name", ["unet", long("gpt2")])

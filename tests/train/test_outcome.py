@@ -12,7 +12,7 @@ from penstock.train.outcome import mean_loss, step_document
 
 def told(*losses: tuple[float, float], **more: Any) -> dict[str, Any]:
     measured = {index: MeasuredLoss(torch.zeros(()), *loss, "count") for index, loss in enumerate(losses)}
-    return step_document(measured, **({"first_nonfinite": {}, "used": ["weight"], "unused": []} | more))
+    return step_document(measured, **({"nonfinite": [], "used": ["weight"], "unused": []} | more))
 
 
 def test_losses_are_weighted_by_what_they_count() -> None:
@@ -23,20 +23,16 @@ def test_losses_are_weighted_by_what_they_count() -> None:
 
 def test_losses_are_told_in_the_order_of_microbatches() -> None:
     measured = {1: MeasuredLoss(torch.zeros(()), 2.0, 1, "count"), 0: MeasuredLoss(torch.zeros(()), 6.0, 3, "count")}
-    assert step_document(measured, first_nonfinite={}, used=[], unused=[])["losses"] == [(6.0, 3), (2.0, 1)]
+    assert step_document(measured, nonfinite=[], used=[], unused=[])["losses"] == [(6.0, 3), (2.0, 1)]
 
 
 @pytest.mark.parametrize(
-    ("first", "where"),
-    [
-        ({0: None, 1: 0}, "came from stage 1;"),
-        ({0: 2, 1: 0}, "came from stage 0;"),
-        ({}, "stage 1, in the loss itself"),
-    ],
+    ("stages", "where"),
+    [([1], "came from stage 1;"), ([1, 0], "came from stage 0;"), ([], "stage 1, in the loss itself")],
 )
-def test_a_loss_that_is_not_finite_says_where_it_came_from(first: dict[int, int | None], where: str) -> None:
+def test_a_loss_that_is_not_finite_says_where_it_came_from(stages: list[int], where: str) -> None:
     with pytest.raises(RunError, match=where) as raised:
-        mean_loss([told((math.nan, 1), first_nonfinite=first)], step=4, last_stage=1)
+        mean_loss([told((math.nan, 1), nonfinite=stages)], step=4, last_stage=1)
     assert "the loss of step 4 is nan" in str(raised.value)
     assert getattr(raised.value, "everywhere", False)
 

@@ -7,7 +7,7 @@ from typing import ClassVar, Protocol
 
 import torch
 
-from penstock.engine.channels import Receiver
+from penstock.engine.channels import Receiver, RemoteReceiver, RemoteSender
 from penstock.engine.counters import ACTIVATIONS, GRADIENTS, write_counters
 from penstock.engine.forward_stage import ForwardStage
 from penstock.engine.job import StagesJob
@@ -125,16 +125,17 @@ def _run(
     if action.kind in STAGE_KINDS:
         stage.run(action, None)
         return
+    sender = channels.senders.get((action.stage, kind))
+    ends = (sender, channels.receivers.get((action.stage, kind)))
+    leaves = any(isinstance(end, (RemoteSender, RemoteReceiver)) for end in ends)
     try:
-        with observer.profiled(action):
+        with observer.computing(action, stage.device, leaves=leaves):
             result = stage.run(action, message)
     except RunError:
         raise
     except RuntimeError as error:
         found = OutOfMemory if is_out_of_memory(error) else RunError
         raise found(f"the {'forward' if action.kind == 'F' else 'backward'} failed: {first_line(error)}") from error
-    observer.computed(action)
-    sender = channels.senders.get((action.stage, kind))
     if result is not None and sender is not None:
         observer.sent(action, kind, num_bytes=sender.put(result))
 

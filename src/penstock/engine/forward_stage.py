@@ -9,7 +9,7 @@ import torch
 from penstock.errors import RunError
 from penstock.plan.schedule.actions import Action
 from penstock.runtime.registry import StageRuntime
-from penstock.tensors import moved, synchronize
+from penstock.tensors import moved
 from penstock.tracing.record import Recorder
 from penstock.transport.messages import Message
 
@@ -47,5 +47,4 @@ class ForwardStage:
             for op, taken_s in zip(runtime.program.ops, seconds, strict=False):
                 recorder.span("unit", action.stage, message.index, at_s, at_s + taken_s, op.name)
                 at_s += taken_s
-        synchronize(runtime.device)
         return replace(message, tensors=outputs)

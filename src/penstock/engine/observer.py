@@ -4,9 +4,13 @@ import contextlib
 import json
 import math
 import time
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
 
 from penstock.cores import cpu_quota
 from penstock.engine.counters import COMPUTING, Counters
@@ -14,7 +18,7 @@ from penstock.engine.forward_stage import ForwardStage
 from penstock.engine.profile_window import ProfileWindow
 from penstock.engine.reference import measure_baseline
 from penstock.plan.schedule.actions import Action
-from penstock.tensors import copy_exactly, held_bytes
+from penstock.tensors import copy_exactly, held_bytes, mark, synchronize
 from penstock.tracing.record import KEPT_BYTES, Clock, Recorder
 from penstock.tracing.trace import Alone
 from penstock.transport.messages import DATA, END, Message
@@ -56,6 +60,9 @@ class Observer:
         self.profile: ProfileWindow | None = None
         self._since = self._since_cpu_s = 0.0  # begin of the current phase
         self._quota, self._quota_s = 1.0, -math.inf  # the quota, and the time at which it was last read
+        self._queued: deque[tuple[Any, Any, Callable[[float], None]]] = (
+            deque()
+        )  # events, and what their seconds are for
         self._computed: dict[int, tuple[float, float]] = {}  # end of each stage's last computation: time, CPU time
 
     def _cores(self, now_s: float) -> float:
@@ -84,31 +91,47 @@ class Observer:
             seconds.fill_s += now_s - self._since
         self._since, self._since_cpu_s = now_s, time.thread_time()
 
-    def profiled(self, action: Action) -> contextlib.AbstractContextManager[None]:
-        """Return a context that profiles a computation, if enabled."""
-        if self.profile is None or self.recorder is None:
-            return contextlib.nullcontext()
-        return self.profile.around(action.stage, action.microbatch)
+    @contextlib.contextmanager
+    def computing(self, action: Action, device: torch.device, *, leaves: bool) -> Iterator[None]:
+        """Record the computation in the block, profiled if enabled.
 
-    def computed(self, action: Action) -> None:
-        """Record the end of an action's computation."""
+        At the end a device has finished it if it is recorded, or if its messages are shared with another process, as
+        the result `leaves` this one. Otherwise the next action is queued behind it, and events tell its time later:
+
+            host      F0 ─ F1 ─ B1 ─ B0 ─────────▶
+            device      [  F0  ][  F1  ][ B1 ][ B0 ]
+        """
+        begin = mark(device) if self.recorder is None and not leaves else None
+        profile = self.profile if self.recorder is not None else None
+        with profile.around(action.stage, action.microbatch) if profile is not None else contextlib.nullcontext():
+            yield
+            if begin is None:
+                synchronize(device)
         counters, seconds = self.counters[action.stage], self.seconds[action.stage]
         now_s, now_cpu_s = self.clock(), time.thread_time()
-        took_s, cpu_s = now_s - self._since, now_cpu_s - self._since_cpu_s
+        cpu_s = now_cpu_s - self._since_cpu_s
         if action.kind == "F":
             seconds.num_microbatches += 1
-            seconds.forward_s += took_s
-        else:
-            seconds.backward_s += took_s
         seconds.compute_cpu_s += cpu_s
         counters.num_run += 1
-        counters.busy_s += took_s
-        counters.needed_s += max(took_s, cpu_s / self._cores(now_s))
         counters.doing = ""
+        add = partial(_add_seconds, counters, seconds, action.kind, least_s=cpu_s / self._cores(now_s))
+        if begin is None:
+            add(now_s - self._since)
+        else:
+            self._queued.append((begin, mark(device), add))
+            self.settle(wait=False)
         if self.recorder is not None:
             self._record(self.recorder, action, now_s, cpu_s)
         self._computed[action.stage] = now_s, now_cpu_s
         self._since, self._since_cpu_s = now_s, now_cpu_s
+
+    def settle(self, *, wait: bool = True) -> None:
+        """Add the times of computations that a device has finished; wait for those that it has not."""
+        while self._queued and (wait or self._queued[0][1].query()):
+            begin, end, add = self._queued.popleft()
+            end.synchronize()
+            add(begin.elapsed_time(end) / 1e3)
 
     def _record(self, recorder: Recorder, action: Action, now_s: float, cpu_s: float) -> None:
         stage, microbatch = action.stage, action.microbatch
@@ -129,9 +152,19 @@ class Observer:
 
     def ended(self, action: Action, message: Message) -> bytes:
         """Record the end of a stream at a stage; returns the body of the END message to forward."""
+        self.settle()
         self.counters[action.stage].num_run += 1
         self.counters[action.stage].doing = ""
         return message.body
+
+
+def _add_seconds(counters: Counters, seconds: StageSeconds, kind: str, took_s: float, *, least_s: float) -> None:
+    if kind == "F":
+        seconds.forward_s += took_s
+    else:
+        seconds.backward_s += took_s
+    counters.busy_s += took_s
+    counters.needed_s += max(took_s, least_s)
 
 
 @dataclass(slots=True)
@@ -230,6 +263,7 @@ class StreamObserver(Observer):
         """Record the end of a stream at a stage, and add its report."""
         index, stage = action.stage, self._stages[action.stage]
         body = message.body
+        self.settle()
         if message.kind == END:
             body = json.dumps([*json.loads(message.body or b"[]"), asdict(self._report(index))]).encode()
             if self.kept[index] and self.seconds[index].num_microbatches:

@@ -14,7 +14,6 @@ from penstock.graph.stages import TrainingPart
 from penstock.plan.schedule.actions import Action
 from penstock.runtime.split_backward import WeightHalf, backward_inputs, backward_weights
 from penstock.runtime.training import TrainingRuntime
-from penstock.tensors import synchronize
 from penstock.transport.messages import DATA, Message
 
 Sizes = Mapping[str, int]
@@ -70,7 +69,7 @@ class TrainingStage:
     step: Mapping[int, StepInput] = field(default_factory=dict)
     final: int = -1  # the microbatch whose backward is the last of the step
     direct: Sequence[Tensor] | None = None  # leaves that a step's loss depends on, but not through the outputs
-    first_nonfinite: int | None = None  # the first microbatch of the step whose output is not finite
+    finite: list[Tensor] = field(default_factory=list)  # by microbatch, True if its outputs are; read at the end alone
     _kept: dict[int, _ForwardState] = field(default_factory=dict)
     _in_final: bool = False  # True during the last backward: gradients are final as they arrive
 
@@ -88,11 +87,16 @@ class TrainingStage:
         """Device on which the stage computes."""
         return self.runtime.device
 
+    @property
+    def is_finite(self) -> bool:
+        """True if all outputs of the step are finite, as far as they were checked."""
+        return not self.finite or bool(torch.stack(self.finite).all())
+
     def begin(self, step: Mapping[int, StepInput], final: int = -1) -> None:
         """Start another step with its microbatches; `final` is the microbatch whose backward is last."""
         self.step = step
         self.final = final
-        self.first_nonfinite = None
+        self.finite = []
         self.direct = None
         self.runtime.is_first = True
         self._kept.clear()
@@ -116,7 +120,6 @@ class TrainingStage:
                 result = self._backward_inputs(action.microbatch, crossing)
             case "W":
                 self._backward_weights(action.microbatch)
-        synchronize(self.device)
         return result
 
     def _forward(self, microbatch: int, crossing: list[Tensor]) -> Message | None:
@@ -128,7 +131,7 @@ class TrainingStage:
         kept = self._compute(self.runtime, microbatch, inputs, grad=self.trains and self.recompute is None)
         self.runtime.is_first = False
         if self.trains:
-            self._check_finite(microbatch, kept)
+            self._check_finite(kept)
             self._kept[microbatch] = kept if self.recompute is None else _ForwardState(inputs, [])
         if self.head is not None:
             return None
@@ -148,13 +151,12 @@ class TrainingStage:
             loss = self.head(microbatch, outputs, given.sizes) if self.head else None
         return _ForwardState(inputs, outputs, loss)
 
-    def _check_finite(self, microbatch: int, kept: _ForwardState) -> None:
-        """Record the first microbatch with non-finite numbers; it is reported only if the loss is not finite."""
-        if self.first_nonfinite is not None or (kept.loss is not None and bool(torch.isfinite(kept.loss.detach()))):
+    def _check_finite(self, kept: _ForwardState) -> None:
+        """Note whether outputs are finite; it is reported only if the loss is not finite."""
+        if kept.loss is not None and bool(torch.isfinite(kept.loss.detach())):
             return  # the last stage checks its loss instead of its outputs, which are large in a language model
-        for position in self.part.backward_outputs:
-            if not bool(torch.isfinite(kept.outputs[position].detach().sum())):
-                self.first_nonfinite = microbatch
+        outputs = [kept.outputs[position].detach() for position in self.part.backward_outputs]
+        self.finite += [output.sum().isfinite() for output in outputs]
 
     def _recompute(self, microbatch: int) -> None:
         if self.recompute is not None:

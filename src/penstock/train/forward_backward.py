@@ -1,6 +1,7 @@
 """Forward and backward of one process's rows of a batch, and gradient sums over all replicas."""
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -176,8 +177,8 @@ class ForwardBackward:
         names = self._step.number == 0 and bool(self._microbatches)
         unused = now.synchronizer.unused if names else []
         used = [name for name in now.tensors.parameters if name not in unused] if names else []
-        nonfinite = {stage.index: stage.first_nonfinite for stage in now.stages.values()}
-        document = step_document(
-            self._losses, first_nonfinite=nonfinite, used=used, unused=unused, problem=self._problem
-        )
+        # whoever has finite losses does not ask its stages, since a GPU answers after all that is queued on it
+        finite = bool(self._losses) and all(math.isfinite(each.value) for each in self._losses.values())
+        nonfinite = [] if finite else [stage.index for stage in now.stages.values() if not stage.is_finite]
+        document = step_document(self._losses, nonfinite=nonfinite, used=used, unused=unused, problem=self._problem)
         return {**document, "wanted": self._wanted}

@@ -13,17 +13,21 @@ from penstock.train.losses import check_agreed, described, total_count, total_lo
 
 
 def step_document(
-    losses: Mapping[int, MeasuredLoss], *, first_nonfinite: Mapping[int, int | None], used: Iterable[str],
-    unused: Iterable[str], problem: str = "",
-) -> dict[str, Any]:  # fmt: skip
+    losses: Mapping[int, MeasuredLoss],
+    *,
+    nonfinite: Iterable[int],
+    used: Iterable[str],
+    unused: Iterable[str],
+    problem: str = "",
+) -> dict[str, Any]:
     """Return a process's document about a step: the losses of its microbatches, and stages with non-finite numbers.
 
-    `first_nonfinite` has for each stage the first microbatch with non-finite numbers, if any; `used` and `unused` are
-    names of parameters held here; `problem` is why the rows cannot be trained on (see `RowExchange`).
+    `nonfinite` are stages with non-finite numbers; `used` and `unused` are names of parameters held here; `problem` is
+    why the rows cannot be trained on (see `RowExchange`).
     """
     return {
         **described([losses[index] for index in sorted(losses)]),
-        "nonfinite": [stage for stage, microbatch in first_nonfinite.items() if microbatch is not None],
+        "nonfinite": list(nonfinite),
         "unused": list(unused),
         "used": list(used),
         "problem": problem,

@@ -3,12 +3,14 @@
 import contextlib
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from penstock.deploy.run_options import CutOptions, RunOptions
+from penstock.engine.observer import Observer, StageSeconds
 from penstock.errors import RunError, TransportError, UsageError
 from penstock.group.calls import ADVICE, Calls
 from penstock.group.direct import go_direct
@@ -71,7 +73,8 @@ class Trainer:
         )  # fmt: skip
         self.calls = Calls()
         self.step = 0
-        self.last_step = StepReport()
+        # the last step's report, and what its stages' times are added from once they are known
+        self._last_step: tuple[StepReport, Observer | None, list[StageSeconds]] = StepReport(), None, []
         self.load_s = 0.0  # seconds spent loading data since the last step
         self.data = RecentBatches()
         self.exchange = RowExchange(self.world)
@@ -227,16 +230,27 @@ class Trainer:
 
     def _report(self, ran: bool, synchronize_s: float, sent_bytes: int) -> None:
         """Update the report of the last step; a replica without rows has run no stage."""
-        seconds = list(self.now.observer.seconds.values()) if ran else []
-        self.last_step = StepReport(
-            load_s=self.load_s, forward_s=sum(s.forward_s for s in seconds),
-            backward_s=sum(s.backward_s for s in seconds),
-            wait_s=sum(s.fill_s + s.wait_s + s.send_s for s in seconds),
-            synchronize_s=synchronize_s, sent_bytes=sent_bytes,
+        report = StepReport(
+            load_s=self.load_s, synchronize_s=synchronize_s, sent_bytes=sent_bytes,
             num_synchronizations=self.now.synchronizer.num_buckets,
             synchronized_bytes=self.now.synchronizer.num_bytes, peak_memory_bytes=most_bytes(self.device),
         )  # fmt: skip
+        observer = self.now.observer
+        self._last_step = report, observer, list(observer.seconds.values()) if ran else []
         self.load_s = 0.0
+
+    @property
+    def last_step(self) -> StepReport:
+        """Time and traffic of the last step; a GPU finishes the step first."""
+        report, observer, seconds = self._last_step
+        if observer is not None:
+            observer.settle()
+        return replace(
+            report,
+            forward_s=sum(s.forward_s for s in seconds),
+            backward_s=sum(s.backward_s for s in seconds),
+            wait_s=sum(s.fill_s + s.wait_s + s.send_s for s in seconds),
+        )
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:

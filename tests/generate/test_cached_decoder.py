@@ -35,7 +35,7 @@ def test_the_tokens_of_transformers(name: str) -> None:
     wrapped = CachedDecoder(model, slots=3, length=128).eval()
     graph = capture(wrapped, (), wrapped.example(3, 32), dynamic=wrapped.dynamic, largest=wrapped.largest)
     split = split_at(wrapped, graph, list(Cuts(graph))[7::40])  # also inside of blocks
-    lanes = Lanes(num_lanes=1, num_used=1, slots=3, recurrent=wrapped.recurrent)
+    lanes = Lanes(chunk=32, num_lanes=1, num_used=1, slots=3, recurrent=wrapped.recurrent)
     given = prompts(5, 33, 70)
     if wrapped.encodes:
         start = model.generation_config.decoder_start_token_id

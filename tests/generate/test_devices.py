@@ -42,6 +42,16 @@ def test_tokens_on_a_device_and_from_it(name: str, pretended: torch.device, monk
     _check(_put(copy.deepcopy(model), pretended), wanted, given)
 
 
+def test_chunks_are_longer_on_a_gpu(pretended: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "available", True)
+    model, (prompt,) = decoder("llama"), prompts(300)
+    with Generator(model, stages=1, slots=1, max_length=320, device=pretended) as generator:
+        wanted = expected(model, prompt, max_new_tokens=3, do_sample=False)
+        requests = [generator.submit(prompt, max_new_tokens=3) for _ in range(2)]
+        assert [request.result() for request in requests] == [wanted, wanted]
+    assert [request.num_reused for request in requests] == [0, 256]
+
+
 @pytest.mark.parametrize("sample", [False, True])
 def test_greedy_steps_copy_tokens_and_others_logits(
     sample: bool, pretended: torch.device, monkeypatch: pytest.MonkeyPatch

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.generate.cached_decoder import BLOCK, CHUNKS
+from penstock.generate.cached_decoder import BLOCK, chunk_sizes
 from penstock.generate.lanes import Lanes, SequenceState, Step
 from penstock.generate.speculation import Guesser
 
@@ -45,7 +45,7 @@ def follow(step: Step, seen: Seen, known: Sequence[SequenceState]) -> dict[int, 
         assert seen[sequence.slot][at] == last
         sees[row] = [seen[sequence.slot][place] for place in range(length)]
         assert sees[row] == [*sequence.tokens, *sequence.guesses]
-    assert len(step.ids[0]) in ((1,) if step.lane >= 0 else CHUNKS)
+    assert len(step.ids[0]) in ((1,) if step.lane >= 0 else chunk_sizes(64))
     return sees
 
 
@@ -68,14 +68,16 @@ def follow_states(step: Step, seen: Seen, known: Sequence[SequenceState]) -> dic
 @given(
     lengths=st.lists(st.tuples(st.integers(1, 70), st.integers(1, 9), st.booleans()), min_size=1, max_size=12),
     num_lanes=st.integers(1, 3), slots=st.integers(1, 3), depth=st.integers(1, 6), right=st.sampled_from([0.0, 0.5, 1]),
-    alike=st.booleans(), recurrent=st.booleans(), single=st.booleans(), seed=st.integers(0, 2**16),
+    alike=st.booleans(), recurrent=st.booleans(), single=st.booleans(), chunk=st.sampled_from([8, 32, 64]),
+    seed=st.integers(0, 2**16),
 )  # fmt: skip
 def test_every_sequence_is_continued_to_its_end(
     lengths: list[tuple[int, int, bool]], num_lanes: int, slots: int, depth: int, right: float, alike: bool,
-    recurrent: bool, single: bool, seed: int,
+    recurrent: bool, single: bool, chunk: int, seed: int,
 ) -> None:  # fmt: skip
     choose = random.Random(seed)
-    lanes = Lanes(num_lanes=num_lanes, num_used=max(1, num_lanes - 1), slots=slots, recurrent=recurrent)
+    used = max(1, num_lanes - 1)
+    lanes = Lanes(chunk=chunk, num_lanes=num_lanes, num_used=used, slots=slots, recurrent=recurrent)
     lanes.single_rows = single and not recurrent
     waiting: deque[SequenceState] = deque()
     for prompt, new, wants in lengths:
@@ -137,7 +139,7 @@ def run(lanes: Lanes, sequence: SequenceState, tokens: Sequence[int]) -> int:
 
 
 def test_whole_chunks_that_a_slot_has_are_not_fed_again() -> None:
-    lanes = Lanes(num_lanes=2, num_used=1, slots=2)
+    lanes = Lanes(chunk=32, num_lanes=2, num_used=1, slots=2)
     prompt = list(range(1, 101))
     first = SequenceState(list(prompt), 100)
     assert run(lanes, first, [7, 8]) == 4 + 1
@@ -158,7 +160,7 @@ def test_whole_chunks_that_a_slot_has_are_not_fed_again() -> None:
 
 
 def test_rows_without_a_token_use_nobodys_slot() -> None:
-    lanes = Lanes(num_lanes=2, num_used=2, slots=2, recurrent=True)
+    lanes = Lanes(chunk=32, num_lanes=2, num_used=2, slots=2, recurrent=True)
     first, second = SequenceState([5, 6, 7], 3), SequenceState([8], 1)
     for sequence in (first, second):
         lanes.admit(sequence)
@@ -173,7 +175,7 @@ def test_rows_without_a_token_use_nobodys_slot() -> None:
 
 
 def test_an_encoder_runs_with_the_first_chunk() -> None:
-    lanes = Lanes(num_lanes=1, num_used=1, slots=2)
+    lanes = Lanes(chunk=32, num_lanes=1, num_used=1, slots=2)
     sequence = SequenceState([2], 1, source=list(range(1, 71)))
     lanes.admit(sequence)
     for _ in range(2):
@@ -191,7 +193,7 @@ def test_an_encoder_runs_with_the_first_chunk() -> None:
 
 
 def test_a_wrong_guess_is_fed_over_at_once() -> None:
-    lanes = Lanes(num_lanes=1, num_used=1, slots=1)
+    lanes = Lanes(chunk=32, num_lanes=1, num_used=1, slots=1)
     sequence = SequenceState([5, 6], 2, max_length=20, guesser=Guesses(random.Random(0), 1.0))
     lanes.admit(sequence)
     chunk, first, second = (lanes.next(guesses=True) for _ in range(3))
@@ -209,7 +211,7 @@ def test_a_wrong_guess_is_fed_over_at_once() -> None:
 
 
 def test_chunks_and_steps_alternate() -> None:
-    lanes = Lanes(num_lanes=1, num_used=1, slots=2)
+    lanes = Lanes(chunk=32, num_lanes=1, num_used=1, slots=2)
     first = SequenceState([1], 1)
     lanes.admit(first)
     step = lanes.next()

@@ -50,7 +50,7 @@ def tried(
     for name in ("open_stream", "finish_stream"):
         monkeypatch.setattr(microbatches, name, lambda _deployed: None)
     deployed: Any = SimpleNamespace(job=SimpleNamespace(runtimes=runtimes), tracer=None)
-    lanes = Lanes(num_lanes=2, num_used=2, slots=slots, longest=100, recurrent=recurrent)
+    lanes = Lanes(chunk=32, num_lanes=2, num_used=2, slots=slots, longest=100, recurrent=recurrent)
     stages = Stages(odd, likely)
     return computes_single_rows(stages, deployed, lanes), stages
 

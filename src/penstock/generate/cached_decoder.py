@@ -6,6 +6,7 @@ Slots and positions are graph inputs, so one graph serves prefill and decode.
 import copy
 import inspect
 from collections.abc import Mapping, Sequence
+from itertools import count, takewhile
 from typing import Any
 
 import torch
@@ -19,14 +20,14 @@ from penstock.generate.slot_cache import Slots, SlotState, kept_as, slot_cache, 
 from penstock.graph.capture import fake_parameters
 from penstock.graph.decoders import add_cache
 from penstock.spec.plan import CacheDtype, Generation
+from penstock.tensors import HOST
 from penstock.text import one_line
 from penstock.zoo.optional import optional_import
 from penstock.zoo.weights.weights import ModuleWeights, PrefixedWeights, Weights
 
 BLOCK = 64  # attended lengths are multiples of this: masked positions beyond a sequence then change no bits
 WANTED = 8  # a call returns the logits of at most this many of its tokens
-# possible sizes of a prompt's last chunk; the other chunks have the largest size
-CHUNKS = (WANTED, 16, 32)
+_CHUNK, _GPU_CHUNK = 32, 256  # a CPU computes few rows almost as fast as many; a GPU does not, and launches cost time
 _SOURCE = "source_"  # names of the keys and values of an encoder's output begin with it
 
 
@@ -195,6 +196,24 @@ class CachedDecoder(nn.Module):
         return found
 
 
+def chunk_on(device: torch.device, length: int) -> int:
+    """Return the size of a prompt's chunks on a device, for sequences up to a length.
+
+    >>> chunk_on(torch.device("cpu"), 512), chunk_on(torch.device("cuda"), 512), chunk_on(torch.device("cuda"), 100)
+    (32, 256, 128)
+    """
+    return _CHUNK if device.type == HOST.type else min(_GPU_CHUNK, -(-length // BLOCK) * BLOCK)
+
+
+def chunk_sizes(largest: int) -> list[int]:
+    """Return the possible sizes of a prompt's last chunk; the others have the largest.
+
+    >>> chunk_sizes(32)
+    [8, 16, 32]
+    """
+    return [*takewhile(lambda size: size < largest, (WANTED << doubled for doubled in count())), largest]
+
+
 def decoder_call(model: Any, caches: Generation, weights: Weights | None = None) -> ModelCall:
     """Return the call of a model with caches for `caches.lanes` lanes, to be captured.
 
@@ -206,7 +225,7 @@ def decoder_call(model: Any, caches: Generation, weights: Weights | None = None)
     slots = caches.slots * caches.lanes
     decoder = CachedDecoder(host, slots=slots, length=caches.max_length, cache_dtype=caches.cache_dtype).eval()
     return ModelCall(
-        model=decoder, kwargs=decoder.example(caches.slots, CHUNKS[-1]), dynamic=decoder.dynamic,
+        model=decoder, kwargs=decoder.example(caches.slots, caches.chunk), dynamic=decoder.dynamic,
         largest=decoder.largest, weights=None if weights is None else PrefixedWeights(weights, "model."),
     )  # fmt: skip
 

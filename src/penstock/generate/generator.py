@@ -11,7 +11,7 @@ from torch import Tensor
 
 from penstock.deploy.run_options import CutOptions, ModelCall, OnLoss, RunOptions, Trace
 from penstock.errors import RunError, UsageError
-from penstock.generate.cached_decoder import decoder_call
+from penstock.generate.cached_decoder import chunk_on, decoder_call
 from penstock.generate.lanes import Lanes
 from penstock.generate.loop import GenerationLoop
 from penstock.generate.request import Request
@@ -96,6 +96,7 @@ class Generator:
                 lanes=lanes or num_lanes(count),
                 max_length=max_length or MAX_LENGTH,
                 cache_dtype=cache_dtype or "model",
+                chunk=chunk_on(torch.device(device), max_length or MAX_LENGTH),
             )
         self.max_length = caches.max_length
         self._num_slots = caches.slots * caches.lanes
@@ -118,7 +119,7 @@ class Generator:
         self._loop: GenerationLoop | None = None
         if self.pipeline.feeds:
             planned = Lanes(
-                num_lanes=caches.lanes, num_used=min(count, caches.lanes), slots=caches.slots,
+                num_lanes=caches.lanes, num_used=min(count, caches.lanes), slots=caches.slots, chunk=caches.chunk,
                 longest=caches.max_length, recurrent=getattr(call.model, "recurrent", False),
             )  # fmt: skip
             self._loop = GenerationLoop(self.pipeline, planned, speculates=speculate and count > 1)

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from penstock.generate.cached_decoder import BLOCK, CHUNKS
+from penstock.generate.cached_decoder import BLOCK, chunk_sizes
 from penstock.generate.speculation import Guesser
 
 
@@ -84,9 +84,9 @@ class Lanes:
 
     A step has a row for each slot of its lane, including empty and waiting slots. With `single_rows`, set if a row has
     the same bits alone, a step with one token runs that row alone. A prompt runs in chunks whose sizes depend only on
-    its length: chunks of 32, and a last chunk padded to 8, 16 or 32. If its tokens are scored, all chunks are of 8. A
-    row without a token to generate writes at the next position of its own sequence, which is overwritten later. The
-    first `num_used` lanes, one per stage, are filled before the other lanes: a step takes as
+    its length: of `chunk` tokens, and a last one padded to 8, 16, 32 … (`chunk_sizes`). If its tokens are scored, all
+    chunks are of 8. A row without a token to generate writes at the next position of its own sequence, which is
+    overwritten later. The first `num_used` lanes, one per stage, are filled before the other lanes: a step takes as
     long for one row as for all, so a few full lanes are faster than many lanes with few rows. Once these are full, the
     other lanes are used too, and no stage waits while a lane's tokens are sampled.
 
@@ -103,14 +103,22 @@ class Lanes:
     `num_slots`.
 
     Example:
-        lanes = Lanes(num_lanes=3, num_used=2, slots=4)
+        lanes = Lanes(num_lanes=3, num_used=2, slots=4, chunk=32)
         lanes.admit(SequenceState([5, 7, 2], 3))
         step = lanes.next()
     """
 
     def __init__(
-        self, *, num_lanes: int, num_used: int, slots: int, longest: int = sys.maxsize, recurrent: bool = False
+        self,
+        *,
+        num_lanes: int,
+        num_used: int,
+        slots: int,
+        chunk: int,
+        longest: int = sys.maxsize,
+        recurrent: bool = False,
     ) -> None:
+        self._chunks = chunk_sizes(chunk)
         self._slots, self._num_used, self.longest, self.recurrent = slots, num_used, longest, recurrent
         self._in_slots: list[SequenceState | None] = [None] * (num_lanes * slots)
         self._left: list[list[int]] = [[] for _ in self._in_slots]  # by slot: released tokens still in the cache
@@ -159,7 +167,7 @@ class Lanes:
         """Free a sequence's slot."""
         if not sequence.scored and not self.recurrent:
             fed = min(sequence.fed, sequence.num_prompt)
-            self._left[sequence.slot] = sequence.tokens[: fed // CHUNKS[-1] * CHUNKS[-1]]
+            self._left[sequence.slot] = sequence.tokens[: fed // self._chunks[-1] * self._chunks[-1]]
         self._in_slots[sequence.slot] = None
         sequence.slot = -1
 
@@ -186,7 +194,7 @@ class Lanes:
         """
         if sequence.scored:
             return 0
-        size, left, prompt = CHUNKS[-1], self._left[slot], sequence.tokens[: sequence.num_prompt - 1]
+        size, left, prompt = self._chunks[-1], self._left[slot], sequence.tokens[: sequence.num_prompt - 1]
         most = min(len(left), len(prompt) // size * size)
         return next((at for at in range(0, most, size) if left[at : at + size] != prompt[at : at + size]), most)
 
@@ -198,7 +206,7 @@ class Lanes:
     def _next_chunk(self) -> Step | None:
         for sequence in () if self.recurrent else self.sequences:
             if sequence.fed < sequence.num_prompt:
-                chunks = CHUNKS[:1] if sequence.scored else CHUNKS
+                chunks = self._chunks[:1] if sequence.scored else self._chunks
                 part = sequence.tokens[sequence.fed : min(sequence.fed + chunks[-1], sequence.num_prompt)]
                 size = next(size for size in chunks if size >= len(part))
                 begin, sequence.fed = sequence.fed, sequence.fed + len(part)

@@ -27,7 +27,7 @@ class GenerationLoop:
     """Requests in flight on a pipeline's stages, served by a background thread until `end`.
 
     Example:
-        loop = GenerationLoop(pipeline, Lanes(num_lanes=3, num_used=2, slots=4))
+        loop = GenerationLoop(pipeline, Lanes(num_lanes=3, num_used=2, slots=4, chunk=32))
         loop.take(request)
         request.result()
     """

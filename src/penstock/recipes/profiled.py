@@ -14,7 +14,7 @@ from torch import Tensor
 from penstock.deploy.state import load_state, with_packings
 from penstock.engine.reference import calibrate
 from penstock.errors import UsageError
-from penstock.generate.cached_decoder import BLOCK, CHUNKS, WANTED, CachedDecoder, decoder_call
+from penstock.generate.cached_decoder import BLOCK, WANTED, CachedDecoder, decoder_call
 from penstock.generate.sampling import Sampler, read_config
 from penstock.graph.call import build_output
 from penstock.graph.capture import capture
@@ -85,7 +85,7 @@ def profile_generation(
     zoo = load_model(name, weights=weights, pretrained=pretrained, seed=seed, head="language")
     decoder, given, graph = _captured_decoder(zoo, caches)
     more_bytes = script_bytes(base_bytes)
-    room, step, full, chunk = _step_sizes(max_length)
+    room, step, full, chunk = _step_sizes(caches)
     load = partial(load_state, graph, weights=given)
     made = profile_graph(
         graph, load, rows=slots, threads=threads, repeats=repeats, messages=messages, sizes=step, largest=full,
@@ -109,13 +109,14 @@ def _captured_decoder(zoo: ZooModel, caches: Generation) -> tuple[CachedDecoder,
     return call.model, call.weights, graph
 
 
-def _step_sizes(max_length: int) -> tuple[int, dict[str, int], dict[str, int], dict[str, int]]:
+def _step_sizes(caches: Generation) -> tuple[int, dict[str, int], dict[str, int], dict[str, int]]:
     """Return the attended length of a step to measure; sizes of this step, of the largest, and of a prompt's chunk."""
+    max_length = caches.max_length
     room = -(-max_length // (2 * BLOCK)) * BLOCK
     # the encoder does nothing in a decoding step
     step = {"room": room, "source": 0, "source_room": room}
     full = {**step, "room": max_length, "source_room": max_length}
-    return room, step, full, {**full, "step": CHUNKS[-1], "wanted": WANTED, "source": max_length}
+    return room, step, full, {**full, "step": caches.chunk, "wanted": WANTED, "source": max_length}
 
 
 def count_inference(
@@ -138,7 +139,7 @@ def count_inference(
     if is_language_model(name) and not whole:
         caches = Generation(slots=1, lanes=1, max_length=max_length, cache_dtype=cache_dtype)
         _, weights, graph = _captured_decoder(load_model(name, head="language"), caches)
-        _, _, full, chunk = _step_sizes(max_length)
+        _, _, full, chunk = _step_sizes(caches)
     else:
         zoo = load_model(name)
         caches, full, chunk, weights = None, {}, None, zoo.weights

@@ -64,12 +64,14 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """The caches of a language model that generates: `lanes` of `slots` sequences of at most `max_length` tokens.
 
     Keys and values have the dtype `cache_dtype`, by default the model's; `int8` has a scale for each head of a token.
+    Prompts run in chunks of at most `chunk` tokens.
     """
 
     slots: Annotated[int, msgspec.Meta(ge=1)]
     lanes: Annotated[int, msgspec.Meta(ge=1)]
     max_length: Annotated[int, msgspec.Meta(ge=2)]
     cache_dtype: CacheDtype = "model"
+    chunk: Annotated[int, msgspec.Meta(ge=8)] = 32
 
 
 def num_lanes(num_stages: int) -> int:

@@ -56,6 +56,29 @@ def test_another_model_is_refused(model: Net, pipe: Pipeline, change: Callable[[
         pipe(ROWS)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: setattr(model.fc.bias, "data", torch.zeros(3)),
+        lambda model: model.load_state_dict(
+            {n: torch.ones_like(t) for n, t in model.state_dict().items()}, assign=True
+        ),
+        lambda model: setattr(model.fc, "weight", nn.Parameter(torch.ones(3, 3))),
+        lambda model: setattr(model.norm, "running_mean", torch.ones(3)),
+        lambda model: setattr(model.fc, "bias", None),
+        lambda model: model.double(),
+    ],
+    ids=["data", "assign", "parameter", "buffer", "none", "dtype"],
+)
+def test_other_weights_are_noticed(
+    model: Net, pipe: Pipeline, change: Callable[[Net], Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = pipe(ROWS, microbatch_size=4)
+    change(model)
+    assert torch.equal(pipe(ROWS, microbatch_size=4), before)
+    assert "weights of Net" in capsys.readouterr().err
+
+
 def test_weights_are_those_of_the_beginning_and_a_note_says_so(
     model: Net, pipe: Pipeline, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,7 +9,7 @@ import threading
 import types
 import weakref
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -188,18 +188,11 @@ class LiveModule:
 
     def written(self) -> str:
         """Return which tensor outside of parameters and buffers was written to since the capture, or ""."""
-        return next(iter(rewritten(self._tensors)), "")
-
-
-def rewritten(tensors: Iterable[tuple[str, "weakref.ref[Tensor]", tuple[int, int]]]) -> Iterator[str]:
-    """Yield a sentence for each of these tensors that was written to, or has other memory, since its version was taken.
-
-    Tensors that have ended, or are on the meta device, are skipped.
-    """
-    for path, ref, version in tensors:
-        tensor = ref()
-        if tensor is not None and tensor.device.type != "meta" and version_of(tensor) != version:
-            yield f"the tensor {path} was written to after the capture"
+        for path, ref, version in self._tensors:
+            tensor = ref()
+            if tensor is not None and tensor.device.type != "meta" and version_of(tensor) != version:
+                return f"the tensor {path} was written to after the capture"
+        return ""
 
 
 def _children(own: Mapping[str, Any]) -> tuple[tuple[str, int], ...]:

@@ -27,7 +27,7 @@ from penstock.graph.call import bind_inputs
 from penstock.graph.capture import capture
 from penstock.graph.cuts import Cut, Cuts
 from penstock.graph.graph import Graph
-from penstock.graph.live_module import LiveModule, rewritten, version_of
+from penstock.graph.live_module import LiveModule, version_of
 from penstock.graph.program import StageProgram
 from penstock.group.entry import start_local, thread_worlds
 from penstock.group.regroup import release, renew
@@ -275,8 +275,13 @@ class StreamedModule:
     def __init__(self, model: nn.Module, graph: Graph, *, reads_weights: bool) -> None:
         self._name = graph.model
         self._live = LiveModule(model, graph.reads, graph.left)
-        named = [*model.named_parameters(), *model.named_buffers()] if reads_weights else []
-        self._weights = [(name, weakref.ref(tensor), version_of(tensor)) for name, tensor in named]
+        # by owner, since a parameter or a buffer may be replaced by another one
+        self._weights = [
+            (weakref.ref(module), name, weakref.ref(tensor), version_of(tensor))
+            for module in (model.modules() if reads_weights else ())
+            for name, tensor in (*module._parameters.items(), *module._buffers.items())
+            if tensor is not None
+        ]
 
     def check_unchanged(self) -> None:
         """Print a note once if the model's weights changed, which the stages do not follow.
@@ -287,9 +292,19 @@ class StreamedModule:
             raise UsageError(
                 f"{what}, but the stages compute what was captured; change {self._name} before, or make a new pipeline"
             )
-        if any(rewritten(self._weights)):
+        if self._has_other_weights():
             self._weights = []
             note(
                 f"the weights of {self._name} changed after its pipeline was made, which streams with those that it "
                 "had then; to use the new ones, make a new pipeline"
             )
+
+    def _has_other_weights(self) -> bool:
+        """Return True if a tensor was written to or replaced; not if the model has ended, or is on the meta device."""
+        for module, name, tensor, version in self._weights:
+            owner = module()
+            now = None if owner is None else owner._parameters.get(name, owner._buffers.get(name))
+            released = owner is None or (now is not None and now.device.type == "meta")
+            if not released and (now is None or now is not tensor() or version_of(now) != version):
+                return True
+        return False

@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup demo test test-all check docs format clean
+.PHONY: setup demo test test-all check types docs lint imports budget format clean
 
 setup: .venv/.ready
 
@@ -30,16 +30,25 @@ test: check
 test-all: setup
 	TESTS_FULL=1 $(TESTS) -m long
 
+# side by side, since each of them uses one core
 check: setup
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
+	$(MAKE) --no-print-directory --jobs 2 --output-sync types docs lint imports budget
+
+types: setup
 	$(BIN)/mypy
-	$(BIN)/lint-imports
-	$(BIN)/python -m pytest --quiet tests/test_budget.py
-	$(MAKE) docs
 
 docs: setup
 	$(BIN)/sphinx-build --fail-on-warning --keep-going --quiet -c docs . build/docs
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+imports: setup
+	$(BIN)/lint-imports
+
+budget: setup
+	$(BIN)/python -m pytest --quiet tests/test_budget.py
 
 format: setup
 	$(BIN)/ruff check --fix .

@@ -38,6 +38,7 @@ _TURNS = 3
 _COUNTS = (1, 8)
 _TEXT = Path("../shared/data/tinyshakespeare.txt")
 _LENGTH = 256  # tokens of a window of text
+_READ_BYTES = 1 << 29  # more than any cache holds
 
 
 def main() -> None:
@@ -89,6 +90,9 @@ def summarize(found: dict[str, Any]) -> dict[str, Any]:
     if ("llama.cpp", 1) in speed:
         for name, runtime in (("vs_llamacpp_1", "onnxruntime:int4"), ("stored_vs_llamacpp_1", "onnxruntime:stored")):
             summary[name] = round(speed[runtime, 1] / speed["llama.cpp", 1], 3)
+    for row in found["speed"]:
+        if row["what"] == "onnxruntime:stored" and row["sequences"] == 1:
+            summary["stored_of_read_bandwidth"] = row["of_read_bandwidth"]
     return summary
 
 
@@ -98,22 +102,38 @@ def speeds(model: str, runtimes: Sequence[str], turns: int) -> list[dict[str, An
     for count in _COUNTS:
         with contextlib.ExitStack() as stack:
             ways: dict[str, Callable[[], float]] = {}
+            weights: dict[str, int] = {}
             for runtime in runtimes:
                 settings = TextSettings(model=model, stages=1, slots=count, max_length=128, runtime=runtime)
-                ways[runtime] = _ours(stack.enter_context(open_generator(settings)), count)
+                generator = stack.enter_context(open_generator(settings))
+                weights[runtime] = sum(generator.pipeline.deployment.pipelines[0].stage_bytes)
+                ways[runtime] = _ours(generator, count)
             if count == 1 and model.startswith("gguf:") and importlib.util.find_spec("llama_cpp") is not None:
                 ways["llama.cpp"] = _llama(gguf_file(model))
             measured: dict[str, list[float]] = {what: [] for what in ways}
             for way in ways.values():
                 way()  # the first time anything is made
+            read: list[float] = []
             for _ in range(turns):
+                read.append(_read_bytes_per_s())
                 for what, way in ways.items():
                     measured[what].append(way())
-        rows += [
-            {"what": what, "sequences": count, "tokens_per_s": round(statistics.median(values), 2)}
-            for what, values in measured.items()
-        ]
+        for what, values in measured.items():
+            tokens_per_s = round(statistics.median(values), 2)
+            row: dict[str, Any] = {"what": what, "sequences": count, "tokens_per_s": tokens_per_s}
+            if what in weights:  # each step reads them once
+                row["weights_mb"] = round(weights[what] / 1e6, 1)
+                row["of_read_bandwidth"] = round(weights[what] * tokens_per_s / count / statistics.median(read), 3)
+            rows.append(row)
     return rows
+
+
+def _read_bytes_per_s() -> float:
+    """Return the bytes that this core reads from memory in a second, as a sum over many."""
+    numbers = torch.ones(_READ_BYTES // 8, dtype=torch.int64)
+    begin = time.perf_counter()
+    numbers.sum()
+    return _READ_BYTES / (time.perf_counter() - begin)
 
 
 def _ours(generator: Generator, count: int) -> Callable[[], float]:

@@ -72,5 +72,6 @@ def test_greedy_steps_copy_tokens_and_others_logits(
 def test_a_gpu_that_is_missing_is_refused_before_the_model_is_read() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU on this machine")
-    with pytest.raises(UsageError):
-        Generator(None, device="cuda")
+    for device in ("cuda", "gpu"):
+        with pytest.raises(UsageError):
+            Generator(None, device=device)

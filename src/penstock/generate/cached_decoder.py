@@ -196,13 +196,13 @@ class CachedDecoder(nn.Module):
         return found
 
 
-def chunk_on(device: torch.device, length: int) -> int:
+def chunk_on(device: str, length: int) -> int:
     """Return the size of a prompt's chunks on a device, for sequences up to a length.
 
-    >>> chunk_on(torch.device("cpu"), 512), chunk_on(torch.device("cuda"), 512), chunk_on(torch.device("cuda"), 100)
+    >>> chunk_on("cpu", 512), chunk_on("cuda", 512), chunk_on("cuda:1", 100)
     (32, 256, 128)
     """
-    return _CHUNK if device.type == HOST.type else min(_GPU_CHUNK, -(-length // BLOCK) * BLOCK)
+    return _CHUNK if device == HOST.type else min(_GPU_CHUNK, -(-length // BLOCK) * BLOCK)
 
 
 def chunk_sizes(largest: int) -> list[int]:

@@ -96,7 +96,7 @@ class Generator:
                 lanes=lanes or num_lanes(count),
                 max_length=max_length or MAX_LENGTH,
                 cache_dtype=cache_dtype or "model",
-                chunk=chunk_on(torch.device(device), max_length or MAX_LENGTH),
+                chunk=chunk_on(str(device), max_length or MAX_LENGTH),
             )
         self.max_length = caches.max_length
         self._num_slots = caches.slots * caches.lanes

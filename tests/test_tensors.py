@@ -1,5 +1,6 @@
 """Devices by name, tensors moved between them, and streams through stages that compute elsewhere than on the CPU."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +18,10 @@ from penstock.graph.capture import capture
 from penstock.graph.cuts import Cuts
 from penstock.graph.program import read_program, write_program
 from penstock.graph.stages import divide
+from penstock.measure.costs import Timing
+from penstock.measure.runtime_columns import measure_runtimes
 from penstock.runtime.eager import Runtime
+from penstock.runtime.registry import EAGER, RUNTIMES, RuntimeChoice
 from penstock.tensors import HOST, find_device, moved, num_payload_bytes, pack, unpack
 from penstock.zoo.weights.weights import ModuleWeights
 from tests import pretend
@@ -164,13 +168,47 @@ def test_streams_through_a_device_as_one_process_there(
     assert pretend.module.num_settled == settled + {1: 2, 2: 3}[processes] * len(fed)
 
 
+@pytest.fixture
+def cuda(pretended: torch.device, monkeypatch: pytest.MonkeyPatch) -> RuntimeChoice:
+    """The runtime of a GPU, which is the pretended one."""
+    monkeypatch.setattr(pretend.module, "available", True)
+    monkeypatch.setitem(RUNTIMES, "cuda", replace(RUNTIMES["cuda"], device=pretend.NAME))
+    assert RuntimeChoice("cuda").place() == pretended
+    return RuntimeChoice("cuda")
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("on_gpu", [(1,), (0, 2)])
+def test_stages_on_a_gpu_beside_those_on_the_cpu(cuda: RuntimeChoice, on_gpu: tuple[int, ...]) -> None:
+    divided, inputs = divided_tower(3), tower_inputs(4)
+    found = []
+    for runtimes in ((), tuple(cuda if stage in on_gpu else EAGER for stage in range(3))):
+        with memory_world(2) as world:
+            deployment = divided.deploy(world.feeder, runtimes=runtimes)
+            found.append(list(deployment.stream([(list(given), {"batch": 2}) for given in inputs])))
+            held = [stage.memory_bytes == pretend.HELD_BYTES for stage in deployment.last_report.stages]
+            deployment.close()
+    assert held == [stage in on_gpu for stage in range(3)]
+    assert all(torch.equal(a, b) for pair in zip(*found, strict=True) for a, b in zip(*pair, strict=True))
+
+
+def test_a_gpu_is_a_column_of_a_profile(cuda: RuntimeChoice) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU()).eval()
+    graph = capture(model, (torch.randn(2, 8),))
+    (column,) = measure_runtimes(
+        graph, lambda state: load_state(graph, state, ModuleWeights(model)), [cuda], Timing((1, 2), 1, 1)
+    )
+    assert (column.name, column.error) == ("cuda", 0.0)
+    assert min(column.forward_s) > 0
+
+
 @no_gpu
 @pytest.mark.usefixtures("pretended")
 def test_a_worker_without_a_gpu_says_so() -> None:
     divided, inputs = divided_tower(2), list(tower_inputs(1)[0])
 
     def stream(world: MemoryWorld) -> None:
-        deployment = divided.deploy(world.feeder, device="cuda")  # type: ignore[arg-type]
+        deployment = divided.deploy(world.feeder, device="cuda")
         list(deployment.stream([(inputs, {"batch": 2})]))
 
     with memory_world(2) as world, pytest.raises(RunError, match=r"worker \d.*: .*'cuda' is a GPU"):

@@ -4,6 +4,7 @@ import contextlib
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -77,13 +78,13 @@ class Divided:
     graph: Graph
     programs: list[tuple[StageProgram, ...]]
 
-    def deploy(self, world: World, *, batch: int = 2, **settings: float) -> Deployment:
+    def deploy(self, world: World, *, batch: int = 2, **settings: Any) -> Deployment:
         """Put the stages on a world."""
         weights = ModuleWeights(self.model)
         asked = {name: settings.pop(name) for name in ("stall_s", "depth", "device") if name in settings}
         pipeline = deploy_pipeline(
             world, self.programs, FromWeights(lambda state: load_state(self.graph, state, weights)),
-            RunOptions(threads=1, **asked), sizes={"batch": batch}, **settings,  # type: ignore[arg-type]
+            RunOptions(threads=1, **asked), sizes={"batch": batch}, **settings,
         )  # fmt: skip
         return Deployment(world, [pipeline])
 

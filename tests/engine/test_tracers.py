@@ -31,7 +31,7 @@ def stream(
     halves: Divided, made: MemoryWorld, *, units: bool = False, profile: bool = False, num: int = 6
 ) -> list[ProcessTrace]:
     tracer = FeederTracer(made.feeder, units=units, profile=profile)
-    deployment = halves.deploy(made.feeder, tracer=tracer)  # type: ignore[arg-type]
+    deployment = halves.deploy(made.feeder, tracer=tracer)
     for _ in range(2):  # the second stream's trace holds nothing of the first one's
         inputs = tower_inputs(num)
         results = list(deployment.stream((list(x), {"batch": 2}) for x in inputs))
@@ -131,7 +131,7 @@ def test_recording_stops_when_it_is_told_to(halves: Divided, monkeypatch: pytest
 
 def test_a_stream_that_fails_leaves_no_trace_and_does_not_hang(halves: Divided) -> None:
     with memory_world(2) as made:
-        deployment = halves.deploy(made.feeder, tracer=FeederTracer(made.feeder))  # type: ignore[arg-type]
+        deployment = halves.deploy(made.feeder, tracer=FeederTracer(made.feeder))
         inputs = [*tower_inputs(2), poison(tower_inputs(1)[0], 5)]
         with pytest.raises(PenstockError, match="operation embedding"):
             list(deployment.stream((list(x), {"batch": 2}) for x in inputs))

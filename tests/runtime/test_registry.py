@@ -11,6 +11,7 @@ from penstock.errors import PlanError
 from penstock.graph.capture import capture
 from penstock.graph.cuts import Cuts
 from penstock.graph.stages import divide, graph_fingerprint
+from penstock.pipeline import Pipeline
 from penstock.runtime.registry import RUNTIMES, RuntimeChoice
 from penstock.spec.plan import CutSet, DeviceLoad, Plan, PlannedPipeline, PlannedStage, Prediction
 from penstock.zoo.weights.weights import ModuleWeights
@@ -18,7 +19,7 @@ from tests.fewer import long
 from tests.worlds import memory_world
 
 
-@pytest.mark.parametrize("name", [long(name) if name == "compiled" else name for name in RUNTIMES])
+@pytest.mark.parametrize("name", [long(name) if name == "compiled" else name for name in RUNTIMES if name != "cuda"])
 def test_a_named_runtime_computes_what_the_model_does(name: str) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval()
     x = torch.randn(3, 4)
@@ -36,6 +37,15 @@ def test_a_runtime_that_is_not_known_is_refused_by_name() -> None:
 def test_a_precision_that_a_runtime_has_not_is_refused() -> None:
     with pytest.raises(PlanError, match=r"eager .* float32, bfloat16; got float16"):
         RuntimeChoice("eager", "float16")
+
+
+def test_a_gpu_that_is_missing_is_named_before_anything_runs() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU on this machine")
+    with pytest.raises(PlanError, match="'cuda' is a GPU"):
+        RuntimeChoice("cuda").check_machine()
+    with pytest.raises(PlanError, match="'cuda' is a GPU"):
+        Pipeline(nn.Linear(4, 4).eval(), torch.randn(3, 4), stages=2, runtime="cuda")
 
 
 @pytest.mark.parametrize(

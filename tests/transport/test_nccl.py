@@ -35,7 +35,7 @@ def found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _deploy(divided: Divided, world: Any) -> Deployment:
-    return divided.deploy(world, device=pretend.NAME)  # type: ignore[arg-type]
+    return divided.deploy(world, device=pretend.NAME)
 
 
 @pytest.mark.parametrize("num_stages", [2, 3])

@@ -42,10 +42,10 @@ class Performance:
 def names_of_runtimes() -> list[str]:
     """Return every runtime of a float32 model with each of its precisions, as written on the command line.
 
-    Without `compiled`, which would compile each pruned model.
+    Without `compiled`, which would compile each pruned model, and those of a GPU.
     """
     choices = [RuntimeChoice(name, precision) for name, kind in RUNTIMES.items() for precision in kind.precisions]
-    return [str(choice) for choice in choices if not choice.is_stored and choice.name != "compiled"]
+    return [str(choice) for choice in choices if not choice.is_stored and choice.name not in {"compiled", "cuda"}]
 
 
 class OnRuntimes:

@@ -140,7 +140,9 @@ def deploy_pipeline(
         direct = run.device != HOST.type and not isinstance(source, FromModules)
         direct = direct and go_direct(world, job.holders, device)
         stages = job.stages_of(FEEDER)
-        here = {stage: source.make(stage, programs[stage], job.runtime_of(stage), device) for stage in stages}
+        chosen = {stage: job.runtime_of(stage) for stage in stages}
+        places = {stage: runtime.place(device, world.position) for stage, runtime in chosen.items()}
+        here = {stage: source.make(stage, programs[stage], chosen[stage], places[stage]) for stage in stages}
         own = OwnStages(world, job, here, direct, feeder_links(programs))
         if tracer is not None:
             tracer.follow(own, index)

@@ -236,7 +236,8 @@ def read_stages(
     Returns the stages' runtimes, and whether tensors between stages are sent from device to device. Tensors among
     `holdings` need not be sent; received tensors are added to them.
 
-    Raises `UsageError` if the job needs modules or a bundle that this process lacks, and as `find_device` does.
+    Raises `UsageError` if the job needs modules or a bundle that this process lacks, and as `find_device` and
+    `RuntimeChoice.place` do.
     """
     if set(job.programs) != set(job.stages_of(world.rank)):
         raise ProgramError(f"a job must have a program for each stage of a process; got stages {sorted(job.programs)}")
@@ -250,22 +251,24 @@ def read_stages(
         if job.compare:
             there = holdings.claim(world.transport, [s for programs in read.values() for s in states_of(programs)])
     for index, texts in job.programs.items():
+        own = job.runtime_of(index).place(device, world.position)
         if job.source == "bundle":
             if bundle is None:
                 raise UsageError(
                     "the stages are in a bundle, and this process has no bundle folder; give it the folder"
                 )
             folder, runtime = bundle / job.part, job.runtime_of(index)
-            runtimes[index] = load_part(folder, job.plan, job.num_programs, device, runtime)
+            runtimes[index] = load_part(folder, job.plan, job.num_programs, own, runtime)
         elif job.source == "weights":
             programs, states = read[index], states_of(read[index])
             missing = [state for state in states if state.value.name not in there]
-            tensors = {state.value.name: there[state.value.name] for state in states if state.value.name in there}
-            tensors |= receive_state(world.transport, missing, device)
+            names = [state.value.name for state in states if state.value.name in there]
+            tensors = {name: moved(there[name], own) for name in names}
+            tensors |= receive_state(world.transport, missing, own)
             # an engine holds weights in blocks in its own order, and releases the bytes that it was made of
             stored = job.runtime_of(index).is_stored
             holdings.keep([state for state in states if not (stored and state.packing)], tensors)
-            runtimes[index] = [job.runtime_of(index).load(program, tensors, device) for program in programs]
+            runtimes[index] = [job.runtime_of(index).load(program, tensors, own) for program in programs]
         elif make is None:
             raise UsageError("the stages are modules, and this process has none; pass the same list to its Pipeline")
         else:

@@ -29,7 +29,7 @@ from penstock.generate.text import TextDecoder
 from penstock.group.entry import under_torchrun
 from penstock.group.world import World
 from penstock.plan.check import read_plan
-from penstock.runtime.registry import parse_runtime
+from penstock.runtime.registry import RUNTIMES, parse_runtime
 from penstock.spec.plan import CacheDtype, Generation, Plan, num_lanes
 from penstock.stream.streaming_pipeline import StreamingPipeline
 from penstock.zoo.weights.weights import ModuleWeights, Weights
@@ -80,6 +80,7 @@ class Generator:
         for name, value, least in (("slots", slots, 1), ("lanes", lanes, 1), ("max_length", max_length, 2)):
             if value is not None and value < least:
                 raise UsageError(f"{name} must be at least {least}, not {value}")
+        chosen = parse_runtime(runtime)
         model = getattr(model, "_orig_mod", model)  # what torch.compile has wrapped
         self.model: Any = model
         self._weights = weights
@@ -96,7 +97,7 @@ class Generator:
                 lanes=lanes or num_lanes(count),
                 max_length=max_length or MAX_LENGTH,
                 cache_dtype=cache_dtype or "model",
-                chunk=chunk_on(str(device), max_length or MAX_LENGTH),
+                chunk=chunk_on(RUNTIMES[chosen.name].device or str(device), max_length or MAX_LENGTH),
             )
         self.max_length = caches.max_length
         self._num_slots = caches.slots * caches.lanes
@@ -109,7 +110,7 @@ class Generator:
         self.pipeline = StreamingPipeline(
             call, cut,
             RunOptions(
-                threads=threads, device=str(device), runtime=parse_runtime(runtime),
+                threads=threads, device=str(device), runtime=chosen,
                 trace=None if trace is None else Trace(trace),
                 on_loss=OnLoss(on_loss),
             ),

@@ -17,6 +17,7 @@ from penstock.measure.costs import Timing, random_input
 from penstock.runtime.registry import EAGER, RuntimeChoice, StageRuntime
 from penstock.spec.plan import Precision
 from penstock.spec.profile import RuntimeColumn
+from penstock.tensors import HOST, copy_exactly, moved
 from penstock.terminal.notes import note
 
 _INPUTS = 4
@@ -86,8 +87,8 @@ def _compare(
         inputs = make_inputs(rows, number, generator)
         wanted, outputs = _run(eager, sizes, inputs), _run(other, sizes, inputs)
         errors += [relative_error(x, y) for x, y in zip(wanted, outputs, strict=True) if x.is_floating_point()]
-    # wall-clock time, because a runtime's own threads compute for this thread
-    clock = time.process_time if timing.threads == 1 else time.perf_counter
+    # CPU time of the process, because a runtime's own threads compute for this thread; a GPU has none
+    clock = time.process_time if timing.threads == 1 and other.device == HOST else time.perf_counter
     seconds: list[tuple[float, float]] = []
     for _ in range(timing.repeats_for(rows)):
         begin = clock()
@@ -101,7 +102,8 @@ def _compare(
 
 def _run(runtime: StageRuntime, sizes: Mapping[str, int], inputs: Sequence[Tensor]) -> list[Tensor]:
     with torch.inference_mode():
-        return runtime(sizes, [tensor.clone() for tensor in inputs])
+        outputs = runtime(sizes, [copy_exactly(tensor, runtime.device) for tensor in inputs])
+        return [moved(tensor, HOST) for tensor in outputs]  # as messages of a stage on a GPU
 
 
 def relative_error(wanted: Tensor, found: Tensor) -> float:

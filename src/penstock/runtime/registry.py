@@ -52,7 +52,8 @@ class RuntimeKind:
 
     `load_training` makes a runtime with a backward; None if there is none. `extra` is the extra with the packages that
     the runtime needs. With the precisions in `single_rows`, a row of a product may have the same bits alone as among
-    others. Imports inside functions are needed only by processes that compute.
+    others. `device` is the kind of GPU that it computes on, instead of the stages' device. Imports inside functions are
+    needed only by processes that compute.
     """
 
     load: Callable[["StageProgram", Mapping[str, "Tensor"], "torch.device", "RuntimeChoice"], StageRuntime]
@@ -60,6 +61,7 @@ class RuntimeKind:
     load_training: "LoadTraining | None" = None
     extra: str | None = None
     single_rows: frozenset[str] = frozenset()
+    device: str | None = None
 
 
 def _eager(
@@ -128,6 +130,7 @@ def _compiled_training(
 
 RUNTIMES: Mapping[str, RuntimeKind] = {
     "eager": RuntimeKind(load=_eager, load_training=_eager_training, precisions=("float32", "bfloat16")),
+    "cuda": RuntimeKind(load=_eager, precisions=("float32",), device="cuda"),
     "compiled": RuntimeKind(load=_compiled, load_training=_compiled_training, precisions=("float32",)),
     "onnxruntime": RuntimeKind(
         load=_onnxruntime,
@@ -193,6 +196,22 @@ class RuntimeChoice:
             check_compiler()
         if self.precision == "bfloat16":
             check_bfloat16()
+        self.place()
+
+    def place(self, device: "torch.device | None" = None, position: int = 0) -> "torch.device":
+        """Return the device that a stage computes on: the runtime's own, or one that is given for all stages.
+
+        `position` is the process's local rank. Raises `PlanError` if this machine lacks the runtime's device.
+        """
+        from penstock.tensors import HOST, find_device
+
+        own, device = RUNTIMES[self.name].device, device or HOST
+        if own is None or device != HOST:
+            return device
+        try:
+            return find_device(own, position)
+        except UsageError as error:
+            raise PlanError(f"the runtime {self.name} computes on a GPU: {error}") from None
 
     def _not_installed(self, reason: object) -> PlanError:
         return PlanError(
@@ -204,15 +223,13 @@ class RuntimeChoice:
         self, program: "StageProgram", tensors: Mapping[str, "Tensor"], device: "torch.device | None" = None
     ) -> StageRuntime:
         """Make a runtime for a program."""
-        from penstock.tensors import HOST
-
         kind = RUNTIMES[self.name]
         if not self.is_stored:
             program, tensors = _unpacked(program, tensors)
         elif not any(state.packing for state in program.states):
             raise PlanError(f"{self} is for weights in a file's blocks, and this stage has none; use {self.name}")
         try:
-            return kind.load(program, tensors, device or HOST, self)
+            return kind.load(program, tensors, self.place(device), self)
         except ImportError as error:
             if kind.extra is None:
                 raise

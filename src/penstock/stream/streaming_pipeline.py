@@ -71,7 +71,8 @@ class StreamingPipeline:
         if world is None and under_torchrun():
             world = join_torchrun(again=run.on_loss.survives)
         elif world is None:
-            find_device(run.device)  # before anything is started; other worlds may have GPUs that this process lacks
+            # before anything is started; other worlds may have GPUs that this process lacks
+            run.runtime.place(find_device(run.device))
         if world is not None and world.rank != FEEDER:
             self.world = world
             make = runtime_maker(call.model, None) if isinstance(call.model, Sequence) else None

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from penstock.errors import OutOfMemory, RunError
@@ -121,8 +122,12 @@ def may_keep(op: Op, step: BoundCall) -> bool:
 
 
 def is_same(made: Any, given: Any) -> bool:
-    """Return True if a result is the argument itself, or a view of all of it."""
-    return (
-        isinstance(made, Tensor) and isinstance(given, Tensor) and made.dtype == given.dtype
-        and made.shape == given.shape and made.stride() == given.stride() and made.data_ptr() == given.data_ptr()
-    )  # fmt: skip
+    """Return True if a result is the argument itself, or a view of all of it.
+
+    Memory is compared without addresses, which tensors without values do not have.
+    """
+    if not (isinstance(made, Tensor) and isinstance(given, Tensor)):
+        return False
+    alike = made.dtype == given.dtype and made.shape == given.shape and made.stride() == given.stride()
+    shared = torch._C._is_alias_of(made, given)  # type: ignore[attr-defined]
+    return bool(alike and shared and made.storage_offset() == given.storage_offset())

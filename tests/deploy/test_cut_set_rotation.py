@@ -14,13 +14,14 @@ from penstock.deploy.jobs import FromWeights
 from penstock.deploy.policies import divide_by_sets
 from penstock.deploy.run_options import RunOptions
 from penstock.deploy.state import load_state
-from penstock.engine.channels import Formats
+from penstock.engine.channels import RemoteReceiver, RemoteSender
 from penstock.errors import TransportError
 from penstock.graph.capture import capture
 from penstock.graph.cuts import Cuts
 from penstock.graph.program import StageProgram, states_of
 from penstock.graph.stages import divide
 from penstock.plan.schedule.round_robin import RoundRobin
+from penstock.transport.memory_network import MemoryNetwork
 from penstock.transport.messages import DATA, Format, Message
 from penstock.values import Size, Value
 from penstock.zoo.weights.weights import ModuleWeights
@@ -37,7 +38,6 @@ def test_the_number_alone_decides(items: list[int], data: st.DataObject) -> None
     turns = RoundRobin(items, order)
     for microbatch in range(3 * len(order)):
         assert turns[microbatch] == items[order[microbatch % len(order)]]
-        assert turns.map(str)[microbatch] == str(turns[microbatch])
 
 
 @pytest.mark.parametrize("build", [deit, gpt2])
@@ -92,21 +92,23 @@ def test_weights_that_programs_share_are_held_once() -> None:
 
 def test_a_message_of_another_program_is_noticed() -> None:
     narrow, wide = (Format([Value("x", torch.float32, (Size("batch"), n))], ["batch"], {"batch": 3}) for n in (4, 64))
-    formats = Formats([narrow, wide])
-    buffer = torch.zeros(formats.largest({"batch": 2}), dtype=torch.uint8)
+    num_bytes = wide.largest({"batch": 2})
+
+    def passed(sent: Message, here: list[Format], there: list[Format]) -> Message:
+        network = MemoryNetwork(2)
+        receiver = RemoteReceiver(network.transports[1], 0, 5, there, num_bytes, 1)
+        RemoteSender(network.transports[0], 1, 5, here, num_bytes, 1).put(sent)
+        return receiver.take()
+
     for index, (program, width) in enumerate([(0, 4), (1, 64), (0, 4)]):
         x = torch.randn(2, width)
-        formats.write(Message(DATA, index, (2,), [x], program=program), buffer)
-        read = formats.read(buffer)
+        read = passed(Message(DATA, index, (2,), [x], program=program), [narrow, wide], [narrow, wide])
         assert read.program == program
         assert torch.equal(read.tensors[0], x)
-    swapped = Formats([wide, narrow])
-    formats.write(Message(DATA, 0, (2,), [torch.randn(2, 4)]), buffer)
     with pytest.raises(TransportError, match="too short"):
-        swapped.read(buffer)
-    formats.write(Message(DATA, 0, (2,), [torch.randn(2, 64)], program=1), buffer)
+        passed(Message(DATA, 0, (2,), [torch.randn(2, 4)]), [narrow, wide], [wide, narrow])
     with pytest.raises(TransportError, match="program 1"):
-        Formats([wide]).read(buffer)
+        passed(Message(DATA, 0, (2,), [torch.randn(2, 64)], program=1), [narrow, wide], [wide])
 
 
 @pytest.mark.parametrize("order", [(0, 1), (0, 0, 1), (1, 0, 0, 0, 1)])

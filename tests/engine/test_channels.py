@@ -6,21 +6,21 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from penstock.engine.channels import Formats, LocalChannel, Receiver, RemoteReceiver, RemoteSender, Sender
+from penstock.engine.channels import LocalChannel, Receiver, RemoteReceiver, RemoteSender, Sender
 from penstock.errors import ConnectionBroken, TransportError
 from penstock.transport.memory_network import MemoryNetwork
 from penstock.transport.messages import CLOSE, DATA, END, Format, Message
 from penstock.values import Size, Value
 
-FORMAT = Formats([Format([Value("x", torch.float32, (Size("batch"), 4))], ["batch"], {"batch": 8})])
-NUM_BYTES = FORMAT.largest({"batch": 3})
+FORMATS = [Format([Value("x", torch.float32, (Size("batch"), 4))], ["batch"], {"batch": 8})]
+NUM_BYTES = FORMATS[0].largest({"batch": 3})
 DEPTH = 2
 
 
 def remote() -> tuple[MemoryNetwork, RemoteSender, Callable[[], RemoteReceiver]]:
     network = MemoryNetwork(2)
-    sender = RemoteSender(network.transports[0], 1, 5, FORMAT, NUM_BYTES, DEPTH)
-    return network, sender, lambda: RemoteReceiver(network.transports[1], 0, 5, FORMAT, NUM_BYTES, DEPTH)
+    sender = RemoteSender(network.transports[0], 1, 5, FORMATS, NUM_BYTES, DEPTH)
+    return network, sender, lambda: RemoteReceiver(network.transports[1], 0, 5, FORMATS, NUM_BYTES, DEPTH)
 
 
 def data(index: int, batch: int = 2) -> Message:

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.generate import microbatches
 from penstock.generate.generator import Generator
 from penstock.generate.lanes import Lanes, Step
 from penstock.generate.microbatches import Microbatches, computes_single_rows
@@ -44,38 +43,38 @@ class Stages(Microbatches):
 
 
 def tried(
-    monkeypatch: pytest.MonkeyPatch, runtimes: tuple[RuntimeChoice, ...], *, odd: int = 1000, slots: int = 3,
+    runtimes: tuple[RuntimeChoice, ...], *, odd: int = 1000, slots: int = 3,
     recurrent: bool = False, likely: Tensor = LOGITS,
 ) -> tuple[bool, Stages]:  # fmt: skip
-    for name in ("open_stream", "finish_stream"):
-        monkeypatch.setattr(microbatches, name, lambda _deployed: None)
-    deployed: Any = SimpleNamespace(job=SimpleNamespace(runtimes=runtimes), tracer=None)
+    deployed: Any = SimpleNamespace(
+        job=SimpleNamespace(runtimes=runtimes), tracer=None, begin=lambda: None, finish=lambda: None
+    )
     lanes = Lanes(chunk=32, num_lanes=2, num_used=2, slots=slots, longest=100, recurrent=recurrent)
     stages = Stages(odd, likely)
     return computes_single_rows(stages, deployed, lanes), stages
 
 
-def test_a_row_is_tried_at_both_ends_of_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    same, stages = tried(monkeypatch, (INT4, INT4))
+def test_a_row_is_tried_at_both_ends_of_a_cache() -> None:
+    same, stages = tried((INT4, INT4))
     assert same
     assert [(len(step.rows), step.positions[0], step.room) for step in stages.fed] == [
         (3, [0], 64), (1, [0], 64), (3, [1], 64), (1, [1], 64), (3, [99], 128), (1, [99], 128),
     ]  # fmt: skip
 
 
-def test_equal_logits_show_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not tried(monkeypatch, (INT4,), likely=torch.zeros(5))[0]
+def test_equal_logits_show_nothing() -> None:
+    assert not tried((INT4,), likely=torch.zeros(5))[0]
 
 
-def test_tokens_are_those_of_every_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, stages = tried(monkeypatch, (INT4,), slots=70)
+def test_tokens_are_those_of_every_model() -> None:
+    _, stages = tried((INT4,), slots=70)
     assert {token for step in stages.fed for (token,) in step.ids} == {0, 1, 2, 3}
     assert len({step.ids[0][0] for step in stages.fed}) == 3
 
 
 @pytest.mark.parametrize("odd", [0, 1, 2])
-def test_other_bits_at_any_place_keep_lanes_full(odd: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not tried(monkeypatch, (INT4,), odd=odd)[0]
+def test_other_bits_at_any_place_keep_lanes_full(odd: int) -> None:
+    assert not tried((INT4,), odd=odd)[0]
 
 
 @pytest.mark.parametrize(
@@ -83,10 +82,8 @@ def test_other_bits_at_any_place_keep_lanes_full(odd: int, monkeypatch: pytest.M
     [((RuntimeChoice(),), {}), ((), {}), ((INT4, RuntimeChoice()), {}), ((RuntimeChoice("onnxruntime"),), {}),
      ((INT4,), {"slots": 1}), ((INT4,), {"recurrent": True})],
 )  # fmt: skip
-def test_what_is_not_tried(
-    runtimes: tuple[RuntimeChoice, ...], more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    same, stages = tried(monkeypatch, runtimes, **more)
+def test_what_is_not_tried(runtimes: tuple[RuntimeChoice, ...], more: dict[str, Any]) -> None:
+    same, stages = tried(runtimes, **more)
     assert (same, stages.fed) == (False, [])
 
 

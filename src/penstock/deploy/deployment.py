@@ -11,7 +11,7 @@ from penstock.deploy.jobs import FromModules, Source, send_stages
 from penstock.deploy.policies import check_operators
 from penstock.deploy.run_options import RunOptions
 from penstock.engine.counters import ACTIVATIONS, Counters
-from penstock.engine.driver import JOIN_S, DeployedPipeline, Driver, Microbatch, finish_stream, stream_through
+from penstock.engine.driver import JOIN_S, DeployedPipeline, Microbatch, stream_through
 from penstock.engine.executor import OwnStages
 from penstock.engine.job import StagesJob
 from penstock.engine.observer import StreamReport
@@ -85,18 +85,16 @@ class Deployment:
     def abandon(self) -> None:
         """Stop immediately, even with microbatches in flight; nothing more can be streamed."""
         for pipeline in self.pipelines:
-            pipeline.give_up()
-            if pipeline.driver is not None:
-                pipeline.driver.abandon()
+            pipeline.abandon()
             _join(pipeline)
 
     def close(self) -> None:
         """Close the stages; the world stays. A running stream is cancelled."""
         for pipeline in self.pipelines:
             try:
-                finish_stream(pipeline)
+                pipeline.finish()
                 if self.world.health.failure is None:
-                    Driver(pipeline).stop()
+                    pipeline.stop()
             finally:
                 if self.world.health.failure is not None:
                     pipeline.give_up()
@@ -106,7 +104,7 @@ class Deployment:
         """Close at interpreter exit without starting a thread, which Python 3.12 and later refuse at that point."""
         for pipeline in self.pipelines:
             self.world.health.when_failed(pipeline.give_up)
-            finish_stream(pipeline)
+            pipeline.finish()
             if self.world.health.failure is None:
                 channels = pipeline.channels
                 channels.senders[FEEDER_STAGE, ACTIVATIONS].put(Message(CLOSE))

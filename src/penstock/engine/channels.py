@@ -10,7 +10,7 @@ device never waits for a message that is not in flight; so the sender has as man
 
 import queue
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
@@ -25,36 +25,6 @@ from penstock.transport.base import Pending, Transport, device_tag
 from penstock.transport.messages import CLOSE, Format, Message, apart_of, program_of, size_of
 
 _POLL_S = 0.1
-
-
-class Formats:
-    """Message formats of a link, one for each program: a message names its program in its header."""
-
-    def __init__(self, formats: Sequence[Format]) -> None:
-        self._formats = tuple(formats)
-
-    def largest(self, sizes: Mapping[str, int]) -> int:
-        """Return the bytes of the largest message for microbatches up to these sizes."""
-        return max(layout.largest(sizes) for layout in self._formats)
-
-    def largest_apart(self, sizes: Mapping[str, int]) -> tuple[int, int]:
-        """Return the bytes of the largest message without its tensors, and the bytes of its tensors."""
-        rooms = [layout.largest_apart(sizes) for layout in self._formats]
-        return max(host for host, _ in rooms), max(apart for _, apart in rooms)
-
-    def write(self, message: Message, buffer: Tensor, apart: Tensor | None = None) -> int:
-        """Write a message to one or two buffers, and return its bytes in the first."""
-        return self._formats[message.program].write(message, buffer, apart)
-
-    def read(self, buffer: Tensor, fetch: Callable[[int], Tensor] | None = None) -> Message:
-        """Read a message as `Format.read` does."""
-        program = program_of(buffer)
-        if program >= len(self._formats):
-            raise TransportError(
-                f"a message names program {program}, but this link has {len(self._formats)}, numbered from 0; check "
-                "the network and try again"
-            )
-        return self._formats[program].read(buffer, fetch)
 
 
 class Receiver(Protocol):
@@ -93,10 +63,13 @@ class Apart:
 
 
 class RemoteReceiver:
-    """A receiver from another rank, with `depth` receives posted ahead."""
+    """A receiver from another rank, with `depth` receives posted ahead.
+
+    `formats` has the format of the messages of each program.
+    """
 
     def __init__(
-        self, transport: Transport, source: int, tag: int, formats: Formats, num_bytes: int, depth: int, *,
+        self, transport: Transport, source: int, tag: int, formats: Sequence[Format], num_bytes: int, depth: int, *,
         pinned: bool = False, apart: Apart | None = None,
     ) -> None:  # fmt: skip
         self._fetch: Callable[[int], Tensor] | None = None
@@ -107,7 +80,7 @@ class RemoteReceiver:
         self._transport = transport
         self._source = source
         self._tag = tag
-        self._format = formats
+        self._formats = formats
         self._posted: deque[tuple[Pending, Tensor]] = deque()
         self._taken: deque[Tensor] = deque()
         self._track: Track | None = None
@@ -121,7 +94,7 @@ class RemoteReceiver:
         begin_s = track.now() if track else 0.0
         pending.wait()
         arrived_s = track.now() if track else 0.0
-        message = self._format.read(buffer, self._fetch)
+        message = self._read(buffer)
         self._taken.append(buffer)
         if track:
             track.took(message.index, begin_s, arrived_s, size_of(buffer))
@@ -132,6 +105,15 @@ class RemoteReceiver:
     def release(self) -> None:
         """Repost the oldest message's buffer."""
         self._post(self._taken.popleft())
+
+    def _read(self, buffer: Tensor) -> Message:
+        program = program_of(buffer)
+        if program >= len(self._formats):
+            raise TransportError(
+                f"a message names program {program}, but this link has {len(self._formats)}, numbered from 0; check "
+                "the network and try again"
+            )
+        return self._formats[program].read(buffer, self._fetch)
 
     def _receive_apart(self, there: Tensor, num_bytes: int) -> Tensor:
         """Receive the tensors of a message after its header; the previous message's tensors have been released."""
@@ -156,13 +138,13 @@ class RemoteSender:
     """A sender to another rank, with up to `depth` sends in flight."""
 
     def __init__(
-        self, transport: Transport, to: int, tag: int, formats: Formats, num_bytes: int, depth: int, *,
+        self, transport: Transport, to: int, tag: int, formats: Sequence[Format], num_bytes: int, depth: int, *,
         pinned: bool = False, apart: Apart | None = None,
     ) -> None:  # fmt: skip
         self._transport = transport
         self._to = to
         self._tag = tag
-        self._format = formats
+        self._formats = formats
         # a receiver between devices posts nothing ahead, so the sender has as many buffers as both ends together
         self._free = deque(
             (torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=pinned), apart.make() if apart is not None else None)
@@ -194,7 +176,7 @@ class RemoteSender:
         else:
             buffer, apart = self._wait_for_room()
         room_s = track.now() if track else 0.0
-        num_bytes = self._format.write(message, buffer, apart)
+        num_bytes = self._formats[message.program].write(message, buffer, apart)
         sends = [self._transport.send(buffer[:num_bytes], self._to, self._tag)]
         num_apart = apart_of(buffer) if apart is not None else 0
         if apart is not None and num_apart:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from penstock.engine.channels import LocalChannel
+from penstock.engine.channels import LocalChannel, Receiver, Sender
 from penstock.engine.counters import ACTIVATIONS, Counters
 from penstock.engine.job import StagesJob
 from penstock.engine.observer import StageReport, StreamReport
@@ -32,10 +32,11 @@ JOIN_S = 5.0
 
 @dataclass(slots=True)
 class DeployedPipeline:
-    """A pipeline's ranks, the driver's ends of it with their counters, and the last stream's report.
+    """A pipeline in place, as the driver uses it: ranks, its own ends of it with their counters, stream after stream.
 
     `stage_bytes` and `cache_bytes` are the bytes of each stage's weights and caches. Microbatches use the programs in
     `order`, which repeats. `window` limits those in flight; `counters` count the driver's sent and taken messages.
+    During a stream a thread for each end may block, so the caller never does.
     """
 
     world: World
@@ -51,31 +52,37 @@ class DeployedPipeline:
     tracer: FeederTracer | None = None
     errors: "queue.Queue[BaseException]" = field(default_factory=queue.Queue)  # errors of this process's stages
     executor: threading.Thread | None = None  # runs this process's stages, if any
-    driver: "Driver | None" = None  # driver of the running stream
     report: StreamReport = field(default_factory=StreamReport)  # report on the last stream
     traces: Sequence[StreamTrace] = field(default_factory=list)  # traces of its processes, if recorded
 
-    def give_up(self) -> None:
-        """Abort every wait of this process after a failure, so that its threads end."""
-        self.world.transport.abort()
-        self.channels.abort()
+    # of the running stream
+    num_fed: int = field(default=0, init=False)
+    num_taken: int = field(default=0, init=False)
+    _running: bool = field(default=False, init=False)
+    _finished: bool = field(default=False, init=False)
+    _ended: bool = field(default=False, init=False)
+    _copies: bool = field(default=True, init=False)
+    _entry: LocalChannel = field(default_factory=lambda: LocalChannel(1), init=False)
+    _results: "queue.SimpleQueue[Message | BaseException]" = field(default_factory=queue.SimpleQueue, init=False)
+    _heard: Callable[[], object] | None = field(default=None, init=False)
+    _threads: list[threading.Thread] = field(default_factory=list, init=False)
 
+    def begin(self, heard: Callable[[], object] | None = None, *, on_host: bool = True) -> None:
+        """Start a stream; the receiving thread calls `heard` after each result.
 
-class Driver:
-    """The driver of one pipeline during one stream; a thread for each end may block, so the caller never does.
-
-    Results are copied to the host; without `on_host`, those of a last stage in this process stay on its device.
-    """
-
-    def __init__(self, pipeline: DeployedPipeline, *, on_host: bool = True) -> None:
-        self.num_fed = self.num_taken = 0
-        self._pipeline = pipeline
-        self._sender = pipeline.channels.senders[FEEDER_STAGE, ACTIVATIONS]
-        self._receiver = pipeline.channels.receivers[FEEDER_STAGE, ACTIVATIONS]
+        Results are copied to the host; without `on_host`, those of a last stage in this process stay on its device.
+        Raises `UsageError` while another stream is running.
+        """
+        if self._running:
+            raise UsageError("another stream is running; take all of its results or close() it first")
+        self._running, self._heard = True, heard
         self._copies = on_host or not isinstance(self._receiver, LocalChannel)  # else the last stage copied them
+        self._start()
+
+    def _start(self) -> None:
+        self.num_fed = self.num_taken = 0
         self._finished = self._ended = False
-        self._results: queue.SimpleQueue[Message | BaseException] = queue.SimpleQueue()
-        self._heard: Callable[[], object] | None = None
+        self._results = queue.SimpleQueue()
         targets = {"results": self._receive}
         if isinstance(self._sender, LocalChannel):
             self._entry = self._sender  # the first stage is in this process: nothing blocks permanently
@@ -89,18 +96,22 @@ class Driver:
             thread.start()
 
     @property
+    def _sender(self) -> Sender:
+        return self.channels.senders[FEEDER_STAGE, ACTIVATIONS]
+
+    @property
+    def _receiver(self) -> Receiver:
+        return self.channels.receivers[FEEDER_STAGE, ACTIVATIONS]
+
+    @property
     def has_room(self) -> bool:
         """True if the pipeline has room for another microbatch."""
-        return self.num_fed - self.num_taken < self._pipeline.window
+        return self.num_fed - self.num_taken < self.window
 
     @property
     def has_result(self) -> bool:
         """True if a result is available."""
         return not self._results.empty()
-
-    def listen(self, heard: Callable[[], object]) -> None:
-        """Call `heard` after each result, in the receiving thread."""
-        self._heard = heard
 
     def check(self) -> None:
         """Raise a failure or a stall, for a caller that waits for results outside of `take`."""
@@ -109,7 +120,7 @@ class Driver:
 
     def feed(self, tensors: Sequence[Tensor], sizes: Sequence[int]) -> None:
         """Send a microbatch, for the program whose turn it is; waits while the first stage has no room."""
-        order = self._pipeline.order
+        order = self.order
         program = order[self.num_fed % len(order)]
         self._hand_over(Message(DATA, self.num_fed, tuple(sizes), list(tensors), program=program))
         self.num_fed += 1
@@ -132,24 +143,36 @@ class Driver:
             self._ended = True
 
     def finish(self) -> list[StageReport]:
-        """End the stream, discard results in flight, and return the stages' reports, which END carries."""
-        if self._finished:
+        """End the running stream and discard results in flight; returns the stages' reports, which END carries."""
+        running, self._running = self._running, False
+        if not running or self._finished:
             return []
-        if self._pipeline.world.health.failure is not None or not self._pipeline.errors.empty():
+        if self.world.health.failure is not None or not self.errors.empty():
             self.abandon()
             return []
         message = self._last(END)
+        if self.tracer is not None:
+            try:
+                self.traces = self.tracer.gather(self.job.holders)
+            except TransportError as error:
+                self.world.raise_cause(error)
         # a stage shared by devices has a report from each device, in order
         return sorted((StageReport(**report) for report in json.loads(message.body)), key=lambda report: report.stage)
 
     def stop(self) -> None:
         """Close the stages, and wait until all of them have received the CLOSE message."""
+        self._start()
         self._last(CLOSE)
+
+    def give_up(self) -> None:
+        """Abort every wait of this process after a failure, so that its threads end."""
+        self.world.transport.abort()
+        self.channels.abort()
 
     def abandon(self) -> None:
         """Abort all waits after a failure, and wait for both threads to end."""
         self._finished = True
-        self._pipeline.give_up()
+        self.give_up()
         self._entry.abort()
         for thread in self._threads:
             thread.join(JOIN_S)
@@ -171,17 +194,17 @@ class Driver:
         return message
 
     def _hand_over(self, message: Message) -> None:
-        self._pipeline.watch.begin()
+        self.watch.begin()
         while True:
             self._check()
             if self._entry.offer(message, _POLL_S):
                 break
             self._check_stall()
         if self._entry is self._sender:
-            self._pipeline.counters.sent[ACTIVATIONS] += 1
+            self.counters.sent[ACTIVATIONS] += 1
 
     def _result(self) -> Message:
-        self._pipeline.watch.begin()
+        self.watch.begin()
         while True:
             try:
                 result = self._results.get(timeout=_POLL_S)
@@ -190,7 +213,7 @@ class Driver:
                 self._check_stall()
                 continue
             if isinstance(result, TransportError):
-                raise self._named(self._pipeline.world.explain(result)) from result
+                raise self._named(self.world.explain(result)) from result
             if isinstance(result, BaseException):
                 raise result
             return result
@@ -198,26 +221,26 @@ class Driver:
     def _check(self) -> None:
         if self._finished:
             raise UsageError("the pipeline was closed during this stream; create a new one")
-        if not self._pipeline.errors.empty():
-            raise self._pipeline.errors.get()
+        if not self.errors.empty():
+            raise self.errors.get()
         try:
-            self._pipeline.world.check()
+            self.world.check()
         except RunError as error:
             raise self._named(error) from None
 
     def _check_stall(self) -> None:
-        stalled = self._pipeline.watch.check()
+        stalled = self.watch.check()
         if stalled is not None:
             error = RunError(stalled.message)
-            self._pipeline.world.health.report(error)
+            self.world.health.report(error)
             raise error
 
     def _named(self, error: PenstockError) -> PenstockError:
         """Add the failed rank's stages and the next step to an error."""
-        failure = self._pipeline.world.health.failure
+        failure = self.world.health.failure
         if failure is None or failure.message != str(error):
             return error
-        stages = [str(index) for index in self._pipeline.job.stages_of(failure.rank)]
+        stages = [str(index) for index in self.job.stages_of(failure.rank)]
         held = f" (stage {', '.join(stages)})" if stages else ""
         return type(error)(f"{failure.message}{held}; the results so far are complete, start again after them")
 
@@ -225,15 +248,15 @@ class Driver:
         try:
             while True:
                 message = self._entry.take()
-                self._pipeline.counters.sent_bytes += self._sender.put(message)
-                self._pipeline.counters.sent[ACTIVATIONS] += 1
+                self.counters.sent_bytes += self._sender.put(message)
+                self.counters.sent[ACTIVATIONS] += 1
                 if message.kind != DATA:
                     return
         except Exception as error:
             self._results.put(error)
 
     def _receive(self) -> None:
-        self._pipeline.counters.doing = ACTIVATIONS
+        self.counters.doing = ACTIVATIONS
         try:
             while True:
                 message = self._take()
@@ -242,7 +265,7 @@ class Driver:
                     kept = replace(message, tensors=[copy_exactly(tensor, HOST) for tensor in message.tensors])
                 if kept.kind != CLOSE:  # no receive may stay posted after CLOSE
                     self._receiver.release()
-                self._pipeline.counters.taken[ACTIVATIONS] += 1
+                self.counters.taken[ACTIVATIONS] += 1
                 self._results.put(kept)
                 if self._heard is not None:
                     self._heard()
@@ -260,26 +283,6 @@ class Driver:
             raise TransportError(f"from the last stage to the driver: {error}") from error
 
 
-def open_stream(pipeline: DeployedPipeline, *, on_host: bool = True) -> Driver:
-    """Start a stream, as `Driver` does; raises `UsageError` while another stream is running."""
-    if pipeline.driver is not None:
-        raise UsageError("another stream is running; take all of its results or close() it first")
-    driver = pipeline.driver = Driver(pipeline, on_host=on_host)
-    return driver
-
-
-def finish_stream(pipeline: DeployedPipeline) -> list[StageReport]:
-    """End the running stream and discard results in flight; returns the stages' reports."""
-    driver, pipeline.driver = pipeline.driver, None
-    reports = driver.finish() if driver is not None else []
-    if reports and pipeline.tracer is not None:
-        try:
-            pipeline.traces = pipeline.tracer.gather(pipeline.job.holders)
-        except TransportError as error:
-            pipeline.world.raise_cause(error)
-    return reports
-
-
 def stream_through(
     pipelines: RoundRobin[DeployedPipeline], microbatches: Iterable[Microbatch]
 ) -> Generator[list[Tensor], None, None]:
@@ -289,19 +292,19 @@ def stream_through(
     after microbatches in flight have been drained.
     """
     first = pipelines.items[0]
-    drivers = pipelines.map(open_stream)
     report = StreamReport()
     for pipeline in pipelines.items:
+        pipeline.begin()
         pipeline.report = report
     try:
         source = iter(microbatches)
-        yield from _drive(drivers, first.symbols, first.tracer.loading(source) if first.tracer else source, report)
+        yield from _drive(pipelines, first.symbols, first.tracer.loading(source) if first.tracer else source, report)
     except (TransportError, KeyboardInterrupt) as error:
         # the stages may be out of sync: an interrupt can occur in the middle of a send
         first.world.health.report(error)
         raise
     finally:
-        report.stages = [stage for pipeline in pipelines.items for stage in finish_stream(pipeline)]
+        report.stages = [stage for pipeline in pipelines.items for stage in pipeline.finish()]
         if first.tracer is not None and report.stages:
             traces = [first.tracer.own(), *(trace for pipeline in pipelines.items for trace in pipeline.traces)]
             for pipeline in pipelines.items:
@@ -309,29 +312,29 @@ def stream_through(
 
 
 def _drive(
-    drivers: RoundRobin[Driver], symbols: Sequence[str], source: Iterator[Microbatch], report: StreamReport
+    pipelines: RoundRobin[DeployedPipeline], symbols: Sequence[str], source: Iterator[Microbatch], report: StreamReport
 ) -> Generator[list[Tensor], None, None]:
     """Feed microbatches and take results alternately, and update the report."""
     begin = time.perf_counter()
     exhausted = False
     fed = taken = 0
     while not exhausted or taken < fed:
-        while not exhausted and drivers[fed].has_room:
+        while not exhausted and pipelines[fed].has_room:
             following = next(source, None)
             if following is None:
                 exhausted = True
-                for driver in drivers.items:
-                    driver.end()
+                for pipeline in pipelines.items:
+                    pipeline.end()
                 break
             tensors, sizes = following
-            drivers[fed].feed(tensors, [sizes[symbol] for symbol in symbols])
+            pipelines[fed].feed(tensors, [sizes[symbol] for symbol in symbols])
             fed += 1
             report.num_rows += sizes.get("batch", 1)
             report.fed_s = time.perf_counter() - begin
-            if drivers[taken].has_result:
+            if pipelines[taken].has_result:
                 break  # yield the result before feeding the next microbatch: results never wait for a full pipeline
         if taken < fed:
-            result = drivers[taken].take()
+            result = pipelines[taken].take()
             taken += 1
             report.took(time.perf_counter() - begin)
             yield result

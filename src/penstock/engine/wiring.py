@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import torch
 
-from penstock.engine.channels import Apart, Formats, LocalChannel, Receiver, RemoteReceiver, RemoteSender, Sender
+from penstock.engine.channels import Apart, LocalChannel, Receiver, RemoteReceiver, RemoteSender, Sender
 from penstock.engine.counters import ACTIVATIONS, GRADIENTS
 from penstock.engine.placement import Replica
 from penstock.graph.program import StageProgram
@@ -158,14 +158,15 @@ def _open(
         # one thread runs both ends of a link within a process, so it must never wait for room
         return channels.local.setdefault(link.number, LocalChannel(opening.depth if with_feeder else None))
     sizes = opening.sizes
-    formats = Formats([Format(values, link.symbols, sizes) for values in link.values])
+    formats = [Format(values, link.symbols, sizes) for values in link.values]
     tag = link_tag(opening.number, link.number)
     if opening.direct and not with_feeder:  # the driver's ends are on its host
-        num_bytes, num_apart = formats.largest_apart(sizes)
-        apart = Apart(opening.device, num_apart)
-        return remote(transport, rank, tag, formats, num_bytes, opening.depth, apart=apart)
+        rooms = [each.largest_apart(sizes) for each in formats]
+        apart = Apart(opening.device, max(num_apart for _, num_apart in rooms))
+        return remote(transport, rank, tag, formats, max(rooms)[0], opening.depth, apart=apart)
     pinned = opening.device.type == "cuda"
-    return remote(transport, rank, tag, formats, formats.largest(sizes), opening.depth, pinned=pinned)
+    num_bytes = max(each.largest(sizes) for each in formats)
+    return remote(transport, rank, tag, formats, num_bytes, opening.depth, pinned=pinned)
 
 
 class GrowingChannels:

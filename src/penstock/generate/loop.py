@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from penstock.engine.driver import JOIN_S, finish_stream, open_stream
+from penstock.engine.driver import JOIN_S
 from penstock.errors import PenstockError, RunError, UsageError
 from penstock.generate.generation_record import GenerationRecord
 from penstock.generate.lanes import Lanes, SequenceState, Step
@@ -112,7 +112,7 @@ class GenerationLoop:
             return
         (deployed,) = self._pipeline.deployment.pipelines
         self._lanes.single_rows = computes_single_rows(self._microbatches, deployed, self._lanes)
-        driver = open_stream(deployed, on_host=False)
+        deployed.begin(on_host=False)
         # limit on microbatches in flight: high enough that no stage waits, low enough that a new request does not wait
         # long
         most = 2 * len(deployed.job.ranks)
@@ -125,22 +125,22 @@ class GenerationLoop:
             changes = self._pipeline.wants_change(by_speed=False)
             if changes and not in_flight:
                 break
-            while not changes and driver.has_room and len(in_flight) < most:
+            while not changes and deployed.has_room and len(in_flight) < most:
                 moment = record.begin() if record is not None else (0.0, 0.0)
                 step = self._lanes.next(guesses=self._speculates and len(in_flight) < most // 2)
                 if step is None:
                     break
-                in_flight.append((step, self._microbatches.feed(driver, step)))
+                in_flight.append((step, self._microbatches.feed(deployed, step)))
                 if record is not None:
                     record.fed(step, moment)
-                if driver.has_result:
+                if deployed.has_result:
                     break
             if in_flight:
                 step, sizes = in_flight.popleft()
-                self._sample(step, self._microbatches.take(driver, sizes))
+                self._sample(step, self._microbatches.take(deployed, sizes))
                 if record is not None:
                     record.took()
-        stages = finish_stream(deployed)
+        stages = deployed.finish()
         if record is not None and record.report.num_microbatches:
             self._pipeline.write_trace(record.report, record.end(stages))
 

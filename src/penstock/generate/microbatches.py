@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from penstock.engine.driver import DeployedPipeline, Driver, finish_stream, open_stream
+from penstock.engine.driver import DeployedPipeline
 from penstock.generate.lanes import Lanes, Step, room_of
 from penstock.graph.call import bind_inputs, build_output
 from penstock.graph.graph import Graph
@@ -18,8 +18,8 @@ class Microbatches:
     """Feeds steps to the stages, and takes their logits in the same order.
 
     Example:
-        sizes = microbatches.feed(driver, step)
-        logits = microbatches.take(driver, sizes)
+        sizes = microbatches.feed(pipeline, step)
+        logits = microbatches.take(pipeline, sizes)
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -32,7 +32,7 @@ class Microbatches:
         """True if the model has an encoder."""
         return any(value.name == "source" for value in self._graph.tensor_inputs())
 
-    def feed(self, driver: Driver, step: Step) -> Mapping[str, int]:
+    def feed(self, pipeline: DeployedPipeline, step: Step) -> Mapping[str, int]:
         """Send a step; returns its sizes."""
         given = inputs_of(step)
         shapes = tuple(tensor.shape for tensor in given.values())
@@ -41,12 +41,12 @@ class Microbatches:
             names = {id(tensor): name for name, tensor in given.items()}
             self._known[shapes] = [names[id(tensor)] for tensor in tensors], sizes
         order, sizes = self._known[shapes]
-        driver.feed([given[name] for name in order], [sizes[symbol] for symbol in self._graph.symbols])
+        pipeline.feed([given[name] for name in order], [sizes[symbol] for symbol in self._graph.symbols])
         return sizes
 
-    def take(self, driver: Driver, sizes: Mapping[str, int]) -> Tensor:
+    def take(self, pipeline: DeployedPipeline, sizes: Mapping[str, int]) -> Tensor:
         """Wait for the logits [B, K, V] of the oldest step; `sizes` are its own."""
-        logits: Tensor = build_output(self._graph, driver.take(), sizes)
+        logits: Tensor = build_output(self._graph, pipeline.take(), sizes)
         return logits
 
 
@@ -62,7 +62,8 @@ def computes_single_rows(microbatches: Microbatches, deployed: DeployedPipeline,
     likely = bool(runtimes) and all(each.precision in RUNTIMES[each.name].single_rows for each in runtimes)
     if not likely or lanes.num_rows == 1 or lanes.recurrent or microbatches.encodes:
         return False
-    driver, same = open_stream(deployed), True
+    deployed.begin()
+    same = True
     for token, position in enumerate((0, 1, lanes.longest - 1)):
         found = []
         for rows in (lanes.num_rows, 1):
@@ -70,9 +71,9 @@ def computes_single_rows(microbatches: Microbatches, deployed: DeployedPipeline,
                 rows=list(range(rows)), ids=[[(token + row) % _VOCABULARY] for row in range(rows)],
                 positions=[[position]] * rows, last=[0], room=room_of(position + 1),
             )  # fmt: skip
-            found.append(microbatches.take(driver, microbatches.feed(driver, step))[0])
+            found.append(microbatches.take(deployed, microbatches.feed(deployed, step))[0])
         same = same and torch.equal(*found) and bool((found[0] != found[0].flatten()[0]).any())
-    finish_stream(deployed)
+    deployed.finish()
     if deployed.tracer is not None:
         deployed.tracer.own()  # forgets what was recorded of it
         deployed.traces = []

@@ -4,14 +4,13 @@ The item of a microbatch depends only on its number, so no messages are needed.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import count
 from typing import Generic, TypeVar
 
 from penstock.errors import PlanError
 
 T_co = TypeVar("T_co", covariant=True)
-U = TypeVar("U")
 
 
 class RoundRobin(Generic[T_co]):
@@ -27,10 +26,6 @@ class RoundRobin(Generic[T_co]):
 
     def __getitem__(self, microbatch: int) -> T_co:
         return self.items[self.order[microbatch % len(self.order)]]
-
-    def map(self, function: Callable[[T_co], U]) -> "RoundRobin[U]":
-        """Apply a function to each item; the order is unchanged."""
-        return RoundRobin([function(item) for item in self.items], self.order)
 
 
 def round_robin(weights: Sequence[float], *, period: int = 100) -> tuple[int, ...]:

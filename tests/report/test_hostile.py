@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from penstock.plan.schedule.schedules import gpipe
-from penstock.report.comparison import write_comparison
+from penstock.report.bench_page import write_bench_page
 from penstock.report.page.page import Text, make_page
 from penstock.report.page.tables import Table
 from penstock.report.run_report import write_report
@@ -66,7 +66,7 @@ def pages(folder: Path) -> dict[str, Path]:
             "bit_equal": True, "efficiency": None, "cuts": [payload, payload], "shares": [0.3, 0.3, 0.4],
             "crossing_bytes": [1000, 1000],
         }, hostile(runs["stream"])))  # fmt: skip
-    made["bench"] = write_comparison(folder / "bench.html", {"model": PAYLOADS[0], PAYLOADS[1]: PAYLOADS[2]}, rows)
+    made["bench"] = write_bench_page(folder / "bench.html", {"model": PAYLOADS[0], PAYLOADS[1]: PAYLOADS[2]}, rows)
     return made
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock.report.comparison import write_comparison
+from penstock.report.bench_page import write_bench_page
 from penstock.report.page.figures import LOAD, LOST, MOVE, PALETTE, SYNCHRONIZE, UPDATE, WAIT
 from penstock.report.run_report import Report, write_report
 from penstock.tracing.trace import Run, write_run
@@ -160,7 +160,7 @@ def test_a_comparison_of_benchs_rows(browser: Any, tmp_path: Path) -> None:
             "bit_equal": True, "efficiency": None, "cuts": [f"{policy}.{n}:after" for n in range(stages - 1)],
             "shares": shares, "crossing_bytes": [1000] * (stages - 1),
         }, run))  # fmt: skip
-    page = opened(browser, write_comparison(tmp_path / "bench.html", {"model": "a_model"}, rows))
+    page = opened(browser, write_bench_page(tmp_path / "bench.html", {"model": "a_model"}, rows))
     assert len(page.find_elements("css selector", ".figure svg.main-svg")) >= 3
     asks_for_nothing(page)
     can_be_read_without_seeing(page, least=6)

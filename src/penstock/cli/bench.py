@@ -16,7 +16,7 @@ from penstock.cli.config import takes_config
 from penstock.cli.settings_options import Given, named_options, settings_of
 from penstock.errors import UsageError
 from penstock.plan.check import read_plan
-from penstock.report.comparison import name_of
+from penstock.report.bench_page import name_of
 from penstock.spec.plan import Plan
 from penstock.spec.settings import BenchSettings
 from penstock.terminal import notes
@@ -35,7 +35,7 @@ def bench(context: typer.Context, *, given: Given, cluster: Cluster = None, json
     from penstock.bench.peer import peer_job, start_peers
     from penstock.deploy.worker import follow
     from penstock.group.entry import join_torchrun, start_local, under_torchrun
-    from penstock.report.comparison import write_comparison
+    from penstock.report.bench_page import write_bench_page
     from penstock.runtime.registry import parse_runtime
     from penstock.tensors import find_device
     from penstock.wire import FEEDER
@@ -78,7 +78,7 @@ def bench(context: typer.Context, *, given: Given, cluster: Cluster = None, json
         raise
     report = Path(options.report) if options.report else None
     if report is not None:
-        write_comparison(report, {"model": options.model, **comparison.settings()}, measured)
+        write_bench_page(report, {"model": options.model, **comparison.settings()}, measured)
     rows = [row for row, _ in measured]
     _print(rows, report)
     notes.say(last_line)

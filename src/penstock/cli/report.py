@@ -10,7 +10,7 @@ from rich.table import Column, Table
 from penstock.cli.options import JsonFile, make_console, write_json
 from penstock.cli.paths import Written
 from penstock.errors import UsageError
-from penstock.report.beside import write_beside
+from penstock.report.comparison import write_comparison
 from penstock.report.page.tables import show
 from penstock.report.run_report import TrainingReport, write_any_report
 from penstock.terminal.progress import working
@@ -63,7 +63,7 @@ def _beside(runs: list[Path], output: Path, json: Path | None) -> None:
     """Write the page of several runs, and print the differences."""
     console = make_console()
     with working("reading the runs"):
-        made = write_beside(runs, output)
+        made = write_comparison(runs, output)
     for line in made.lead:
         console.print(line, markup=False, soft_wrap=True)
     differences, *others = made.tables

@@ -1,323 +1,227 @@
-"""The page of `penstock bench --report`, which compares one process and pipelines by policy and stage count."""
+"""The page that compares several runs: times and operators of streams, curves of training runs."""
 
+import json
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from penstock.errors import UsageError
+from penstock.errors import DataError, UsageError
 from penstock.files import write_whole
-from penstock.report.page.figures import KEPT, LOAD, LOST, MOVE, PALETTE, WAIT, Figure
+from penstock.report.page.figures import PALETTE, Figure, timeline
 from penstock.report.page.page import Text, make_page
-from penstock.report.page.tables import Cell, Table
-from penstock.report.stream.account import TITLES, Account, make_account
+from penstock.report.page.tables import Cell, Table, markdown
+from penstock.report.page.training_figures import learning_figure, learning_lines
+from penstock.report.run_report import profiled_lines
+from penstock.report.stream.account import Account, make_account, shape_of
 from penstock.report.stream.measured import MeasuredStream, measure_stream
-from penstock.text import counted
-from penstock.tracing.trace import Run
+from penstock.report.training.metrics import METRICS_FILE, read_metrics
+from penstock.tracing.trace import Run, Span, read_run
 from penstock.units import format_bytes, format_seconds
 
-# causes that cost less than this are not mentioned
-_WORTH = 0.02
+_SHOWN = 25  # number of operators shown
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A recorded stream, its name in the comparison, and its row if it is one of a bench."""
+
+    name: str
+    run: Run
+    row: Mapping[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def stream(self) -> MeasuredStream:
+        """The measurements of the stream."""
+        return measure_stream(self.run)
+
+    @cached_property
+    def account(self) -> Account:
+        """The account of the stream."""
+        return make_account(self.run, self.stream)
+
+    @cached_property
+    def plain(self) -> MeasuredStream:
+        """The stream without the steps that the profiler slowed down, unless it profiled all steps."""
+        profiled = {(span.stage, span.microbatch) for span in self.run.spans if span.kind == "profile"}
+        stages = []
+        for stage in self.stream.stages:
+            steps = tuple(step for step in stage.steps if (stage.index, step.microbatch) not in profiled)
+            stages.append(replace(stage, steps=steps or stage.steps))
+        return replace(self.stream, stages=tuple(stages))
+
+    @property
+    def rows_per_s(self) -> float:
+        """Rows over the whole stream."""
+        return self.run.facts.num_rows / self.run.facts.total_s
+
+    def of_all_stages(self, field: str) -> float:
+        """Return the mean seconds or bytes per microbatch, summed over all stages."""
+        return sum(stage.share * stage.mean(field) for stage in self.plain.stages)
+
+    def peaks(self) -> list[float]:
+        """Return the peak of the sampled memory of each process."""
+        return [process.peak_bytes for process in self.run.processes if process.peak_bytes]
+
+
+@dataclass(slots=True)
+class Operator:
+    """Costs of an operator per microbatch, in all stages: calls, seconds without callees, bytes."""
+
+    calls: float = 0.0
+    seconds: float = 0.0
+    num_bytes: float = 0.0
+
+    def add(self, calls: float, seconds: float, num_bytes: float) -> None:
+        """Add other calls."""
+        self.calls += calls
+        self.seconds += seconds
+        self.num_bytes += num_bytes
+
+    def cells(self) -> list[Cell]:
+        """Format milliseconds, calls and memory for a table."""
+        memory = format_bytes(self.num_bytes) if self.num_bytes else None
+        return [f"{self.seconds * 1e3:.3f}", f"{self.calls:.4g}", memory]
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
-    """A row of the bench, with the recording of its last pass, its measurements and its account."""
+class ComparedRuns:
+    """The written files, the first lines, and the tables."""
 
-    row: Mapping[str, Any]
-    stream: MeasuredStream
-    account: Account
-
-    @property
-    def name(self) -> str:
-        """Display name of the row."""
-        return name_of(self.row)
+    lead: tuple[str, ...]
+    tables: tuple[Table, ...]
+    files: tuple[Path, ...]
 
 
-def name_of(row: Mapping[str, Any]) -> str:
-    """Return the display name of a row.
-
-    >>> name_of({"mode": "pipeline", "stages": 2, "policy": "balanced"})
-    '2 stages, balanced'
-    """
-    if row["mode"] == "serial":
-        return "one process"
-    policy = "torch.distributed.pipelining" if row["mode"] == "peer" else row["policy"]
-    if policy == "by hand":
-        policy = f"cut by hand at {', '.join(row['cuts'])}"
-    return f"{counted(row['stages'], 'stage')}, {policy}"
-
-
-def compare_counts(pipelines: Sequence[Compared]) -> list[str]:
-    """Describe for each stage count the losses of its fastest pipeline, and the gain of further stages."""
-    best = _best_of_counts(pipelines)
-    lines = []
-    for item in best:
-        account = item.account
-        lost = sorted(
-            (line for line in account.lines if line.times >= _WORTH * account.num_times), key=lambda line: -line.times
-        )
-        causes = "; ".join(f"{line.times:.2f} to {line.title} ({line.why})" for line in lost)
-        lines.append(
-            f"{item.name}: {item.row['speedup']:.2f} times one process. By the account "
-            f"{account.speedup:.2f} of {account.num_times:.2f} are reached"
-            + (f" and {account.num_times - account.speedup:.2f} are lost: {causes}." if lost else ".")
-        )
-    for before, after in pairwise(best):
-        gained = after.row["speedup"] - before.row["speedup"]
-        more = after.row["stages"] - before.row["stages"]
-        grown = max(after.account.lines, key=lambda line: line.times - before.account.times(line.key))
-        grew = grown.times - before.account.times(grown.key)
-        lines.append(
-            f"From {before.row['stages']} to {after.row['stages']} stages the speed-up changes by {gained:+.2f} for "
-            f"{counted(more, 'more device')}"
-            + (f"; what grows most is {grown.title}, by {grew:.2f}." if grew >= _WORTH else ".")
-        )
-    if best:
-        top = max(best, key=lambda item: item.row["speedup"])
-        lines.append(
-            f"Of these counts {top.row['stages']} is the quickest; per device, "
-            + ", ".join(f"{item.row['stages']} give {item.row['speedup'] / item.row['stages']:.2f}" for item in best)
-            + "."
-        )
-    return lines
-
-
-def compare_policies(pipelines: Sequence[Compared]) -> list[str]:
-    """Describe the split points of each policy, and for each stage count the advantage of its best policy."""
-    lines = []
-    for count in _counts(pipelines):
-        found = sorted((p for p in pipelines if p.row["stages"] == count), key=lambda p: -p.row["speedup"])
-        for item in found:
-            lines.append(f"{item.name}, {_where(item)}")
-        if len(found) > 1 and found[0].row["cuts"]:
-            lines += [_why(_like(other, found) or found[0], other) for other in found[1:]]
-    return lines
-
-
-def _where(item: Compared) -> str:
-    """Describe a pipeline's split points."""
-    cuts, shares = item.row["cuts"], item.row.get("shares", [])
-    if not cuts:
-        return "is not split."
-    crossing = sum(item.row.get("crossing_bytes", []))
-    text = f"splits at {', '.join(cuts)}"
-    if shares:
-        text += f"; the stages have {', '.join(f'{share:.1%}' for share in shares)} of the counted work"
-    return f"{text}; {format_bytes(crossing)} cross per microbatch; {item.row['speedup']:.2f} times one process."
-
-
-def _why(best: Compared, other: Compared) -> str:
-    """Explain why one pipeline is faster than another: the other's largest additional loss, and its figures."""
-    slower = 1 - other.row["speedup"] / best.row["speedup"]
-    better, worse = best.row["policy"], other.row["policy"]
-    if best.row["cuts"] == other.row["cuts"]:
-        return f"{worse} has the same cuts as {better}: the {slower:.1%} between them is how unsteady the machine is."
-    longer = _alone_s(other) / _alone_s(best) - 1
-    line = max(other.account.lines, key=lambda line: line.times - best.account.times(line.key))
-    more = line.times - best.account.times(line.key)
-    text = f"{worse} is {slower:.1%} slower than {better}"
-    if more < _WORTH:
-        return f"{text}, with no cause that costs it {_WORTH:g} times more{_unsteady(longer)}."
-    text += f": it loses {more:.2f} times more to {TITLES[line.key]}"
-    if line.key == "imbalance":
-        text += f", its slowest stage takes {_slowest(other)} alone, that of {better} {_slowest(best)}"
-    elif line.key in {"communication", "communication_cpu"}:
-        text += f", {_crossing(other)} cross per microbatch instead of {_crossing(best)}"
-    else:
-        text += f" ({line.why})"
-    return f"{text}{_unsteady(longer)}."
-
-
-def _like(other: Compared, found: Sequence[Compared]) -> Compared | None:
-    """Return a faster pipeline with the same cuts, or None."""
-    quicker = found[: found.index(other)]
-    return next((item for item in quicker if item.row["cuts"] == other.row["cuts"]), None)
-
-
-def _alone_s(item: Compared) -> float:
-    return sum(stage.alone_s for stage in item.stream.stages)
-
-
-def _unsteady(longer: float) -> str:
-    """Describe that stages took longer alone: all rows run the same operations, so the policy is not the cause."""
-    if longer < _WORTH:
-        return ""
-    return f"; all its stages alone took {longer:.1%} longer for the same operations, which is the machine's doing"
-
-
-def _slowest(item: Compared) -> str:
-    return format_seconds(max(stage.alone_s for stage in item.stream.stages))
-
-
-def _crossing(item: Compared) -> str:
-    return format_bytes(sum(item.row.get("crossing_bytes", [])))
-
-
-def _counts(pipelines: Sequence[Compared]) -> list[int]:
-    return sorted({item.row["stages"] for item in pipelines})
-
-
-def _best_of_counts(pipelines: Sequence[Compared]) -> list[Compared]:
-    return [
-        max((item for item in pipelines if item.row["stages"] == count), key=lambda item: item.row["speedup"])
-        for count in _counts(pipelines)
-    ]
-
-
-_COLORS = {
-    "imbalance": LOST, "bubble": WAIT, "slower": "#cc79a7", "communication_cpu": MOVE, "overhead": "#56b4e9",
-    "loading": LOAD, "communication": "#009e73", "remainder": "#7f7f7f",
-}  # fmt: skip
-
-
-def write_comparison(
-    path: str | os.PathLike[str], settings: Mapping[str, Any], rows: Sequence[tuple[Mapping[str, Any], Run | None]]
-) -> Path:
-    """Write the page that compares a bench's rows; rows of pipelines come with a recorded run.
+def write_comparison(folders: Sequence[str | os.PathLike[str]], file: str | os.PathLike[str]) -> ComparedRuns:
+    """Write a page that compares several streams with the first, or the metrics of several training runs.
 
     Example:
-        write_comparison("bench.html", {"model": "timm:deit_tiny_patch16_224"}, rows)
+        write_comparison(["runs/serial", "runs/four"], "beside.html").lead
 
-    Raises `UsageError` if the file cannot be written or plotly is not installed.
+    Writes the page, and next to it the tables as Markdown. Raises `DataError` if a folder has no complete run,
+    `UsageError` for a training run beside a stream, or if the page cannot be written.
     """
-    serial = next(row for row, _ in rows if row["mode"] == "serial")
-    traced: list[Compared] = []
-    for row, run in rows:
-        if run is not None:
-            stream = measure_stream(run)
-            traced.append(Compared(row, stream, make_account(run, stream)))
-    figures = [speedups([row for row, _ in rows])]
-    figures += [losses(traced), loads(traced)] if traced else []
-    texts = [
-        Text("counts", "Stage counts: what the speed-up loses", compare_counts(traced)),
-        Text("policies", "Policies: where they split, and why one is better", compare_policies(traced)),
-    ]
-    page = make_page(
-        f"{settings['model']}: serial and pipelines", _lead(serial, [row for row, _ in rows]), figures,
-        [split_points(traced), settings_table(settings)], [text for text in texts if text.lines],
-    )  # fmt: skip
-    file = Path(path)
-    try:
-        write_whole(file, page)
-    except OSError as error:
-        raise UsageError(f"{file} cannot be written ({error.strerror}); choose another --report") from None
-    return file
+    places = [Path(folder) for folder in folders]
+    trained = [read_metrics(place) for place in places]
+    names = [place.resolve().name for place in places]
+    if len(set(names)) < len(names):
+        names = [str(place) for place in places]
+    if all(trained):
+        runs = [(name, metrics) for name, metrics in zip(names, trained, strict=True) if metrics is not None]
+        lead = [f"{name}: {line}" for name, metrics in runs for line in learning_lines(metrics)]
+        tables, figures, texts = [_settings(names, places)], [learning_figure(runs)], list[Text]()
+    else:
+        named = _read(names, places)
+        lead, tables, texts = _lead(named), [differences(named), operators(named)], [_how(named)]
+        figures = [loads(named)]
+        for index, each in enumerate(named):
+            figure = timeline(each.run, each.stream)
+            figures.append(replace(figure, key=f"{figure.key}{index}", title=f"{each.name}: {figure.title}"))
+    page = make_page(" beside ".join(names), lead, figures, tables, texts)
+    tables += [figure.table for figure in figures if figure.key == "learning"]
+    place = Path(file)
+    files = {place: page, place.with_suffix(".md"): markdown(tables)}
+    write_files(files, "--output")
+    return ComparedRuns(tuple(lead), tuple(tables), tuple(files))
 
 
-def _lead(serial: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Describe the throughput of one process and of the best pipeline, and whether their outputs are equal."""
-    lines = [f"One process: {serial['images_per_second']:.4g} images/s."]
-    pipelines = [row for row in rows if row["mode"] == "pipeline"]
-    if pipelines:
-        best = max(pipelines, key=lambda row: row["speedup"])
-        lines[0] += (
-            f" The quickest pipeline, {name_of(best)}: {best['images_per_second']:.4g} images/s, "
-            f"{best['speedup']:.2f} times."
+def write_files(files: Mapping[Path, str], option: str) -> None:
+    """Write a page and what belongs to it; raises `UsageError`, which names the option, if that is impossible."""
+    for path, text in files.items():
+        try:
+            write_whole(path, text)
+        except OSError as error:
+            raise UsageError(f"{path} cannot be written ({error.strerror}); choose another {option}") from None
+
+
+def _settings(names: Sequence[str], folders: Sequence[Path]) -> Table:
+    """Return the settings that differ between training runs."""
+    found: list[dict[str, Any]] = []
+    for folder in folders:
+        file = folder / "settings.json"
+        try:
+            document = json.loads(file.read_bytes()) if file.exists() else {}
+        except (OSError, ValueError, RecursionError):
+            document = None
+        if not isinstance(document, dict):
+            raise DataError(f"{file} is not the settings of a training run; copy the run's folder again")
+        found.append(document)
+    keys = [key for key in dict.fromkeys(key for each in found for key in each) if key != "output"]
+    rows = [(key, *(json.dumps(each.get(key)) for each in found)) for key in keys]
+    differing = tuple(row for row in rows if len(set(row[1:])) > 1)
+    return Table("settings", "Settings that differ", ("setting", *names), differing)
+
+
+def _read(names: Sequence[str], folders: Sequence[Path]) -> list[Compared]:
+    found = []
+    for name, folder in zip(names, folders, strict=True):
+        run = read_run(folder)
+        if run.facts.kind != "stream":
+            raise UsageError(
+                f"{folder} is a training run without {METRICS_FILE}, or beside a stream; compare streams of infer "
+                "--trace, or folders of penstock train"
+            )
+        found.append(Compared(name, run))
+    return found
+
+
+def _lead(named: Sequence[Compared]) -> list[str]:
+    """Describe each run compared with the first."""
+    first, *others = named
+    lines = [f"{first.name}: {_shape(first)}, {first.rows_per_s:.4g} rows/s."]
+    for each in others:
+        longer = each.of_all_stages("compute_s") / first.of_all_stages("compute_s")
+        faster = each.rows_per_s / first.rows_per_s
+        lines.append(
+            f"{each.name}: {_shape(each)}, {each.rows_per_s:.4g} rows/s, {faster:.2f} times {first.name}. For a "
+            f"microbatch its stages together compute {longer:.2f} times as long, messages take them "
+            f"{format_seconds(each.of_all_stages('message_s'))}, and they wait "
+            f"{format_seconds(each.of_all_stages('wait_s'))}."
         )
-        differing = [name_of(row) for row in pipelines if not row["bit_equal"]]
-        if differing:
-            lines.append(f"Outputs differ from one process's with {', '.join(differing)}.")
-        else:
-            lines.append(f"The outputs of all {len(pipelines)} pipelines are bit for bit those of one process.")
     return lines
 
 
-def speedups(rows: Sequence[Mapping[str, Any]]) -> Figure:
-    """Draw the speed-up over one process by stage count: a bar for each policy, and the ideal n as a line."""
-    pipelines = [row for row in rows if row["mode"] != "serial"]
-    counts = sorted({row["stages"] for row in pipelines})
-    names = list(dict.fromkeys(_series(row) for row in pipelines))
-    data: list[dict[str, Any]] = []
-    for place, name in enumerate(names):
-        own = {row["stages"]: row for row in pipelines if _series(row) == name}
-        data.append({
-            "type": "bar", "name": name, "x": [counted(c, "stage") for c in counts if c in own],
-            "y": [round(own[c]["speedup"], 4) for c in counts if c in own],
-            "text": [f"{own[c]['speedup']:.2f}" for c in counts if c in own], "textposition": "outside",
-            "cliponaxis": False, "marker": {"color": PALETTE[place % len(PALETTE)]},
-            "hovertemplate": "%{x}, " + name + ": %{y:.3f} times<extra></extra>",
-        })  # fmt: skip
-    data.append({
-        "type": "scatter", "mode": "markers", "name": "n", "x": [counted(c, "stage") for c in counts],
-        "y": counts, "marker": {"symbol": "line-ew-open", "size": 34, "color": "#888888", "line": {"width": 2}},
-        "hovertemplate": "n is %{y}<extra></extra>",
-    })  # fmt: skip
-    cells: tuple[tuple[Cell, ...], ...] = tuple(
-        (row["mode"], row["stages"], row["policy"], row["runtime"], row["images_per_second"], row["speedup"],
-         row.get("efficiency"), None if row["bit_equal"] is None else "yes" if row["bit_equal"] else "no")
-        for row in rows
-    )  # fmt: skip
-    columns = (
-        "mode", "number of stages", "policy", "runtime", "images/s", "speed-up, times one process",
-        "efficiency, of all devices alone", "outputs bit-equal",
-    )  # fmt: skip
-    alt = "Speed-up over one process: " + ", ".join(f"{name_of(row)} {row['speedup']:.2f}" for row in pipelines) + "."
-    layout = {
-        "barmode": "group",
-        "height": 400,
-        "xaxis": {"automargin": True, "type": "category"},
-        "yaxis": {"title": {"text": "times one process"}, "rangemode": "tozero"},
-    }
-    return Figure("speedups", "Speed-up by stages and policy", alt, data, layout,
-                  Table("rows", "What was measured", columns, cells))  # fmt: skip
+def _shape(each: Compared) -> str:
+    return f"{each.run.facts.model} in {shape_of(each.stream)}"
 
 
-def _series(row: Mapping[str, Any]) -> str:
-    return "torch.distributed.pipelining" if row["mode"] == "peer" else str(row["policy"])
+def _how(named: Sequence[Compared]) -> Text:
+    missing = [each.name for each in named if not any(span.kind == "profile" for span in each.run.spans)]
+    lines = [
+        "Seconds, bytes and calls are means per microbatch; for stages they exclude the microbatches that were "
+        "profiled. An operator's seconds exclude the operators that it calls, its memory includes them; both are over "
+        "all stages."
+    ]
+    lines += [f"{each.name}: {line}" for each in named for line in profiled_lines(each.run)]
+    if missing:
+        lines.append(f"No operators were recorded of {', '.join(missing)}: run again with --set torch_profiler=true.")
+    return Text("how", "How to read it", lines)
 
 
-def losses(traced: Sequence[Compared]) -> Figure:
-    """Draw for each pipeline how n times is divided into the speed-up and the cost of each cause."""
-    names = [item.name for item in traced]
-    data: list[dict[str, Any]] = [{
-        "type": "bar", "name": "reached", "x": names, "y": [round(item.account.speedup, 4) for item in traced],
-        "marker": {"color": KEPT}, "hovertemplate": "%{x}: %{y:.2f} reached<extra></extra>",
-    }]  # fmt: skip
-    for key, color in _COLORS.items():
-        values = [item.account.times(key) for item in traced]
-        if max(map(abs, values)) >= 5e-3:
-            data.append({
-                "type": "bar", "name": TITLES[key], "x": names, "y": [round(v, 4) for v in values],
-                "marker": {"color": color}, "hovertemplate": "%{x}: %{y:.2f} " + TITLES[key] + "<extra></extra>",
-            })  # fmt: skip
-    cells: tuple[tuple[Cell, ...], ...] = tuple(
-        (item.name, item.account.num_times, *(-item.account.times(key) for key in _COLORS), item.account.speedup)
-        for item in traced
-    )
-    columns = ("pipeline", "devices together", *(TITLES[key] for key in _COLORS), "reached")
-    alt = "Of n times: " + " ".join(
-        f"{item.name} reaches {item.account.speedup:.2f} of {item.account.num_times:.2f}, most is lost to "
-        f"{item.account.largest.title}." for item in traced
-    ) + " Against the devices running the stages alone, as the account of a run has it."  # fmt: skip
-    layout = {"barmode": "relative", "height": 460, "yaxis": {"title": {"text": "times one device"}},
-              "xaxis": {"automargin": True, "tickangle": 30, "type": "category"}}  # fmt: skip
-    return Figure("losses", "Why not n times", alt, data, layout,
-                  Table("losses", "What each cause costs, in times one device", columns, cells))  # fmt: skip
-
-
-def loads(traced: Sequence[Compared]) -> Figure:
-    """Draw the seconds of each stage alone, for each pipeline: equal bars are a good split."""
-    most = max(len(item.stream.stages) for item in traced)
+def loads(named: Sequence[Compared]) -> Figure:
+    """Draw the seconds of each stage alone, for each stream: equal bars are a good split."""
+    most = max(len(each.plain.stages) for each in named)
     data: list[dict[str, Any]] = []
     for index in range(most):
-        held = [item for item in traced if index < len(item.stream.stages)]
+        held = [each for each in named if index < len(each.plain.stages)]
         data.append({
-            "type": "bar", "name": f"stage {index}", "x": [item.name for item in held],
-            "y": [round(1e3 * item.stream.stages[index].alone_s, 4) for item in held],
+            "type": "bar", "name": f"stage {index}", "x": [each.name for each in held],
+            "y": [round(1e3 * each.plain.stages[index].alone_s, 4) for each in held],
             "marker": {"color": PALETTE[index % len(PALETTE)]},
             "hovertemplate": "%{x}, stage " + str(index) + ": %{y:.3g} ms<extra></extra>",
         })  # fmt: skip
     cells: tuple[tuple[Cell, ...], ...] = tuple(
-        (item.name, s.index, format_seconds(s.alone_s), format_seconds(s.mean("compute_s")),
+        (each.name, s.index, format_seconds(s.alone_s), format_seconds(s.mean("compute_s")),
          format_seconds(s.mean("wait_s")), format_seconds(s.mean("message_s")))
-        for item in traced for s in item.stream.stages
+        for each in named for s in each.plain.stages
     )  # fmt: skip
-    columns = ("pipeline", "stage", "computing alone", "computing", "waiting", "messages")
+    columns = ("stream", "stage", "computing alone", "computing", "waiting", "messages")
     alt = "What the stages take alone per microbatch: " + " ".join(
-        f"{item.name}: {', '.join(format_seconds(s.alone_s) for s in item.stream.stages)}." for item in traced
+        f"{each.name}: {', '.join(format_seconds(s.alone_s) for s in each.plain.stages)}." for each in named
     )
     layout = {"barmode": "group", "height": 400, "yaxis": {"title": {"text": "ms per microbatch, alone"}},
               "xaxis": {"automargin": True, "tickangle": 30, "type": "category"}}  # fmt: skip
@@ -325,23 +229,85 @@ def loads(traced: Sequence[Compared]) -> Figure:
                   Table("loads", "The stages, per microbatch", columns, cells))  # fmt: skip
 
 
-def split_points(traced: Sequence[Compared]) -> Table:
-    """Return each pipeline's cuts, each stage's share of the counted work, and the bytes that cross after it."""
+def differences(named: Sequence[Compared]) -> Table:
+    """Return the costs of the runs, one column per run."""
+    first = named[0]
+    rows: list[tuple[Cell, ...]] = [
+        ("number of stages", *(len(each.stream.stages) for each in named)),
+        ("number of microbatches", *(each.stream.num_microbatches for each in named)),
+        ("rows per microbatch", *(f"{each.run.facts.num_rows / each.stream.num_microbatches:.4g}" for each in named)),
+        ("threads per stage", *(each.run.facts.threads for each in named)),
+        ("rows per second", *(f"{each.rows_per_s:.4g}" for each in named)),
+        (f"speed-up, times {first.name}", *(f"{each.rows_per_s / first.rows_per_s:.2f}" for each in named)),
+    ]
+    of_each = {"computing": "compute_s", "messages": "message_s", "waiting": "wait_s", "the rest": "gap_s"}
+    for what, name in of_each.items():
+        cells = (format_seconds(each.of_all_stages(name)) for each in named)
+        rows.append((f"{what} per microbatch, sum of all stages", *cells))
+    longest = ([stage.mean("compute_s") for stage in each.plain.stages] for each in named)
+    rows.append(("computing per microbatch, slowest stage", *(format_seconds(max(seconds)) for seconds in longest)))
+    sent = (format_bytes(each.of_all_stages("num_bytes_out")) for each in named)
+    rows.append(("sent per microbatch, sum of all stages", *sent))
+    peaks = [each.peaks() for each in named]
+    for what, add in (("largest process", max), ("sum of all processes", sum)):
+        rows.append((f"peak memory, {what}", *(format_bytes(add(found)) if found else None for found in peaks)))
+    return Table("differences", "What differs", ("quantity", *(each.name for each in named)), tuple(rows))
+
+
+def operators(named: Sequence[Compared]) -> Table:
+    """Return the costs of each operator in each run, including sends and waits, the longest first."""
+    found = [operators_of(each.run, each.plain) for each in named]
+    names = sorted({name for each in found for name in each}, key=lambda n: -max(e[n].seconds for e in found if n in e))
     rows: list[tuple[Cell, ...]] = []
-    for item in traced:
-        shares, crossing, cuts = (item.row.get(key, []) for key in ("shares", "crossing_bytes", "cuts"))
-        for stage, share in enumerate(shares):
-            follows = stage < len(cuts)
-            rows.append((item.name, stage, cuts[stage] if follows else None, f"{share:.1%}",
-                         format_bytes(crossing[stage]) if follows else None))  # fmt: skip
-    columns = ("pipeline", "stage", "cut after it", "share of the counted work", "crosses the cut, per microbatch")
-    return Table("splits", "The split points", columns, tuple(rows))
+    for name in names[:_SHOWN]:
+        cells: list[Cell] = [name]
+        for each in found:
+            took = each.get(name)
+            cells += [None] * 3 if took is None else took.cells()
+        rows.append(tuple(cells))
+    heads = (f"{each.name}: {head}" for each in named for head in ("ms", "calls", "memory"))
+    return Table("operators", "Operators, per microbatch and in all stages", ("operator", *heads), tuple(rows))
 
 
-def settings_table(settings: Mapping[str, Any]) -> Table:
-    """Return the settings common to all rows."""
-    cells = tuple(
-        (name.replace("_", " "), ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value))
-        for name, value in settings.items()
-    )
-    return Table("environment", "The environment", ("what", "value"), cells)
+def operators_of(run: Run, stream: MeasuredStream) -> Mapping[str, Operator]:
+    """Return the costs of torch.profiler's operators for a microbatch in all stages, with what messages took."""
+    of_stage: dict[tuple[int, int], list[Span]] = defaultdict(list)
+    for process in run.processes:
+        for span in process.spans:
+            if span.kind == "profile":
+                of_stage[process.rank, span.stage].append(span)
+    found: dict[str, Operator] = defaultdict(Operator)
+    for spans in of_stage.values():
+        num_profiled = len({span.microbatch for span in spans})
+        for span, seconds in own_seconds(spans):
+            found[span.name].add(1 / num_profiled, seconds / num_profiled, span.num_bytes / num_profiled)
+    for stage in stream.stages:
+        messages = {
+            "(wait for a message or a buffer)": (stage.mean("wait_s"), 0.0),
+            "(read a message)": (stage.mean("read_s"), stage.mean("num_bytes_in")),
+            "(send a message)": (stage.mean("give_s"), stage.mean("num_bytes_out")),
+        }
+        for name, (seconds, num_bytes) in messages.items():
+            found[name].add(1, seconds, num_bytes)
+    return found
+
+
+def own_seconds(spans: Iterable[Span]) -> list[tuple[Span, float]]:
+    """Return the spans of a thread with their seconds, minus the seconds of spans inside them."""
+    found: list[tuple[Span, float]] = []
+    within: list[tuple[Span, float]] = []  # open spans, with the seconds of contained ones
+
+    def close() -> None:
+        span, inner_s = within.pop()
+        found.append((span, max(0.0, span.seconds - inner_s)))
+        if within:
+            outer, seconds = within[-1]
+            within[-1] = outer, seconds + span.seconds
+
+    for span in sorted(spans, key=lambda each: (each.begin_s, -each.end_s)):
+        while within and within[-1][0].end_s <= span.begin_s:
+            close()
+        within.append((span, 0.0))
+    while within:
+        close()
+    return found

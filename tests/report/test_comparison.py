@@ -1,12 +1,9 @@
-"""Runs beside each other: seconds of operators without those that they call."""
+"""Comparison of runs: seconds of operators without those that they call."""
 
 import pytest
 from msgspec.structs import replace
 
-from penstock.report.beside import Named, differences, operators_of, own_seconds
-from penstock.report.page.figures import loads
-from penstock.report.page.tables import stage_table
-from penstock.report.stream.measured import measure_stream
+from penstock.report.comparison import Compared, differences, loads, operators_of, own_seconds
 from penstock.tracing.trace import Span
 from tests.report.samples import streamed
 
@@ -38,10 +35,9 @@ def test_tables_and_figures_have_one_statistic() -> None:
     first, *others = run.processes
     seen = [replace(p, spans=(*p.spans, Span("profile", "mm", p.rank - 1, 0, 0.0, 1.0))) for p in others]
     run = replace(run, processes=(first, *seen))
-    each = Named("one", run, measure_stream(run))
+    each = Compared("one", run)
     mean_s = (6 * 0.01 + 2 * 0.02) / 8
     assert each.of_all_stages("compute_s") == pytest.approx(2 * mean_s)
     assert ("computing per microbatch, sum of all stages", "25 ms") in differences([each]).rows
-    shown = loads(run, each.plain, stage_table(run, each.plain, {}))
-    assert sum(bar["y"][0] for bar in shown.data[:2]) == pytest.approx(1e3 * mean_s)
+    assert [row[3] for row in loads([each]).table.rows] == ["12.5 ms", "12.5 ms"]
     assert operators_of(run, each.plain)["mm"].seconds == pytest.approx(2.0)

@@ -32,24 +32,24 @@ ROOMS: dict[str, tuple[int, int]] = {
     "compress": (976, 5),
     "deploy": (2076, 12),  # +2: floats of 8 bits have no products
     "elastic": (2236, 14),
-    "engine": (2722, 16),  # +43: events of a GPU instead of waits
-    "generate": (2294, 14),  # +147: rotary factors and windows by row; inputs as of model.generate
-    "graph": (5066, 29),  # +840: changes of the live module, random draws, steps of decoders
-    "group": (3091, 15),  # +120: mpirun's and wrong variables, ranks that wait, calls that failed, folders left
+    "engine": (2721, 15),  # +43: events of a GPU instead of waits
+    "generate": (2271, 11),  # +147: rotary factors and windows by row; inputs as of model.generate
+    "graph": (5076, 27),  # +840: changes of the live module, random draws, steps of decoders
+    "group": (3089, 15),  # +120: mpirun's and wrong variables, ranks that wait, calls that failed, folders left
     "measure": (1230, 8),  # +45: bytes counted without values
     "modules": (2395, 18),  # +514: formats of blocks; random states; Pipe; outputs: standard, inputs, locked
     "plan": (4924, 29),  # +144: needs of stages
     "recipes": (3570, 17),  # +571: counted costs; class orders, label files, damaged images, rows of others
     "report": (3558, 20),
-    "runtime": (4135, 27),  # +15: a GPU beside CPUs; +266: torch.compile; +146: products in the blocks of a file
+    "runtime": (4065, 23),  # +15: a GPU beside CPUs; +266: torch.compile; +146: products in the blocks of a file
     "serve": (2521, 17),  # +780: what clients of other servers send; bytes of tokens; limits, trials, foreign pages
     "spec": (1197, 6),
     "stream": (1340, 6),
     "terminal": (411, 5),
-    "tracing": (467, 4),
-    "train": (8250, 42),  # +1,800: rows are loaded once; inputs' gradients; scalers, groups and live tensors of stages
-    "transport": (1982, 12),
-    "zoo": (4904, 33),  # +1,936: GGUF by tensor, quantized checkpoints, those of scripts and DCP, archives
+    "tracing": (454, 3),
+    "train": (8225, 40),  # +1,800: rows are loaded once; inputs' gradients; scalers, groups and live tensors of stages
+    "transport": (1973, 11),
+    "zoo": (4897, 32),  # +1,936: GGUF by tensor, quantized checkpoints, those of scripts and DCP, archives
 }
 
 # options of each verb, its subcommands' together
@@ -75,9 +75,9 @@ OPTIONS = {
 }
 
 TOTALS = {
-    "lines of src": 66367,  # +5,213: silent faults of scripts, text, folders and files; own classifiers
-    "files of src": 399,  # +29
-    "lines of tests": 44110,  # +5,122: silent faults of scripts, text, folders and files; own classifiers
+    "lines of src": 66227,  # +5,213: silent faults of scripts, text, folders and files; own classifiers
+    "files of src": 384,  # +29
+    "lines of tests": 44081,  # +5,122: silent faults of scripts, text, folders and files; own classifiers
     "lines of benchmarks": 9911,  # +150: every decoder of transformers; +150: compiled beside eager
     "keyword arguments of Pipeline": 18,
     "public names": 14,

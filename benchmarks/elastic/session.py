@@ -17,7 +17,7 @@ from benchmarks.elastic.subjects import loss_fn, make_subject, right
 from penstock.memory import resident_bytes
 from penstock.spec.cluster import parse_cluster
 from penstock.spec.profile import read_profile
-from penstock.train.evaluate import evaluate_all
+from penstock.train.trainer import evaluate_all
 
 _STEP = ("load_s", "forward_s", "backward_s", "wait_s", "synchronize_s", "synchronized_bytes", "num_synchronizations")
 

@@ -22,7 +22,7 @@ import penstock
 from benchmarks.tracing.cases import HOSTS, TINY
 from penstock.deploy.worker import work
 from penstock.engine.job import StagesJob
-from penstock.engine.profile_window import ProfileWindow
+from penstock.engine.observer import ProfileWindow
 from penstock.engine.tracers import StageTracer
 from penstock.group.entry import join_torchrun
 from penstock.group.world import World

@@ -15,9 +15,8 @@ from penstock.elastic.elastic_training import ElasticTraining
 from penstock.elastic.freezing import ByHand, Guarded
 from penstock.errors import RunError
 from penstock.train.checkpoint import load_checkpoint, save_checkpoint
-from penstock.train.evaluate import evaluate
 from penstock.train.loader import Loader
-from penstock.train.trainer import Trainer
+from penstock.train.trainer import Trainer, evaluate
 from tests.elastic.trainings import (
     LAYERS,
     SAMPLES,

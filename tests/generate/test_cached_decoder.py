@@ -1,5 +1,6 @@
 """One graph for prompts and steps: the tokens of `model.generate`, for decoders of many kinds, cut anywhere."""
 
+import threading
 from dataclasses import replace
 
 import pytest
@@ -8,7 +9,7 @@ import transformers
 
 import penstock
 from penstock.errors import OutOfMemory, UsageError
-from penstock.generate.cached_decoder import CachedDecoder
+from penstock.generate.cached_decoder import CachedDecoder, is_causal, mask_of_rows, masks_by, sees_everything
 from penstock.generate.generator import Generator
 from penstock.generate.lanes import Lanes, SequenceState
 from penstock.generate.microbatches import inputs_of
@@ -23,8 +24,6 @@ from tests.models import split_at
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NEW = 34  # beyond the window of those that have one
-
-
 # further families are in benchmarks.generation
 MORE = ("gemma3", "opt", "mpt", "llama4", "bart-decoder", "jamba", "m2m100")
 
@@ -121,3 +120,30 @@ def test_caches_that_do_not_fit_are_refused_before_they_are_made() -> None:
     tensors = {state.value.name: torch.zeros(state.value.evaluate({})) for state in states_of([forged])}
     with pytest.raises(OutOfMemory, match="fewer slots"):
         Runtime(forged, tensors)
+
+
+def test_another_thread_keeps_its_masks() -> None:
+    other = decoder("mistral")
+    ids = torch.tensor(prompts(40))
+    wanted = other(ids).logits
+    found: list[torch.Tensor] = []
+    with masks_by(lambda _: torch.zeros(1, 1, 40, 40, dtype=torch.bool)):
+        assert not torch.equal(other(ids).logits, wanted)
+        thread = threading.Thread(target=lambda: found.append(other(ids).logits))
+        thread.start()
+        thread.join()
+    assert torch.equal(found[0], wanted)
+    assert torch.equal(other(ids).logits, wanted)
+
+
+def test_a_mask_has_the_rows_own_positions() -> None:
+    def near(_row: object, _head: object, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        return (keys <= queries) & (keys > queries - 2)
+
+    mask = mask_of_rows(near, torch.tensor([[2, 3], [0, 1]]), torch.arange(4))
+    assert mask.shape == (2, 1, 2, 4)
+    assert mask[:, 0].int().tolist() == [[[0, 1, 1, 0], [0, 0, 1, 1]], [[1, 0, 0, 0], [1, 1, 0, 0]]]
+    assert is_causal(near)
+    assert not is_causal(lambda _row, _head, queries, keys: (queries >= 0) & (keys >= 0))
+    assert not sees_everything(near)
+    assert sees_everything(lambda _row, _head, queries, keys: keys <= queries)

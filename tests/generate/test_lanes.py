@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.generate.cached_decoder import BLOCK, chunk_sizes
-from penstock.generate.lanes import Lanes, SequenceState, Step
-from penstock.generate.speculation import Guesser
+from penstock.generate.lanes import Guesser, Lanes, SequenceState, Step
 
 
 class Guesses(Guesser):

@@ -16,9 +16,8 @@ from penstock.group.liveness import Boards, Health
 from penstock.group.regroup import Following, outlives
 from penstock.group.roll_call import Membership, Rendezvous
 from penstock.group.world import World
-from penstock.transport.base import MeteredTransport
+from penstock.transport.base import MeteredTransport, StoreSilent
 from penstock.transport.memory_network import MemoryNetwork
-from penstock.transport.watched import StoreSilent
 
 BROKEN = ConnectionBroken("the connection to rank 2 broke")
 LOST = Verdict(rank=2, message="c is gone", lost=True)

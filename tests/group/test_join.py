@@ -23,7 +23,7 @@ from penstock.group.join import Hello, Meeting
 from penstock.group.links import PlainLinks
 from penstock.group.roll_call import Rendezvous
 from penstock.terminal.progress import describing
-from penstock.transport.watched import StoreSilent, run_watched
+from penstock.transport.base import StoreSilent, run_watched
 
 
 def meet(store: Store, rank: int, size: int, **settings: Any) -> Meeting:

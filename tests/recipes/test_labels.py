@@ -21,8 +21,8 @@ from penstock.recipes.classify import check_head, confidences
 from penstock.recipes.data_formats import make_task
 from penstock.recipes.labels import Labels, match_labels
 from penstock.recipes.settings import FitSettings
+from penstock.zoo.data.folders import read_labels
 from penstock.zoo.data.image_names import open_images
-from penstock.zoo.data.label_files import read_labels
 from penstock.zoo.models.models import ZooModel, load_model
 from penstock.zoo.weights.classes import read_classes
 from penstock.zoo.weights.weight_files import save_weights

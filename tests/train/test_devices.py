@@ -16,8 +16,8 @@ from penstock.group.world import World
 from penstock.tensors import HOST
 from penstock.train.captured import Captured
 from penstock.train.checkpoint import load_checkpoint, save_checkpoint
-from penstock.train.evaluate import evaluate, predict
 from penstock.train.save import save_model
+from penstock.train.trainer import evaluate, predict
 from tests.fewer import long
 from tests.learners import LOSSES, adamw, batches, captured, sgd
 from tests.models import gpt2

@@ -17,10 +17,9 @@ from penstock.graph.cuts import Cuts
 from penstock.group.world import World
 from penstock.train.captured import Captured
 from penstock.train.checkpoint import load_checkpoint, save_checkpoint
-from penstock.train.evaluate import evaluate
 from penstock.train.migration import fix_microbatches, migrate
 from penstock.train.save import save_model
-from penstock.train.trainer import Trainer
+from penstock.train.trainer import Trainer, evaluate
 from tests.learners import LOSSES, batches, captured, cast
 from tests.models import seeded
 from tests.train.test_migration import MICROBATCHES, Way, rearrange

@@ -10,8 +10,7 @@ import torch.nn.functional as F  # noqa: N812
 
 from penstock.errors import RunError
 from penstock.group.world import World
-from penstock.train.evaluate import evaluate, predict
-from penstock.train.trainer import Trainer
+from penstock.train.trainer import Trainer, evaluate, predict
 from tests.communicators import Communicators
 from tests.fewer import first
 from tests.learners import LOSSES, batches, captured, sgd

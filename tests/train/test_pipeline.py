@@ -18,7 +18,7 @@ import penstock
 from penstock.errors import DataError, ModelError, RunError, UsageError
 from penstock.group.world import World
 from penstock.terminal import progress
-from penstock.train.evaluate import predict
+from penstock.train.trainer import predict
 from tests.fewer import long
 from tests.processes import PROGRAMS, run_groups, run_python
 from tests.trainers import in_threads, make_trainer

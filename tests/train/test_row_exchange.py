@@ -22,8 +22,8 @@ from penstock.random_states import RandomStates
 from penstock.train.agreement import captured_values, data_identity
 from penstock.train.batch_document import Absent, StandIn
 from penstock.train.captured import Captured
-from penstock.train.evaluate import evaluate, predict
 from penstock.train.loader import Loader
+from penstock.train.trainer import evaluate, predict
 from penstock.transport.base import LOADED, send_bytes
 from tests.fewer import long
 from tests.models import seeded

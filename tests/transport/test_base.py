@@ -1,16 +1,19 @@
-"""The in-process network, and bytes and tensors over it."""
+"""The in-process network, bytes and tensors over it, and calls with a deadline."""
 
+import gc
 import inspect
 import threading
 import time
+import weakref
 
 import pytest
 import torch
 from torch import Tensor
 
-from penstock.errors import ConnectionBroken, TransportError
-from penstock.transport.base import WORD_BYTES, receive_bytes, receive_tensor, send_bytes, send_tensor
+from penstock.errors import ConnectionBroken, RunError, TransportError
+from penstock.transport.base import WORD_BYTES, receive_bytes, receive_tensor, run_watched, send_bytes, send_tensor
 from penstock.transport.memory_network import MemoryNetwork
+from tests.cluster.labs import until
 
 
 def data(*values: int) -> Tensor:
@@ -106,3 +109,33 @@ def test_tensors() -> None:
     assert torch.equal(sent, received)
     send_tensor(network.transports[0], torch.zeros(0), 1)
     assert network.num_open() == 0
+
+
+class Held:
+    """Something with a descriptor, such as a listening socket."""
+
+
+def test_what_an_abandoned_call_held_is_released_without_a_collection() -> None:
+    held, goes_on = Held(), threading.Event()
+    still_there = weakref.ref(held)
+
+    def connect(held: Held = held) -> None:
+        goes_on.wait(10)
+        raise RuntimeError(f"{held} has no peer")
+
+    def watch() -> None:
+        raise RunError("worker 1 is gone")
+
+    gc.disable()
+    try:
+        try:
+            run_watched(connect, watch, 10.0)
+        except RunError:  # pytest.raises would hold the frames
+            pass
+        else:
+            pytest.fail("the reason was not raised")
+        del held, connect
+        goes_on.set()
+        until(lambda: still_there() is None)
+    finally:
+        gc.enable()

@@ -21,13 +21,21 @@ import torch
 
 from penstock.engine.executor import OwnStages
 from penstock.engine.job import Tracing
-from penstock.engine.profile_window import ProfileWindow
+from penstock.engine.observer import ProfileWindow
 from penstock.engine.reference import measure_machine
 from penstock.errors import TransportError
 from penstock.group.world import World
 from penstock.text import counted
-from penstock.tracing.clock import Exchange, Reading, fit_clock, read_clock
-from penstock.tracing.record import FEEDER_STAGE, Clock, Recorder, feeder_stage
+from penstock.tracing.record import (
+    FEEDER_STAGE,
+    Clock,
+    Exchange,
+    Reading,
+    Recorder,
+    feeder_stage,
+    fit_clock,
+    read_clock,
+)
 from penstock.tracing.trace import Counter, MachineCapacity, PackedTrace, ProcessTrace, Span
 from penstock.transport.base import CLOCK, Transport, receive_bytes, send_bytes
 from penstock.wire import FEEDER

@@ -3,9 +3,11 @@
 Slots and positions are graph inputs, so one graph serves prefill and decode.
 """
 
+import contextlib
 import copy
 import inspect
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count, takewhile
 from typing import Any
 
@@ -14,11 +16,11 @@ from torch import Tensor, nn
 
 from penstock.deploy.run_options import ModelCall
 from penstock.errors import UsageError
-from penstock.generate.masks import MaskFunction, as_added, is_causal, mask_of_rows, masks_by, sees_everything
 from penstock.generate.positions import positions_of_rows, rotary_limit, takes_positions
 from penstock.generate.slot_cache import Slots, SlotState, kept_as, slot_cache, states_in, written_back
 from penstock.graph.capture import fake_parameters
 from penstock.graph.decoders import add_cache
+from penstock.graph.exporting import EXPORTING
 from penstock.spec.plan import CacheDtype, Generation
 from penstock.tensors import HOST
 from penstock.text import one_line
@@ -29,6 +31,9 @@ BLOCK = 64  # attended lengths are multiples of this: masked positions beyond a 
 WANTED = 8  # a call returns the logits of at most this many of its tokens
 _CHUNK, _GPU_CHUNK = 32, 256  # a CPU computes few rows almost as fast as many; a GPU does not, and launches cost time
 _SOURCE = "source_"  # names of the keys and values of an encoder's output begin with it
+_FAR = 2**40  # beyond any window
+# maps indices of batch, head, queries and keys to True if a query sees a key
+MaskFunction = Callable[[Any, Any, Tensor, Tensor], Tensor]
 
 
 class CachedDecoder(nn.Module):
@@ -275,3 +280,59 @@ def _check_positions(model: Any, length: int) -> None:
         raise UsageError(
             f"{type(model).__name__} has {limit} positions, but max_length is {length}; use max_length={limit}"
         )
+
+
+@contextlib.contextmanager
+def masks_by(make: Callable[[MaskFunction], Tensor]) -> Iterator[None]:
+    """In this thread, replace the masks of transformers' models by those that `make` returns.
+
+    The argument of `make` is the kind of mask as a function of indices: causal, with a sliding window, in chunks.
+    """
+    interfaces = optional_import("transformers.masking_utils", "text").ALL_MASK_ATTENTION_FUNCTIONS
+    owner = threading.get_ident()
+
+    def replaced(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def made(*args: Any, mask_function: MaskFunction, **named: Any) -> Any:
+            if threading.get_ident() != owner:
+                return original(*args, mask_function=mask_function, **named)
+            seen = make(mask_function)
+            return as_added(seen, named.get("dtype", torch.float32)) if name == "eager" else seen
+
+        return made
+
+    with EXPORTING:
+        originals = {name: interfaces[name] for name in interfaces}
+        try:
+            for name, original in originals.items():
+                interfaces[name] = replaced(name, original)
+            yield
+        finally:
+            for name, original in originals.items():
+                interfaces[name] = original
+
+
+def mask_of_rows(function: MaskFunction, positions: Tensor, places: Tensor) -> Tensor:
+    """Return the mask [B, 1, S, T] of queries at `positions` [B, S] and keys at `places` [T]."""
+    rows = torch.arange(positions.shape[0])[:, None, None, None]
+    return function(rows, torch.zeros((), dtype=torch.int64), positions[:, None, :, None], places)
+
+
+def is_causal(function: MaskFunction) -> bool:
+    """Return whether a token does not attend to the token after it."""
+    return not _sees(function, 0, 1)
+
+
+def sees_everything(function: MaskFunction) -> bool:
+    """Return whether a token attends to all tokens before it, however far."""
+    return _sees(function, _FAR, 0)
+
+
+def _sees(function: MaskFunction, query: int, key: int) -> bool:
+    zero = torch.zeros(1, dtype=torch.int64)
+    return bool(function(zero, zero, zero + query, zero + key).any())
+
+
+def as_added(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """Convert a boolean mask to one that is added to scores."""
+    hidden = torch.full((), torch.finfo(dtype).min, dtype=dtype)
+    return torch.where(seen, torch.zeros((), dtype=dtype), hidden)

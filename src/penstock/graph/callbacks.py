@@ -34,7 +34,7 @@ from torch.utils.hooks import BackwardHook, RemovableHandle
 
 from penstock.errors import CaptureError
 from penstock.graph.attributes import left_attributes, unresized_buffers
-from penstock.graph.fixed_sizes import watched_sizes
+from penstock.graph.dynamic_shapes import watched_sizes
 from penstock.graph.live_module import Reads, recorded_reads
 from penstock.graph.random_draws import call_without_draws
 

@@ -1,11 +1,17 @@
-"""Symbolic dimensions of a call's inputs: the batch and the declared ones."""
+"""Symbolic dimensions of a call's inputs, and the line of a model's code that fixes its batch size."""
 
 import inspect
+import linecache
 import re
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.export import Dim
 from torch.utils import _pytree as pytree
@@ -15,6 +21,9 @@ from penstock.values import BATCH
 
 # torch.export treats sizes 0 and 1 as constants, and so do some models with 2
 _EXAMPLE_ROWS = 3
+_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
+_TRIED = (3, 4, 5, 7, 16, 33, 1000)  # batch sizes that a guard must allow
+_CODE = 80  # characters of a line in a message
 
 
 def batch_rows(labels: object, arguments: object, keywords: object) -> int | None:
@@ -150,3 +159,57 @@ def _merge(model: nn.Module, positional: tuple[Any, ...], keyword: dict[str, Any
         elif parameter.name in remaining:
             merged[parameter.name] = remaining.pop(parameter.name)
     return merged
+
+
+@contextmanager
+def watched_sizes(inputs: Any) -> Iterator[list[str]]:
+    """Collect the lines, inside the context, that allow only some batch sizes; `inputs` are those of the export.
+
+    Example:
+        with watched_sizes((args, kwargs)) as lines:
+            model(*args, **kwargs)
+        lines       # ["net.py:12: for row in x"]
+    """
+    lines: list[str] = []
+    sizes: list[Any] = [n for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor) for n in leaf.shape[:1]]
+    size = next((n for n in sizes if isinstance(n, torch.SymInt)), None)
+    if size is None:
+        yield lines
+        return
+    env: Any = size.node.shape_env
+    symbol = size.node.expr
+    # torch before 2.11 has only the first
+    names = [name for name in ("evaluate_expr", "evaluate_sym_node") if hasattr(env, name)]
+
+    def watch(evaluate: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            known = len(env.guards)
+            made = evaluate(*args, **kwargs)
+            if any(_excludes(guard.expr, symbol) for guard in env.guards[known:]):
+                lines.append(_line(sys._getframe(1)))
+            return made
+
+        return call
+
+    for name in names:
+        setattr(env, name, watch(getattr(env, name)))
+    try:
+        yield lines
+    finally:
+        for name in names:
+            delattr(env, name)
+
+
+def _excludes(guard: Any, symbol: Any) -> bool:
+    import sympy  # workers, which capture nothing, must not load it
+
+    return guard.free_symbols == {symbol} and any(guard.subs(symbol, number) == sympy.false for number in _TRIED)
+
+
+def _line(frame: FrameType | None) -> str:
+    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+        frame = frame.f_back
+    if frame is None:
+        return ""
+    file, number = frame.f_code.co_filename, frame.f_lineno
+    return f"{Path(file).name}:{number}: {linecache.getline(file, number).strip()[:_CODE]}"

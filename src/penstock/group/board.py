@@ -22,7 +22,7 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 from penstock.errors import RunError
 from penstock.group.addresses import listen, reach
 from penstock.terminal.notes import note
-from penstock.transport.watched import StoreSilent, run_watched
+from penstock.transport.base import StoreSilent, run_watched
 from penstock.wire import FEEDER
 
 # timeout for a key to appear; the server enforces it, so it does not help if the server is silent

@@ -31,8 +31,7 @@ from penstock.group.roll_call import Rendezvous
 from penstock.terminal.notes import note
 from penstock.terminal.progress import working
 from penstock.text import first_line
-from penstock.transport.base import SILENCE_S
-from penstock.transport.watched import StoreSilent
+from penstock.transport.base import SILENCE_S, StoreSilent
 from penstock.version import __version__
 from penstock.wire import FEEDER
 

@@ -11,8 +11,7 @@ from penstock.group.addresses import is_folder
 from penstock.group.board import connect_board, serve_store
 from penstock.group.launched import KEY
 from penstock.group.liveness import Boards
-from penstock.transport.base import SILENCE_S, Transport
-from penstock.transport.watched import run_watched
+from penstock.transport.base import SILENCE_S, Transport, run_watched
 
 if TYPE_CHECKING:
     from penstock.transport.connections import Connections

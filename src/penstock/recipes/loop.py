@@ -40,9 +40,9 @@ from penstock.terminal.notes import note, say
 from penstock.terminal.progress import working
 from penstock.text import counted
 from penstock.train.arrangement import TrainOptions
-from penstock.train.evaluate import evaluate_all
 from penstock.train.loader import Loader
 from penstock.train.outcome import StepReport
+from penstock.train.trainer import evaluate_all
 from penstock.train.training_pipeline import TrainingPipeline
 from penstock.wire import FEEDER
 

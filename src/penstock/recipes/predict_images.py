@@ -23,9 +23,9 @@ from penstock.terminal.live import LiveView
 from penstock.terminal.notes import note, say
 from penstock.terminal.progress import how_far, progress_console, telling, working
 from penstock.text import counted
+from penstock.zoo.data.folders import read_labels
 from penstock.zoo.data.image_names import name_of, open_images
 from penstock.zoo.data.image_set import ImageSet
-from penstock.zoo.data.label_files import read_labels
 from penstock.zoo.models.models import ZooModel, load_model
 from penstock.zoo.weights.weights import fingerprint_of
 

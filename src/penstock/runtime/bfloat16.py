@@ -11,9 +11,8 @@ from torch import Tensor
 from penstock.cores import processor_features
 from penstock.errors import PlanError
 from penstock.graph.ops import Op, Ref
-from penstock.graph.program import StageProgram
+from penstock.graph.program import StageProgram, may_be_written
 from penstock.runtime.eager import Runtime
-from penstock.runtime.layers import may_be_written
 from penstock.tensors import HOST
 
 # most of a model's work; processors have instructions for these

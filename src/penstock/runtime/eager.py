@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.errors import OutOfMemory, ProgramError
+from penstock.errors import OutOfMemory, ProgramError, RunError
 from penstock.graph.encoding import settled
 from penstock.graph.ops import CALLBACK, GETITEM, Op, State, is_factory, references, resolve_operator
 from penstock.graph.program import StageProgram
@@ -15,11 +15,13 @@ from penstock.graph.schema import check_amounts
 from penstock.memory import allowed_bytes
 from penstock.runtime.bound_calls import Bound, BoundCall, Register, is_same, may_keep, positional, run_step, shortened
 from penstock.tensors import HOST, copy_exactly, moved
+from penstock.values import Value
 
 # Number of microbatch sizes for which bound programs are kept; a stream has two, as the last microbatch may be smaller.
 _KEPT_SIZES = 8
 # A decoder has a step and three chunk sizes for each size of the caches.
 _KEPT_SIZES_OF_DECODER = 64
+_FURTHEST = 1e-3  # largest deviation from eager, relative to the largest number
 
 
 def _zeros(size: Sequence[int], *, memory_format: torch.memory_format | None = None, **keywords: Any) -> Tensor:
@@ -242,3 +244,34 @@ def _check_caches(program: StageProgram, tensors: Mapping[str, Tensor]) -> None:
 
 def _like(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+@torch.no_grad()
+def compare_outputs(
+    runtime: str, values: Sequence[Value], expected: Sequence[Tensor], outputs: Sequence[Tensor]
+) -> None:
+    """Raise `RunError` naming the first output that differs from eager by more than rounding.
+
+    Example:
+        compare_outputs("openvino", program.outputs, eager(sizes, inputs), outputs)
+    """
+    for value, wanted, found in zip(values, expected, outputs, strict=True):
+        if not wanted.is_floating_point():
+            if not torch.equal(found, wanted):
+                count = int((found != wanted).sum())
+                raise RunError(
+                    f"{value.name} of the runtime {runtime} differs from eager in {count} of {wanted.numel()} "
+                    "elements; plan this stage with the runtime eager"
+                )
+            continue
+        if not wanted.numel():
+            continue
+        finite = wanted.isfinite()
+        largest = float(wanted[finite].abs().max()) if finite.any() else 0.0
+        error = float((found - wanted)[finite].abs().max()) if finite.any() else 0.0
+        # negated so that NaN fails
+        if not error <= _FURTHEST * max(1e-6, largest) or not torch.equal(found.isfinite(), finite):
+            raise RunError(
+                f"{value.name} of the runtime {runtime} differs from eager by {error:.3g}; plan this stage with the "
+                "runtime eager"
+            )

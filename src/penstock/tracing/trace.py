@@ -10,8 +10,7 @@ import msgspec
 
 from penstock.errors import DataError, UsageError
 from penstock.files import write_whole
-from penstock.tracing.clock import Alignment, Reading
-from penstock.tracing.record import FEEDER_STAGE
+from penstock.tracing.record import FEEDER_STAGE, Alignment, Reading
 
 RUN_FILE = "run.json"
 

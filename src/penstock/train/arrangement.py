@@ -12,8 +12,7 @@ from penstock.deploy.run_options import CutOptions
 from penstock.engine.placement import Grid, Replica, shares
 from penstock.errors import PlanError, UsageError
 from penstock.graph.cuts import Cut, Cuts
-from penstock.graph.fixed_batch import check_whole
-from penstock.graph.graph import Graph
+from penstock.graph.graph import Graph, check_whole
 from penstock.graph.stages import graph_fingerprint
 from penstock.group.world import World
 from penstock.plan.candidates import PlanRequest

@@ -16,8 +16,7 @@ from penstock.engine.placement import shares
 from penstock.engine.training_stage import Sizes
 from penstock.errors import RunError, UsageError
 from penstock.graph.call import as_call, bind_inputs, build_output
-from penstock.graph.fixed_batch import check_fixed
-from penstock.graph.graph import Graph
+from penstock.graph.graph import Graph, check_fixed
 from penstock.graph.rows import input_dims, take_rows
 from penstock.graph.stages import output_values
 from penstock.values import BATCH, Size

@@ -18,9 +18,8 @@ from penstock.graph.call import bind_inputs
 from penstock.graph.capture import capture
 from penstock.graph.cuts import Cut, Cuts
 from penstock.graph.exporting import EXPORTING
-from penstock.graph.fixed_batch import with_rows
 from penstock.graph.freeze import check_apart, find_layers, freeze_prefix, sources_before
-from penstock.graph.graph import Graph
+from penstock.graph.graph import Graph, with_rows
 from penstock.graph.live_module import LiveModule
 from penstock.graph.ops import BATCH_NORM
 from penstock.graph.prepare import check_unwrapped

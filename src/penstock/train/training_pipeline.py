@@ -24,7 +24,6 @@ from penstock.terminal.progress import working
 from penstock.train.arrangement import ScheduleChoice, TrainOptions, find_cuts
 from penstock.train.captured import Captured
 from penstock.train.checkpoint import Optimizers, load_checkpoint, save_checkpoint
-from penstock.train.evaluate import evaluate, predict
 from penstock.train.grad_scaling import follow_scalers, forget_scalers
 from penstock.train.loader import Collate, Loader
 from penstock.train.loss_convention import LossFunction
@@ -32,7 +31,7 @@ from penstock.train.optimizers import check_at_steps
 from penstock.train.outcome import StepReport, TrainingChange
 from penstock.train.save import save_model
 from penstock.train.survival.beginning import check_survivable, join_training, survive
-from penstock.train.trainer import Trainer
+from penstock.train.trainer import Trainer, evaluate, predict
 from penstock.wire import FEEDER, NUM_BUFFERS
 
 Scheduler = TypeVar("Scheduler")

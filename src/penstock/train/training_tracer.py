@@ -6,8 +6,7 @@ from contextlib import contextmanager
 import torch
 
 from penstock.engine.gradients import Synchronizer
-from penstock.engine.observer import Observer
-from penstock.engine.profile_window import ProfileWindow
+from penstock.engine.observer import Observer, ProfileWindow
 from penstock.engine.reference import measure_machine
 from penstock.engine.tracers import ClockReadings, answer_clock, environment, give_trace, make_trace
 from penstock.engine.wiring import Channels

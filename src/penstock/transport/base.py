@@ -7,12 +7,14 @@ transport supports this (`transport/nccl.py`); receive and send must then have t
 """
 
 import contextlib
+import queue
 import struct
 import threading
+import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -40,6 +42,16 @@ LOADED = 2**30 + 7
 ROWS = 2**30 + 8
 INPUT_GRADIENTS = 2**30 + 9
 _BUCKETS, _NUM_BUCKETS = 2**30 + 2**20, 2**29
+SILENCE_S = 5.0  # a process that is silent for longer is declared lost
+WORD_BYTES = 64 * 2**10  # limit for a signal, a number, a name or an error
+DOCUMENT_BYTES = 16 * 2**20  # limit for an exchanged document, with an entry for each rank
+JOB_BYTES = 256 * 2**20  # limit for a job, including the programs of a rank's stages as text
+_BYTES_HEADER = struct.Struct("<QQ")  # length, checksum
+_WITH_HEADER = 2**12  # up to this size data is sent in one message with its header
+_POLL_S = 0.1
+# after a failure: time for the watch function to raise the reason
+_REASON_S = 6.0
+T = TypeVar("T")
 
 
 def link_tag(number: int, link: int) -> int:
@@ -97,14 +109,6 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Close all connections."""
-
-
-SILENCE_S = 5.0  # a process that is silent for longer is declared lost
-WORD_BYTES = 64 * 2**10  # limit for a signal, a number, a name or an error
-DOCUMENT_BYTES = 16 * 2**20  # limit for an exchanged document, with an entry for each rank
-JOB_BYTES = 256 * 2**20  # limit for a job, including the programs of a rank's stages as text
-_BYTES_HEADER = struct.Struct("<QQ")  # length, checksum
-_WITH_HEADER = 2**12  # up to this size data is sent in one message with its header
 
 
 def send_bytes(transport: Transport, data: bytes, to: int, tag: int = CONTROL) -> None:
@@ -274,3 +278,47 @@ class _MeteredPending:
     def wait(self) -> None:
         with self._transport.waiting():
             self._inner.wait()
+
+
+class StoreSilent(RuntimeError):  # noqa: N818 -- named after the state
+    """A store has not answered in time."""
+
+
+def run_watched(
+    function: Callable[[], T], watch: Callable[[], None], deadline_s: float, *, poll_s: float = _POLL_S
+) -> T:
+    """Call a blocking function on a separate thread, and meanwhile poll `watch`, which may raise an error.
+
+    Raises the function's error, unless `watch` raises a better reason; and `StoreSilent` if the function has not
+    returned by the deadline, when the thread is abandoned.
+    """
+    ended: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+    ends_s = time.monotonic() + deadline_s
+
+    threading.Thread(target=_run, args=(function, ended), name="penstock-connect", daemon=True).start()
+    while True:
+        try:
+            result, error = ended.get(timeout=poll_s)
+        except queue.Empty:
+            watch()
+            if time.monotonic() > ends_s:
+                raise StoreSilent(f"no answer for {deadline_s:g} s") from None
+            continue
+        if error is not None:
+            deadline = time.monotonic() + _REASON_S
+            while isinstance(error, RuntimeError) and time.monotonic() < deadline:
+                watch()
+                time.sleep(poll_s)
+            raise error
+        found: T = result
+        return found
+
+
+def _run(function: Callable[[], Any], ended: "queue.SimpleQueue[tuple[Any, BaseException | None]]") -> None:
+    try:
+        ended.put((function(), None))
+    except BaseException as error:
+        ended.put((None, error))
+    finally:
+        # the error refers to this frame: a reference cycle through the queue would keep the function's sockets open
+        del function, ended

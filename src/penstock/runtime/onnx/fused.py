@@ -13,12 +13,11 @@ from penstock.graph.callbacks import Callback
 from penstock.graph.decoders import POSITIONS, ROWS
 from penstock.graph.engine_operators import ATTENTION
 from penstock.graph.ops import CALLBACK, GETITEM, Op, Ref
-from penstock.graph.program import StageProgram
+from penstock.graph.program import StageProgram, may_be_written, operations_of
 from penstock.memory import release_freed
 from penstock.packing import unpacked
 from penstock.runtime.bfloat16 import check_bfloat16
 from penstock.runtime.eager import Runtime
-from penstock.runtime.layers import may_be_written, operations_of
 from penstock.runtime.onnx.blocks import IN_8_BITS, IN_FLOATS, PART_BYTES, Blocks, StoredWeight, pack, weight_of
 from penstock.runtime.onnx.cached_attention import caches_of, check_places, in_order, rows_of, with_cached_attention
 from penstock.runtime.onnx.exported import Engine, InPlaceEngine

@@ -1,8 +1,10 @@
 """The runtime `onnxruntime`: a stage program as an ONNX model for each microbatch size, run by ONNX Runtime."""
 
+import contextlib
+import logging
 import os
 import tempfile
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import onnxruntime
 import torch
 from torch import Tensor
 
+from penstock.cores import processor_features
 from penstock.runtime.onnx.exported import Engine, ExportedRuntime
 from penstock.runtime.onnx.onnx_nodes import Arrays, written_name
 
@@ -34,8 +37,6 @@ class OnnxRuntime(ExportedRuntime):
 
     def _compile(self, model: onnx.ModelProto) -> Engine:
         if self.precision == "int8":
-            from penstock.runtime.onnx.quantize import quantize  # the package takes 12 MB
-
             model = quantize(model, self.kept)
         return compile_model(model)
 
@@ -125,3 +126,45 @@ def _write_apart(model: onnx.ModelProto, apart: Arrays, folder: Path) -> None:
                 for key, value in (("location", "weights"), ("offset", file.tell()), ("length", array.nbytes)):
                     constant.external_data.add(key=key, value=str(value))
                 array.tofile(file)
+
+
+def quantize(model: onnx.ModelProto, operations: Collection[str] = ()) -> onnx.ModelProto:
+    """Return the model with constant matrices in 8 bits and a scale per output channel, except in `operations`.
+
+    The method is ONNX Runtime's dynamic quantization. If the processor adds up 8-bit products in 16 bits, sums would
+    saturate; weights then have 7 bits, as the runtime's documentation advises.
+    """
+    from onnxruntime.quantization import QuantType, quantize_dynamic  # the package takes 12 MB
+
+    kept = [node.name for node in model.graph.node if node.name.partition("/")[0] in operations]
+    with tempfile.TemporaryDirectory(prefix="penstock-int8-") as folder, _without_advice():
+        path = Path(folder) / "int8.onnx"
+        quantize_dynamic(
+            model, path, op_types_to_quantize=["MatMul"], per_channel=True, weight_type=QuantType.QInt8,
+            nodes_to_exclude=kept, reduce_range=sums_are_cut_off(), extra_options={"MatMulConstBOnly": True},
+        )  # fmt: skip
+        return onnx.load(path)
+
+
+def sums_are_cut_off(features: Collection[str] | None = None) -> bool:
+    """Return True if a processor with these features (default: this one's) adds up 8-bit products in 16 bits.
+
+    >>> sums_are_cut_off({"avx2"}), sums_are_cut_off({"avx2", "avx_vnni"}), sums_are_cut_off({"asimd"})
+    (True, False, False)
+    """
+    known = processor_features() if features is None else features
+    return "avx2" in known and not {"avx_vnni", "avx512_vnni", "amx_int8"} & set(known)
+
+
+@contextlib.contextmanager
+def _without_advice() -> Iterator[None]:
+    """Suppress the package's advice to preprocess a model, which is meant for models with unknown shapes."""
+
+    def wanted(record: logging.LogRecord) -> bool:
+        return "run pre-processing before quantization" not in record.getMessage()
+
+    logging.getLogger().addFilter(wanted)
+    try:
+        yield
+    finally:
+        logging.getLogger().removeFilter(wanted)

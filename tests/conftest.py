@@ -243,10 +243,10 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.fixture
 def communicators(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Communicators between pretended devices, one for each process of a run; see `tests/communicators.py`."""
-    from penstock.group import direct
+    from penstock.engine import wiring
     from tests.communicators import Communicators
 
     made = Communicators()
-    monkeypatch.setattr(direct, "connect_nccl", made.connect)
-    monkeypatch.setattr(direct, "_describe", made.describe)
+    monkeypatch.setattr(wiring, "connect_nccl", made.connect)
+    monkeypatch.setattr(wiring, "_describe", made.describe)
     return made

@@ -19,7 +19,7 @@ from penstock.graph.cuts import Cuts
 from penstock.graph.program import read_program, write_program
 from penstock.graph.stages import divide
 from penstock.measure.costs import Timing
-from penstock.measure.runtime_columns import measure_runtimes
+from penstock.measure.profiler import measure_runtimes
 from penstock.runtime.eager import Runtime
 from penstock.runtime.registry import EAGER, RUNTIMES, RuntimeChoice
 from penstock.tensors import HOST, find_device, moved, num_payload_bytes, pack, unpack

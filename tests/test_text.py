@@ -11,8 +11,7 @@ from rich.table import Table
 
 import penstock
 from penstock.terminal.console import PlainConsole
-from penstock.terminal.notes import note, say
-from penstock.text import guard_cell, plain, plain_cell, unguard_cell
+from penstock.text import guard_cell, note, plain, plain_cell, say, unguard_cell
 
 HOSTILE = "a\x1b]0;title\x07\x1b[2J\x9b31m\r\u202e[red]b[/nothing]"
 
@@ -71,4 +70,4 @@ def test_nothing_else_prints() -> None:
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Call):
                 called = ast.unparse(node.func)
-                assert called not in {"print", "typer.echo", "Console"} or file.name == "notes.py", f"{file}: {called}"
+                assert called not in {"print", "typer.echo", "Console"} or file.name == "text.py", f"{file}: {called}"

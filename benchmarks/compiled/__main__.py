@@ -24,7 +24,7 @@ from penstock.deploy.state import load_state
 from penstock.graph.call import bind_inputs
 from penstock.graph.capture import capture
 from penstock.graph.stages import divide
-from penstock.measure.runtime_columns import relative_error
+from penstock.measure.profiler import relative_error
 from penstock.runtime.registry import EAGER, RuntimeChoice
 from penstock.train.captured import Captured
 from penstock.zoo.weights.weights import ModuleWeights

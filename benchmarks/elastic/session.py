@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 import penstock
 from benchmarks.elastic.subjects import loss_fn, make_subject, right
-from penstock.memory import resident_bytes
+from penstock.resources import resident_bytes
 from penstock.spec.cluster import parse_cluster
 from penstock.spec.profile import read_profile
 from penstock.train.trainer import evaluate_all

@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.training.__main__ import environment
 from penstock.group.zmq_store import Prefixed, StoreServer, ZmqStore
-from penstock.memory import peak_bytes
+from penstock.resources import peak_bytes
 from penstock.transport.curve import Curve, make_key
 from penstock.transport.zeromq import ZmqTransport
 

@@ -20,7 +20,7 @@ from benchmarks.training.__main__ import environment
 from penstock.cluster.lab import Lab, lab_session, parse_lab, take_down
 from penstock.cluster.lab.run import LabRun
 from penstock.cluster.ssh.run import PORT
-from penstock.group.launched import JOIN
+from penstock.group.launcher import JOIN
 
 LAB, HOSTS, CPU = "losses", 4, 0.35
 KINDS = ("kill", "cut", "freeze")

@@ -20,11 +20,11 @@ from msgspec.structs import replace
 from benchmarks.labs import lab_text
 from penstock.cluster.lab import lab_session, read_lab
 from penstock.cluster.lab.machine import this_machine
-from penstock.memory import anonymous_bytes
 from penstock.plan.candidates import PlanRequest
 from penstock.plan.choose import choose
 from penstock.plan.needs import fit
 from penstock.recipes.profiled import count_inference
+from penstock.resources import anonymous_bytes
 from penstock.spec.cluster import Cluster, Device
 from penstock.spec.plan import Plan, write_plan
 from tests.generate.tokens import save_model

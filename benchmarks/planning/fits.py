@@ -16,11 +16,11 @@ from PIL import Image
 
 from benchmarks.planning.memory import BATCH, measure_training, write_text
 from penstock.group.entry import WORKER
-from penstock.memory import anonymous_bytes
 from penstock.plan.candidates import PlanRequest
 from penstock.plan.choose import choose
 from penstock.plan.needs import stage_needs
 from penstock.recipes.settings import FitSettings
+from penstock.resources import anonymous_bytes
 from penstock.spec.cluster import Cluster, Device
 from penstock.spec.plan import write_plan
 from penstock.spec.profile import Profile, read_profile

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.planning.shapes import plan_of_shape
-from penstock.memory import anonymous_bytes
 from penstock.recipes.launch import WORKER, fit_apart
 from penstock.recipes.settings import FitSettings
+from penstock.resources import anonymous_bytes
 from penstock.spec.cluster import Cluster, Device
 from penstock.spec.plan import write_plan
 from penstock.spec.profile import Profile, read_profile

@@ -15,7 +15,7 @@ from penstock.errors import PenstockError, UsageError
 from penstock.graph.capture import capture
 from penstock.graph.ops import Ref
 from penstock.graph.rows import batch_dim, check_rows
-from penstock.terminal.notes import note
+from penstock.text import note
 
 _WHOLE = "call the nn.Sequential itself, or set split_size to the number of rows"
 

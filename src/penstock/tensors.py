@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import UsageError
-from penstock.memory import anonymous_bytes, peak_bytes
+from penstock.resources import anonymous_bytes, peak_bytes
 
 HOST = torch.device("cpu")
 KINDS = ["cpu", "cuda"]

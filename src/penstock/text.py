@@ -1,7 +1,8 @@
-"""Escaping and shortening of untrusted text: names of files, hosts and devices could control a terminal."""
+"""Text for people: escaped, counted, shortened and printed."""
 
 import difflib
 import re
+import sys
 from collections.abc import Iterable
 
 # controls of both sets, and the marks that change the direction of text
@@ -85,3 +86,13 @@ def nearest(name: str, candidates: Iterable[str], num_names: int = 3, otherwise:
     """
     found = difflib.get_close_matches(name, list(candidates), n=num_names, cutoff=0.5)
     return f"; did you mean {', '.join(found)}?" if found else otherwise
+
+
+def say(text: str, *, err: bool = False) -> None:
+    """Print text, in one or more lines."""
+    print(plain(text, lines=True), file=sys.stderr if err else sys.stdout, flush=True)
+
+
+def note(text: str) -> None:
+    """Print an informational line to standard error."""
+    say(f"note: {plain(text)}", err=True)

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from safetensors.torch import save_file
 
-from penstock.cli.main import _HELP
+from penstock.cli.main import _HELP, _WITH
 from penstock.cli.paths import Written, _declared, with_paths
 from penstock.errors import UsageError
 from penstock.spec.cluster import write_cluster
@@ -36,8 +36,8 @@ TEXTS = {"model", "data", "images", "validation", "test", "class_order", "schedu
 
 def _verbs() -> Iterator[tuple[str, Callable[..., None]]]:
     for name in _HELP:
-        module = importlib.import_module(f"penstock.cli.{name}")
-        if hasattr(module, "app"):
+        module = importlib.import_module(f"penstock.cli.{_WITH.get(name, name)}")
+        if hasattr(module, "app") and name not in _WITH:
             yield from (
                 (f"{name} {each.name or each.callback.__name__}", each.callback)
                 for each in module.app.registered_commands

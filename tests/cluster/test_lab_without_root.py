@@ -13,13 +13,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from penstock.cluster.lab import Lab, LabSpec, lab_session, processes, signals
+from penstock.cluster.lab import Lab, LabSpec, lab_session, processes
 from penstock.cluster.lab import run as run_module
 from penstock.cluster.lab.cgroups import CgroupsV1, CgroupsV2, MemoryUse, MemoryWatch, explain, quota
 from penstock.cluster.lab.machine import Machine, find_cgroups, this_machine
 from penstock.cluster.lab.network import RecordingShell, SystemShell, up_commands
-from penstock.cluster.lab.processes import Awake, Target, choose_cores, command_line, environment
-from penstock.cluster.lab.signals import ended_by_signals
+from penstock.cluster.lab.processes import Awake, Target, choose_cores, command_line, ended_by_signals, environment
 from penstock.errors import ClusterError, RunError
 from tests.cluster.labs import make_spec, until
 from tests.processes import PROGRAMS
@@ -452,7 +451,7 @@ def asked_to_end() -> None:
 
 
 def test_a_program_keeps_its_own_signals(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(signals, "_WAY_OUT_S", 0.2)
+    monkeypatch.setattr(processes, "_WAY_OUT_S", 0.2)
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as under nohup
     try:
         with pytest.raises(SystemExit) as left, ended_by_signals():

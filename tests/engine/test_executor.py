@@ -11,9 +11,9 @@ from penstock.deploy.jobs import load_programs
 from penstock.deploy.state import load_state
 from penstock.engine.counters import ACTIVATIONS, GRADIENTS, Counters
 from penstock.engine.executor import OwnStages, serve_stream
-from penstock.engine.forward_stage import ForwardStage
 from penstock.engine.job import StagesJob
 from penstock.engine.observer import Observer, StageReport
+from penstock.engine.stages import ForwardStage
 from penstock.engine.wiring import Channels, Opening, feeder_links, open_channels
 from penstock.errors import ConnectionBroken, PenstockError, RunError, TransportError
 from penstock.plan.schedule.actions import forward_only

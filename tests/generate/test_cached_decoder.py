@@ -12,7 +12,7 @@ from penstock.errors import OutOfMemory, UsageError
 from penstock.generate.cached_decoder import CachedDecoder, is_causal, mask_of_rows, masks_by, sees_everything
 from penstock.generate.generator import Generator
 from penstock.generate.lanes import Lanes, SequenceState
-from penstock.generate.microbatches import inputs_of
+from penstock.generate.loop import inputs_of
 from penstock.graph.capture import capture
 from penstock.graph.cuts import Cuts
 from penstock.graph.program import read_program, states_of, write_program

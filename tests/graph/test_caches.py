@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from penstock.graph.decoders import add_cache, is_cache
-from penstock.memory import anonymous_bytes
+from penstock.resources import anonymous_bytes
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -10,12 +10,41 @@ from pathlib import Path
 import psutil
 import pytest
 
-from penstock.group import launcher
-from penstock.group.launcher import LocalWorkers, WorkerExit, code_command, module_command
-from tests.processes import ROOT, lay_trap, run_python
+from penstock.errors import RunError, UsageError
+from penstock.group import board, launcher
+from penstock.group.entry import under_torchrun
+from penstock.group.launcher import (
+    Launched,
+    LocalWorkers,
+    WorkerExit,
+    code_command,
+    first_node,
+    launcher_variables,
+    module_command,
+    read_launched,
+    slurm_variables,
+    tasks_per_node,
+)
+from tests.processes import ROOT, free_port, lay_trap, run_python
 
 SLEEP = "import sys, time; time.sleep(60)"
 UNTIL_END = "import sys; sys.stdin.buffer.read()"
+WORLD = """
+import os, sys
+sys.path.insert(0, sys.argv[1])  # a script that has the package on its path
+from penstock.group.entry import start_local
+os.chdir(sys.argv[2])
+sys.path.insert(0, "")  # as in a notebook
+world = start_local(1)
+world.dismiss()
+world.close()
+print("fine")
+"""
+GOOD = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
+STEP = {
+    "SLURM_STEP_NUM_TASKS": "3", "SLURM_PROCID": "2", "SLURM_LOCALID": "0", "SLURM_NODEID": "1", "SLURM_STEP_ID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "2,1", "SLURM_STEP_NODELIST": "board[1-2]", "SLURM_JOB_ID": "39999",
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -91,19 +120,6 @@ def test_the_environment_and_the_process_group(module: Path, tmp_path: Path) -> 
     assert (tmp_path / "said").read_text() == "yesTrue"
 
 
-WORLD = """
-import os, sys
-sys.path.insert(0, sys.argv[1])  # a script that has the package on its path
-from penstock.group.entry import start_local
-os.chdir(sys.argv[2])
-sys.path.insert(0, "")  # as in a notebook
-world = start_local(1)
-world.dismiss()
-world.close()
-print("fine")
-"""
-
-
 def test_workers_do_not_import_what_lies_in_the_current_folder(tmp_path: Path) -> None:
     mark = lay_trap(tmp_path / "downloaded")
     found = run_python("-c", WORLD, str(ROOT / "src"), str(mark.parent), deadline_s=60.0, env={"PYTHONPATH": ""})
@@ -129,3 +145,109 @@ def test_commands_leave_the_current_folder_out(tmp_path: Path, monkeypatch: pyte
     assert "usage" in found[0].stdout
     assert found[1].stdout == "[1]\n"
     assert not mark.exists()
+
+
+def test_what_torchrun_sets() -> None:
+    assert read_launched(GOOD) == Launched(1, 2, "10.0.0.1", 29500)
+    assert read_launched({}) is None
+    assert read_launched({"RANK": "0", "WORLD_SIZE": "1"}) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("RANK", ""), ("RANK", "x"), ("RANK", "-1"), ("RANK", "2"), ("RANK", "1.0"), ("WORLD_SIZE", "0"),
+        ("WORLD_SIZE", ""), ("MASTER_PORT", "abc"), ("MASTER_PORT", ""), ("MASTER_PORT", "0"), ("MASTER_PORT", "70000"),
+        ("MASTER_ADDR", ""), ("LOCAL_RANK", "zero"), ("LOCAL_WORLD_SIZE", ""),
+    ],
+)  # fmt: skip
+def test_values_that_cannot_be(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for key, good in {**GOOD, name: value}.items():
+        monkeypatch.setenv(key, good)
+    with pytest.raises(UsageError, match=rf"{name} must be .*got '{value}'"):
+        under_torchrun()
+
+
+@pytest.mark.parametrize("absent", ["MASTER_ADDR", "MASTER_PORT"])
+def test_processes_that_would_each_run_alone(absent: str) -> None:
+    with pytest.raises(UsageError, match=absent):
+        read_launched({name: value for name, value in GOOD.items() if name != absent})
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+         "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"},
+        {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"},
+    ],
+)  # fmt: skip
+def test_processes_of_mpi(given: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    assert launcher_variables(given) == expected
+    for key in (*GOOD, *expected):
+        monkeypatch.setenv(key, "")  # so that it is removed again
+        monkeypatch.delenv(key)
+    for key, value in given.items():
+        monkeypatch.setenv(key, value)
+    with pytest.raises(UsageError, match="MASTER_ADDR and MASTER_PORT"):
+        under_torchrun()
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    assert under_torchrun()
+
+
+def test_one_process_of_mpi_is_alone() -> None:
+    assert launcher_variables({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}) == {}
+
+
+def test_a_rank_that_waits_says_for_whom(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(board, "_TELL_S", 0.1)
+    port = free_port()
+    with pytest.raises(RunError, match=f"127.0.0.1:{port}"):
+        board.wait_for_server("127.0.0.1", port, 0.5)
+    assert capsys.readouterr().err.count(f"waiting for rank 0 at 127.0.0.1:{port}") == 1
+
+
+def test_a_task_of_a_step_has_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in STEP.items():
+        monkeypatch.setenv(name, value)
+    with monkeypatch.context() as patch:
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            patch.setenv(name, "")  # so that it is removed again
+            patch.delenv(name)
+        assert under_torchrun()
+        assert (os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"]) == ("2", "3", "1")
+        assert os.environ["MASTER_ADDR"] == "board1"
+        assert os.environ["MASTER_PORT"] == str(20_000 + (39_999 + 97) % 20_000)
+
+
+def test_what_is_set_already_stays() -> None:
+    found = slurm_variables({**STEP, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"})
+    assert (found["MASTER_ADDR"], found["MASTER_PORT"]) == ("10.0.0.1", "29500")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"SLURM_STEP_NUM_TASKS": "1"},
+        {"SLURM_PROCID": "x"},
+        {"SLURM_NODEID": "7"},
+        {"SLURM_STEP_TASKS_PER_NODE": "many"},
+    ],
+)
+def test_what_is_no_task_among_several_is_alone(change: dict[str, str]) -> None:
+    assert slurm_variables({**STEP, **change}) == {}
+    assert slurm_variables({name: STEP[name] for name in STEP if name not in {"SLURM_STEP_NUM_TASKS"}}) == {}
+
+
+@pytest.mark.parametrize(("text", "counts"), [("1", [1]), ("1(x2)", [1, 1]), ("2(x2),3,1(x2)", [2, 2, 3, 1, 1])])
+def test_tasks_of_nodes(text: str, counts: list[int]) -> None:
+    assert tasks_per_node(text) == counts
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"), [("n1", "n1"), ("n[1-2]", "n1"), ("n[003,5-9]", "n003"), ("a,b[1-2]", "a"), ("b[2],a", "b2")]
+)
+def test_the_first_node(nodes: str, first: str) -> None:
+    assert first_node(nodes) == first

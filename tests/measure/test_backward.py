@@ -10,9 +10,8 @@ from torch import nn
 from penstock.deploy.state import load_state
 from penstock.graph.capture import capture
 from penstock.graph.cuts import Cuts
-from penstock.measure.backward import Trainable
+from penstock.measure.backward import Trainable, loss_bytes, unit_bytes
 from penstock.measure.profiler import profile_graph
-from penstock.measure.training_memory import loss_bytes, unit_bytes
 from penstock.zoo.weights.weights import ModuleWeights
 from tests.fewer import long
 from tests.models import deit, gpt2

@@ -2,7 +2,7 @@
 
 import torch
 
-from penstock.measure.training_memory import LiveBytes
+from penstock.measure.backward import LiveBytes
 
 KILO = 1000
 

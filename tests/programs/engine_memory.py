@@ -5,7 +5,7 @@ import sys
 
 import torch
 
-from penstock.memory import anonymous_bytes, release_freed
+from penstock.resources import anonymous_bytes, release_freed
 from penstock.runtime.onnx.blocks import StoredWeight, engine_bytes
 from penstock.runtime.onnx.exported import Engine
 from penstock.runtime.onnx.onnx_nodes import Arrays, Made, Nodes

@@ -5,11 +5,11 @@ from torch import nn
 
 from penstock.deploy.state import load_state
 from penstock.engine import reference
-from penstock.engine.forward_stage import ForwardStage
 from penstock.engine.observer import StreamObserver
+from penstock.engine.stages import ForwardStage
 from penstock.graph.capture import capture
 from penstock.graph.stages import divide
-from penstock.memory import peak_bytes
+from penstock.resources import peak_bytes
 from penstock.runtime.eager import Runtime
 from penstock.transport.messages import DATA, Message
 from penstock.zoo.weights.weights import ModuleWeights

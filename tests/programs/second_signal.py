@@ -4,7 +4,7 @@ import os
 import signal
 import sys
 
-from penstock.cluster.lab.signals import ended_by_signals, ignore_late_signals
+from penstock.cluster.lab.processes import ended_by_signals, ignore_late_signals
 
 
 def late() -> None:

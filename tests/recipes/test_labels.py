@@ -24,8 +24,7 @@ from penstock.recipes.settings import FitSettings
 from penstock.zoo.data.folders import read_labels
 from penstock.zoo.data.image_names import open_images
 from penstock.zoo.models.models import ZooModel, load_model
-from penstock.zoo.weights.classes import read_classes
-from penstock.zoo.weights.weight_files import save_weights
+from penstock.zoo.weights.weight_files import read_classes, save_weights
 from penstock.zoo.weights.weights import ModuleWeights
 from tests.cli.conftest import penstock  # noqa: F401
 

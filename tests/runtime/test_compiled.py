@@ -21,7 +21,7 @@ from penstock.graph.ops import State
 from penstock.graph.program import StageProgram
 from penstock.graph.stages import divide
 from penstock.group.world import World
-from penstock.measure.runtime_columns import relative_error
+from penstock.measure.profiler import relative_error
 from penstock.runtime.compiled import check_compiler
 from penstock.runtime.registry import EAGER, RuntimeChoice, StageRuntime
 from penstock.train.captured import Captured

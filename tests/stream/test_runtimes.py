@@ -13,7 +13,7 @@ from penstock.group.world import World
 from penstock.measure.counts import counted_profile
 from penstock.plan.candidates import PlanRequest
 from penstock.plan.choose import make_plan
-from penstock.plan.cost.fastest_runtime import computed_like
+from penstock.plan.cost.stage_cost import computed_like
 from penstock.runtime.bfloat16 import has_bfloat16
 from penstock.spec.cluster import Cluster, Device
 from penstock.spec.plan import PlannedStage

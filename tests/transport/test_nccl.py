@@ -12,10 +12,10 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 import penstock
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.state import load_state
+from penstock.engine import wiring
+from penstock.engine.wiring import why_not
 from penstock.errors import ConnectionBroken, RunError, UsageError
 from penstock.graph.stages import divide
-from penstock.group import direct
-from penstock.group.direct import why_not
 from penstock.runtime.eager import Runtime
 from penstock.transport.base import Transport, device_tag, send_bytes
 from penstock.transport.memory_network import MemoryNetwork
@@ -101,7 +101,7 @@ def test_nccl_that_cannot_be_is_one_line_where_it_was_asked_for(
             send_bytes(transport, data, to)
 
         if late:
-            monkeypatch.setattr(direct, "send_bytes", send_after_the_end)
+            monkeypatch.setattr(wiring, "send_bytes", send_after_the_end)
         with pytest.raises(UsageError, match="worker 1 and worker 2 share one"):
             _deploy(divided_tower(2), world.feeder)
         world.feeder.health.report(RunError("the deployment failed"))

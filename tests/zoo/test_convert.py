@@ -17,9 +17,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from penstock.errors import ModelError
-from penstock.zoo.weights.classes import read_classes
 from penstock.zoo.weights.convert import convert_checkpoint
-from penstock.zoo.weights.weight_files import FileWeights
+from penstock.zoo.weights.weight_files import FileWeights, read_classes
 
 
 class Own(dict[str, Any]):

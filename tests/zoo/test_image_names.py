@@ -14,7 +14,7 @@ import pytest
 from PIL import Image, ImageOps
 
 from penstock.errors import DataError
-from penstock.memory import peak_bytes
+from penstock.resources import peak_bytes
 from penstock.zoo.data import image_set
 from penstock.zoo.data.folders import natural_key
 from penstock.zoo.data.image_names import open_images

@@ -12,7 +12,6 @@ from torch import Tensor
 from penstock.bench.ceiling import Baseline, Ceilings, WholeModel
 from penstock.bench.peer import PeerSettings, block_after, do_peer
 from penstock.bench.samples import Difference, Measured, Samples, limit_of
-from penstock.cores import available_cores
 from penstock.deploy.deployment import Deployment, deploy_pipeline
 from penstock.deploy.jobs import FromWeights, write_document
 from penstock.deploy.placing import place, ranks_of
@@ -29,6 +28,7 @@ from penstock.graph.stages import divide
 from penstock.graph.work import count_work
 from penstock.group.world import World, assign_stages
 from penstock.plan.search.partition import stage_sums
+from penstock.resources import available_cores
 from penstock.runtime.registry import EAGER, parse_runtime
 from penstock.spec.plan import Plan
 from penstock.spec.settings import BenchSettings

@@ -10,18 +10,16 @@ import msgspec
 import typer
 from rich.table import Column, Table
 
+from penstock import text
 from penstock.cli import options as opt
 from penstock.cli.cluster import Cluster
-from penstock.cli.config import takes_config
-from penstock.cli.settings_options import Given, named_options, settings_of
+from penstock.cli.config import Given, named_options, settings_of, takes_config
 from penstock.errors import UsageError
 from penstock.plan.check import read_plan
 from penstock.report.bench_page import name_of
 from penstock.spec.plan import Plan
 from penstock.spec.settings import BenchSettings
-from penstock.terminal import notes
 from penstock.terminal.progress import duration, working
-from penstock.text import counted
 from penstock.tracing.trace import Run
 
 if TYPE_CHECKING:
@@ -58,7 +56,7 @@ def bench(context: typer.Context, *, given: Given, cluster: Cluster = None, json
         for choice in choices:
             choice.check_machine()
     if world is not None and world.rank != FEEDER:
-        notes.say(follow(world, peer_job(options.model, options.seed) if options.peer else None))
+        text.say(follow(world, peer_job(options.model, options.seed) if options.peer else None))
         return
     try:
         with working("loading the model") as say:
@@ -81,7 +79,7 @@ def bench(context: typer.Context, *, given: Given, cluster: Cluster = None, json
         write_bench_page(report, {"model": options.model, **comparison.settings()}, measured)
     rows = [row for row, _ in measured]
     _print(rows, report)
-    notes.say(last_line)
+    text.say(last_line)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,11 +118,11 @@ def _measure(
         say(said)
         if place > 1:
             left_s = sum(comparison.expected_s(count) for _, count, _ in measurements[place - 1 :])
-            notes.say(f"row {place} of {len(measurements)}, about {duration(left_s)} to go", err=True)
+            text.say(f"row {place} of {len(measurements)}, about {duration(left_s)} to go", err=True)
         row = measure()
         measured.append((row, comparison.last_run if row["mode"] == "pipeline" else None))
         keep([row for row, _ in measured])
-        notes.say(f"{said}: {row['images_per_second']:.2f} images/s, {row['speedup']:.2f} times", err=True)
+        text.say(f"{said}: {row['images_per_second']:.2f} images/s, {row['speedup']:.2f} times", err=True)
     return measured
 
 
@@ -140,7 +138,7 @@ def _measurements(comparison: "Comparison", wanted: _Rows) -> Iterator[tuple[str
             yield f"{count} stages, torch.distributed.pipelining", count, partial(comparison.peer, count)
     for count in wanted.stages:
         for name in wanted.policies if count > 1 else wanted.policies[:1]:
-            yield f"{counted(count, 'stage')}, {name}", count, partial(comparison.pipeline, count, policy=name)
+            yield f"{text.counted(count, 'stage')}, {name}", count, partial(comparison.pipeline, count, policy=name)
     for names in wanted.cuts:
         count = names.count(",") + 2
         yield f"cuts {names}", count, partial(comparison.pipeline, count, cuts=names.split(","))

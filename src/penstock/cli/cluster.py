@@ -10,18 +10,17 @@ import typer
 from penstock.cli.config import read_config
 from penstock.cli.options import bind_to
 from penstock.cluster.lab import lab_session, read_lab
-from penstock.cluster.lab.signals import ended_by_signals
+from penstock.cluster.lab.processes import ended_by_signals
 from penstock.cluster.output import EndTogether, OutputLine, exit_name, print_line
 from penstock.cluster.ssh.remote import Host, address_of, hosts_of
 from penstock.cluster.ssh.run import PORT, RemoteRun, environment, remote_command
 from penstock.errors import ClusterError, UsageError
-from penstock.group.launched import TRUSTED
-from penstock.group.launcher import QUIET, module_command, module_path
-from penstock.paths import check_paths
+from penstock.files import check_paths
+from penstock.group.launcher import QUIET, TRUSTED, module_command, module_path
 from penstock.spec.cluster import Cluster as Spec
 from penstock.spec.cluster import read_cluster
 from penstock.spec.fields import decode_toml
-from penstock.terminal.notes import say
+from penstock.text import say
 
 Cluster = Annotated[
     Path | None,

@@ -8,11 +8,11 @@ import typer
 from rich.table import Table
 
 from penstock.cli import options as opt
-from penstock.cli.settings_options import Given, takes_settings
+from penstock.cli.config import Given, takes_settings
 from penstock.compress.search import CompressSettings, Found, Outcome, baseline, floor_of, frontier
 from penstock.errors import RunError
 from penstock.spec.fields import make_struct
-from penstock.terminal.notes import note
+from penstock.text import note
 
 _SHARED = {
     "model": opt.Model,

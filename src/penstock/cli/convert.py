@@ -7,9 +7,8 @@ import typer
 
 from penstock.cli.options import JsonFile, write_json
 from penstock.cli.paths import Written
-from penstock.terminal.notes import say
 from penstock.terminal.progress import working
-from penstock.text import counted
+from penstock.text import counted, say
 from penstock.units import format_bytes
 
 

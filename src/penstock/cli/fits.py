@@ -11,10 +11,10 @@ from rich.table import Column, Table
 
 from penstock.cli import options as opt
 from penstock.errors import UsageError
-from penstock.memory import allowed_bytes
 from penstock.plan.candidates import PlanRequest
 from penstock.plan.cost.training_step import ADAMW_STATE
 from penstock.plan.needs import Fit, StageNeeds, fit
+from penstock.resources import allowed_bytes
 from penstock.spec.cluster import Cluster, Device, read_cluster
 from penstock.spec.profile import Profile, read_profile
 from penstock.terminal.progress import working

@@ -1,6 +1,7 @@
-"""`penstock hosts`: checks, runs and measurements on the machines of a cluster."""
+"""`penstock hosts` and `penstock worker`: checks, runs and measurements on machines, and machines that join a run."""
 
 import math
+import os
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -11,29 +12,30 @@ import msgspec
 import typer
 from rich.table import Table
 
+from penstock.cli import options as opt
 from penstock.cli.cluster import commands_by_ssh, ends_with, is_lab, run_by_ssh, run_on_cluster
 from penstock.cli.options import JsonFile, make_console, write_json
 from penstock.cli.paths import Written
-from penstock.cluster.lab.signals import ended_by_signals
+from penstock.cluster.lab.processes import ended_by_signals
 from penstock.cluster.ssh.check import check_hosts
 from penstock.cluster.ssh.push import FILES, bring, fetch, push, what_push_does
 from penstock.cluster.ssh.remote import address_of, hosts_of, on_all
 from penstock.cluster.ssh.run import PORT, RemoteRun
 from penstock.cluster.ssh.schedulers import kubernetes_manifest, slurm_script
-from penstock.errors import ClusterError, UsageError
+from penstock.errors import ClusterError, RunError, UsageError
 from penstock.spec.cluster import Cluster, Link, read_cluster, write_cluster
 from penstock.spec.fields import write_text
 from penstock.spec.profile import Profile, read_profile, write_profile
-from penstock.terminal.notes import say
 from penstock.terminal.progress import working
+from penstock.text import say
 from penstock.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
     from penstock.group.world import World
     from penstock.measure.hosts import MeasuredHosts
 
-app = typer.Typer(no_args_is_help=True, help="Reach, prepare and measure the machines of a cluster.")
 
+app = typer.Typer(no_args_is_help=True, help="Reach, prepare and measure the machines of a cluster.")
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the commands without running them.")]
 ClusterFile = Annotated[Path, typer.Argument(metavar="CLUSTER", help="Cluster file, as for `penstock plan`.")]
 
@@ -315,3 +317,29 @@ def _print(world: "World", measured: "MeasuredHosts", profile: Profile | None) -
         rate, latency = format_rate(link.bandwidth_bytes_per_s), format_seconds(link.latency_s)
         links.add_row(world.hosts[link.source], world.hosts[link.target], rate, latency)
     console.print(hosts, links)
+
+
+def worker(
+    join: Annotated[
+        str, typer.Option("--join", metavar="HOST:PORT", help="First host of the run, as printed at its start.")
+    ],
+    patience: Annotated[float, typer.Option(min=0.0, help="Seconds to wait for the run to start.")] = 120.0,
+    key: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Key file of the run. Default: PENSTOCK_KEY.")
+    ] = None,
+    bind: opt.Bind = None,
+) -> None:
+    """Join a running job as a returning or new device; exit when the job ends."""
+    from penstock.deploy.worker import follow
+    from penstock.group.launcher import KEY
+    from penstock.group.regroup import join_later, read_place
+
+    host, port = read_place(join)
+    opt.bind_to(bind)
+    if key is not None:
+        os.environ[KEY] = str(key)
+    world = join_later(host, port, patience)
+    if world is None:
+        raise RunError(f"the run at {join} ended before it admitted this process; join the next one")
+    say(f"admitted to the run at {join}")
+    say(follow(world) or "the run is over")

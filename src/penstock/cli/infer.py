@@ -9,13 +9,12 @@ import typer
 
 from penstock.cli import options as opt
 from penstock.cli.cluster import Cluster
-from penstock.cli.config import takes_config
+from penstock.cli.config import Given, settings_of, takes_config
 from penstock.cli.generate import join
-from penstock.cli.settings_options import Given, settings_of
 from penstock.errors import RunError, UsageError
 from penstock.files import is_stdout
 from penstock.spec.settings import PredictSettings
-from penstock.terminal.notes import say
+from penstock.text import say
 
 
 @takes_config(PredictSettings)

@@ -19,13 +19,12 @@ from penstock.cluster.lab import (
     write_lab,
 )
 from penstock.cluster.lab.machine import num_cores
-from penstock.cluster.lab.signals import ended_by_signals
+from penstock.cluster.lab.processes import ended_by_signals
 from penstock.cluster.output import EndTogether, exit_name
 from penstock.errors import ClusterError, RunError, UsageError
 from penstock.files import write_whole
-from penstock.terminal.notes import note, say
 from penstock.terminal.progress import working
-from penstock.text import counted
+from penstock.text import counted, note, say
 from penstock.units import format_bytes, format_rate, parse_bytes, parse_rate
 
 app = typer.Typer(no_args_is_help=True, help="An emulated cluster on this Linux machine (needs root).")

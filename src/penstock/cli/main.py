@@ -13,11 +13,10 @@ from typer.core import TyperCommand, TyperGroup
 from penstock.cli.cluster import check_outputs, is_lab, refuse_bind, run_on_cluster, take_cluster
 from penstock.cli.help import Verb
 from penstock.cli.paths import with_paths
-from penstock.cluster.lab.signals import ignore_late_signals
+from penstock.cluster.lab.processes import ignore_late_signals
 from penstock.errors import PenstockError, UsageError
-from penstock.memory import check_addresses
-from penstock.terminal.notes import say
-from penstock.text import plain
+from penstock.resources import check_addresses
+from penstock.text import plain, say
 from penstock.version import __version__
 
 # subcommands import torch and other packages only when they run, so that help and usage errors are fast
@@ -42,6 +41,7 @@ _HELP = {
     "lab": "An emulated cluster on this machine (root).",
 }
 _OLD = {"bundle": "penstock split MODEL --plan PLAN -o FOLDER", "keys": "penstock hosts key FILE"}
+_WITH = {"chat": "generate", "schedule": "plan", "worker": "hosts"}  # subcommands in the module of another one
 _WITHOUT_MODELS = {"plan", "report", "schedule", "hosts", "lab", "--help", "--version"}
 # if the first process fails, torchrun ends a machine's other processes within this time
 _FIRST_SPEAKS_S = 3.0
@@ -51,7 +51,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
 
 class _Verbs(TyperGroup):
-    """The subcommands, each in a module of the same name that is imported when it runs."""
+    """The subcommands; the module of each is imported when it runs."""
 
     _names_only = False
 
@@ -73,9 +73,9 @@ class _Verbs(TyperGroup):
             return None
         if self._names_only:
             return TyperCommand(cmd_name, help=_HELP[cmd_name])
-        module = importlib.import_module(f"penstock.cli.{cmd_name}")
+        module = importlib.import_module(f"penstock.cli.{_WITH.get(cmd_name, cmd_name)}")
         verb = typer.Typer(**_PLAIN)
-        if hasattr(module, "app"):
+        if hasattr(module, "app") and cmd_name not in _WITH:
             for each in module.app.registered_commands:
                 each.callback = with_paths(each.callback)
             verb.add_typer(module.app, name=cmd_name)

@@ -12,9 +12,8 @@ from typing import Any, get_args
 from typer.models import ArgumentInfo, ParameterInfo
 
 from penstock.errors import UsageError
-from penstock.files import check_writable, is_stdout
-from penstock.group.launched import KEY, launcher_variables
-from penstock.paths import check_paths
+from penstock.files import check_paths, check_writable, is_stdout
+from penstock.group.launcher import KEY, launcher_variables
 from penstock.wire import FEEDER
 
 # options whose texts are paths or other words

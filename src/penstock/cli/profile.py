@@ -53,8 +53,7 @@ def profile(
     from penstock.graph.capture import capture
     from penstock.measure.costs import Timing
     from penstock.measure.hosts import measure_messages
-    from penstock.measure.profiler import measure_loader, profile_graph, script_bytes, worker_bytes
-    from penstock.measure.runtime_columns import measure_runtimes
+    from penstock.measure.profiler import measure_loader, measure_runtimes, profile_graph, script_bytes, worker_bytes
     from penstock.recipes.profiled import profile_generation, profile_task
     from penstock.runtime.registry import parse_runtime
     from penstock.tensors import HOST, find_device

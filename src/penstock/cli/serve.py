@@ -6,9 +6,8 @@ import msgspec
 
 from penstock.cli import options as opt
 from penstock.cli.cluster import Cluster
-from penstock.cli.config import takes_config
+from penstock.cli.config import Given, settings_of, takes_config
 from penstock.cli.generate import chat_length, join
-from penstock.cli.settings_options import Given, settings_of
 from penstock.errors import UsageError
 from penstock.spec.settings import ServeSettings
 

@@ -10,17 +10,15 @@ import typer
 from rich.table import Table
 
 from penstock.cli import options as opt
-from penstock.cli.config import takes_config
+from penstock.cli.config import Given, named_options, takes_config
 from penstock.cli.paths import first_rank
-from penstock.cli.settings_options import Given, named_options
 from penstock.cluster.lab import lab_session, read_lab
-from penstock.cores import available_cores
 from penstock.errors import RunError, UsageError
 from penstock.plan.check import read_plan
 from penstock.recipes.settings import SETTINGS, FitSettings, keep_settings, make_settings, read_settings
-from penstock.terminal.notes import say
+from penstock.resources import available_cores
 from penstock.terminal.progress import working
-from penstock.text import counted
+from penstock.text import counted, say
 from penstock.units import format_bytes, format_seconds
 from penstock.wire import FEEDER
 

@@ -14,7 +14,7 @@ from penstock.deploy.state import load_state
 from penstock.errors import UsageError
 from penstock.graph.capture import capture
 from penstock.graph.stages import divide
-from penstock.measure.runtime_columns import relative_error
+from penstock.measure.profiler import relative_error
 from penstock.runtime.registry import RUNTIMES, RuntimeChoice, StageRuntime, parse_runtime
 from penstock.zoo.weights.weights import ModuleWeights
 

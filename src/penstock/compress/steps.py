@@ -29,7 +29,6 @@ from penstock.compress.search import (
     write_losses,
     write_search,
 )
-from penstock.cores import available_cores
 from penstock.errors import DataError, PlanError
 from penstock.recipes.damaged import check_images
 from penstock.recipes.data_tasks import ImageReader, check_labelled, classes_of
@@ -38,15 +37,15 @@ from penstock.recipes.launch import fit
 from penstock.recipes.metrics import best_model, newest_checkpoint
 from penstock.recipes.settings import FitSettings
 from penstock.recipes.tasks import held_out, spread
-from penstock.terminal.notes import note
+from penstock.resources import available_cores
 from penstock.terminal.progress import working
+from penstock.text import note
 from penstock.zoo.data.image_names import open_images
 from penstock.zoo.data.image_set import ImageSet
 from penstock.zoo.data.preprocess import write_preprocess
 from penstock.zoo.models.models import ZooModel, load_model
 from penstock.zoo.models.names import classes_in, with_classes
-from penstock.zoo.weights.classes import read_classes, write_classes
-from penstock.zoo.weights.weight_files import FileWeights, save_weights
+from penstock.zoo.weights.weight_files import FileWeights, read_classes, save_weights, write_classes
 
 HOLD_OUT = 5  # every n-th image is used only for measuring
 _BATCHES, _BATCH = 10, 16  # number and size of batches for importances

@@ -17,10 +17,9 @@ from penstock.engine.job import StagesJob
 from penstock.engine.observer import StreamReport
 from penstock.engine.stall import StallWatch
 from penstock.engine.tracers import FeederTracer
-from penstock.engine.wiring import feeder_links, stream_links
+from penstock.engine.wiring import feeder_links, go_direct, stream_links
 from penstock.errors import ConnectionBroken, TransportError
 from penstock.graph.program import StageProgram
-from penstock.group.direct import go_direct
 from penstock.group.world import World, assign_stages
 from penstock.plan.schedule.round_robin import RoundRobin
 from penstock.runtime.registry import RuntimeChoice

@@ -16,9 +16,9 @@ from torch import Tensor
 from penstock.deploy.bundle import LoadState, read_part
 from penstock.deploy.state import Holdings, compare_holdings, receive_state, send_state
 from penstock.engine.job import Count, Few, Short, StagesJob
+from penstock.engine.wiring import go_direct
 from penstock.errors import ProgramError, UsageError
 from penstock.graph.program import StageProgram, read_interface, read_program, states_of, write_program
-from penstock.group.direct import go_direct
 from penstock.group.world import Leave, World
 from penstock.runtime.registry import EAGER, RuntimeChoice, StageRuntime
 from penstock.runtime.torch_settings import check_settings as check_torch_settings

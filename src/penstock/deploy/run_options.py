@@ -11,8 +11,8 @@ from torch import nn
 
 from penstock.engine.job import StageOptions
 from penstock.engine.stall import STALL_S
+from penstock.engine.wiring import check_way
 from penstock.errors import UsageError
-from penstock.group.direct import check_way
 from penstock.runtime.registry import EAGER, RuntimeChoice
 from penstock.spec.cluster import Cluster, read_cluster
 from penstock.spec.plan import Plan

@@ -15,7 +15,7 @@ from penstock.elastic.decide import CacheCosts
 from penstock.elastic.options import ElasticOptions
 from penstock.errors import CacheError
 from penstock.spec.profile import Profile
-from penstock.terminal.notes import note
+from penstock.text import note
 from penstock.train.arrangement import Arrangement
 from penstock.train.captured import Captured
 from penstock.train.features import Features

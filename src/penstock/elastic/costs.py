@@ -14,12 +14,12 @@ from penstock.graph.cuts import Cuts
 from penstock.graph.ops import State
 from penstock.measure.hosts import measure_messages
 from penstock.measure.profiler import profile_graph
-from penstock.memory import allowed_bytes
 from penstock.plan.cost.frozen import keep_cuts
+from penstock.resources import allowed_bytes
 from penstock.spec.cluster import Cluster, Device
 from penstock.spec.profile import Profile
-from penstock.terminal.notes import note
 from penstock.terminal.progress import working
+from penstock.text import note
 from penstock.train.arrangement import Arrangement, check_profile, common_cuts, names_of
 from penstock.train.captured import Captured
 from penstock.train.trainer import Trainer

@@ -13,10 +13,9 @@ from torch import Tensor
 from penstock.elastic.arranging import arrangement_of, near, plan_of, same_places
 from penstock.elastic.caching import Caching
 from penstock.elastic.costs import PlannerInputs, find_costs
-from penstock.elastic.decide import Decision, Situation, decide
+from penstock.elastic.decide import Decision, LayerNorms, Situation, decide, layer_of
 from penstock.elastic.epochs import EpochRecord, FreezePolicy, next_frozen
 from penstock.elastic.freezing import ByHand, Delayed, Guarded, Never
-from penstock.elastic.norms import LayerNorms, layer_of
 from penstock.elastic.options import ElasticOptions
 from penstock.errors import UsageError
 from penstock.plan.cost.training_step import ADAMW_STATE

@@ -27,7 +27,7 @@ else:  # a script may pass more types than a settings file
 
 
 class ElasticChoices(msgspec.Struct, frozen=True, kw_only=True):
-    """Options of freezing and caching, with their defaults and help; `cli/settings_options.py` describes `extra`."""
+    """Options of freezing and caching, with their defaults and help; `cli/config.py` describes `extra`."""
 
     freeze: Annotated[
         Freeze,

@@ -9,14 +9,14 @@ import torch
 
 from penstock.engine.channels import Receiver, RemoteReceiver, RemoteSender
 from penstock.engine.counters import ACTIVATIONS, GRADIENTS, write_counters
-from penstock.engine.forward_stage import ForwardStage
 from penstock.engine.job import StagesJob
 from penstock.engine.observer import Observer, StreamObserver
+from penstock.engine.stages import ForwardStage
 from penstock.engine.wiring import Channels, Opening, StageLink, open_channels, stream_links
 from penstock.errors import ConnectionBroken, OutOfMemory, RunError, TransportError
 from penstock.group.world import World
-from penstock.memory import is_out_of_memory
 from penstock.plan.schedule.actions import STAGE_KINDS, Action
+from penstock.resources import is_out_of_memory
 from penstock.runtime.registry import StageRuntime
 from penstock.tensors import HOST, copy_exactly
 from penstock.text import first_line

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from penstock.cores import usable_cpus
-from penstock.memory import limit_bytes
+from penstock.resources import limit_bytes, usable_cpus
 from penstock.runtime.registry import StageRuntime
 from penstock.tensors import synchronize
 from penstock.tracing.record import SCRATCH_BYTES

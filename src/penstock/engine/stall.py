@@ -12,7 +12,7 @@ from penstock.group.board import Verdict
 from penstock.group.calls import describe_wait, find_mismatch
 from penstock.group.world import World
 from penstock.terminal.live import StageState
-from penstock.terminal.notes import note
+from penstock.text import note
 from penstock.tracing.record import FEEDER_STAGE
 from penstock.wire import FEEDER, NUM_BUFFERS
 

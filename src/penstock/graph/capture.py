@@ -23,7 +23,7 @@ from penstock.graph.prepare import check_unwrapped
 from penstock.graph.random_draws import kept_random_states
 from penstock.graph.translate import translate
 from penstock.tensors import moved
-from penstock.terminal.notes import note
+from penstock.text import note
 
 _Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 _EXPERTS = "batched_mm"

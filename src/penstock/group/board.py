@@ -21,7 +21,7 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from penstock.errors import RunError
 from penstock.group.addresses import listen, reach
-from penstock.terminal.notes import note
+from penstock.text import note
 from penstock.transport.base import StoreSilent, run_watched
 from penstock.wire import FEEDER
 

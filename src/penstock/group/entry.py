@@ -11,7 +11,6 @@ from functools import partial
 
 from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from penstock.cores import keep_to_share
 from penstock.errors import PenstockError, RunError, TransportError, UsageError
 from penstock.group.addresses import (
     BIND,
@@ -24,15 +23,14 @@ from penstock.group.addresses import (
 )
 from penstock.group.board import wait_for_server
 from penstock.group.join import JOIN_S, Meeting, host_name
-from penstock.group.launched import KEY, TRUSTED, launcher_variables, read_launched
-from penstock.group.launcher import LocalWorkers
+from penstock.group.launcher import KEY, TRUSTED, LocalWorkers, launcher_variables, read_launched
 from penstock.group.links import Links, PlainLinks, choose_links, close_store
 from penstock.group.liveness import WATCHFUL_S, Boards, Health
 from penstock.group.roll_call import Membership, Rendezvous, RollCall
 from penstock.group.world import World
-from penstock.terminal.notes import note
+from penstock.resources import keep_to_share
 from penstock.terminal.progress import working
-from penstock.text import first_line
+from penstock.text import first_line, note
 from penstock.transport.base import SILENCE_S, MeteredTransport, Transport, receive_bytes, send_bytes
 from penstock.transport.faulty import wrap_if_faulty
 from penstock.transport.memory_network import MemoryNetwork

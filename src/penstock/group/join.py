@@ -28,9 +28,8 @@ from penstock.group.board import PatientStore, prepare_board, read_if_there
 from penstock.group.links import Links, close_store
 from penstock.group.liveness import Boards
 from penstock.group.roll_call import Rendezvous
-from penstock.terminal.notes import note
 from penstock.terminal.progress import working
-from penstock.text import first_line
+from penstock.text import first_line, note
 from penstock.transport.base import SILENCE_S, StoreSilent
 from penstock.version import __version__
 from penstock.wire import FEEDER

@@ -9,7 +9,7 @@ from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore
 
 from penstock.group.addresses import is_folder
 from penstock.group.board import connect_board, serve_store
-from penstock.group.launched import KEY
+from penstock.group.launcher import KEY
 from penstock.group.liveness import Boards
 from penstock.transport.base import SILENCE_S, Transport, run_watched
 

@@ -31,7 +31,7 @@ from penstock.group.board import (
     read_verdict,
     write_verdict,
 )
-from penstock.memory import is_out_of_memory
+from penstock.resources import is_out_of_memory
 from penstock.transport.base import SILENCE_S
 from penstock.wire import FEEDER
 

@@ -20,7 +20,7 @@ from penstock.group.addresses import local_address
 from penstock.group.board import CONNECT_S, PatientStore, nobody_listens, wait_for_server
 from penstock.group.entry import join_group, links_of_run, why_ended
 from penstock.group.join import STORE_S, host_name
-from penstock.group.launched import JOIN
+from penstock.group.launcher import JOIN
 from penstock.group.liveness import Health
 from penstock.group.roll_call import Membership, Rendezvous, await_call, read_run, wait_for_admission
 from penstock.group.world import World

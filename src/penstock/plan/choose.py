@@ -9,11 +9,10 @@ import numpy as np
 from penstock.errors import PlanError
 from penstock.plan.candidates import EQUAL, Candidate, PlanRequest, candidates_of, fits, with_rotation
 from penstock.plan.check import check_plan
-from penstock.plan.cost.fastest_runtime import Columns, columns_of, columns_within, computed_on
 from penstock.plan.cost.frozen import without_cuts
 from penstock.plan.cost.predict import predict
 from penstock.plan.cost.problem import Problem
-from penstock.plan.cost.stage_cost import Vector
+from penstock.plan.cost.stage_cost import Columns, Vector, columns_of, columns_within, computed_on
 from penstock.plan.schedule.schedules import DEFAULT_SCHEDULE
 from penstock.spec.cluster import Cluster, Device
 from penstock.spec.fields import fingerprint

@@ -10,8 +10,8 @@ from penstock.errors import DataError, PenstockError, UsageError
 from penstock.files import write_whole
 from penstock.group.world import World
 from penstock.recipes.settings import FitSettings
-from penstock.terminal.notes import note
 from penstock.terminal.progress import working
+from penstock.text import note
 from penstock.transport.collectives import all_gather
 from penstock.wire import FEEDER
 from penstock.zoo.data.image_set import ImageSet

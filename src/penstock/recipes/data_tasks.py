@@ -38,7 +38,7 @@ from penstock.zoo.models.language import load_tokenizer
 from penstock.zoo.models.models import ZooModel
 from penstock.zoo.models.names import classes_in, parse_hf, with_classes
 from penstock.zoo.optional import optional_import
-from penstock.zoo.weights.classes import write_classes
+from penstock.zoo.weights.weight_files import write_classes
 
 _POOL = 50  # batches whose rows are sorted together
 

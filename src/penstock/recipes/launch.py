@@ -16,10 +16,10 @@ from penstock.files import written_whole
 from penstock.group.addresses import BIND, free_port
 from penstock.group.entry import meeting_place, under_torchrun
 from penstock.group.launcher import LocalWorkers, WorkerExit, module_command, module_path
-from penstock.memory import is_out_of_memory, num_killed
 from penstock.recipes.loop import fit_here
 from penstock.recipes.metrics import FitResult, check_new, sole_run
 from penstock.recipes.settings import FitSettings, num_processes, plan_of, write_settings
+from penstock.resources import is_out_of_memory, num_killed
 from penstock.spec.plan import Plan
 from penstock.wire import FEEDER
 

@@ -36,9 +36,8 @@ from penstock.recipes.settings import FitSettings, elastic_options, plan_of, sur
 from penstock.recipes.tasks import Task
 from penstock.runtime.registry import parse_runtime
 from penstock.terminal.live import FitProgress
-from penstock.terminal.notes import note, say
 from penstock.terminal.progress import working
-from penstock.text import counted
+from penstock.text import counted, note, say
 from penstock.train.arrangement import TrainOptions
 from penstock.train.loader import Loader
 from penstock.train.outcome import StepReport

@@ -25,8 +25,7 @@ import msgspec
 from penstock.errors import ModelError, UsageError
 from penstock.files import LineFile, locked, written_whole
 from penstock.recipes.settings import SETTINGS, FitSettings, check_resumed, read_settings, write_settings
-from penstock.terminal.notes import note
-from penstock.text import one_line
+from penstock.text import note, one_line
 from penstock.train.checkpoint_folder import INDEX, check_whole, read_index
 from penstock.zoo.optional import optional_import
 from penstock.zoo.weights.weight_files import FileWeights

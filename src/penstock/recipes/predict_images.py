@@ -20,9 +20,8 @@ from penstock.recipes.labels import Labels, match_labels
 from penstock.recipes.predictions import COLUMNS, PredictionFile, PredictionRun, check_replaceable, go_on_with
 from penstock.spec.settings import PredictSettings
 from penstock.terminal.live import LiveView
-from penstock.terminal.notes import note, say
 from penstock.terminal.progress import how_far, progress_console, telling, working
-from penstock.text import counted
+from penstock.text import counted, note, say
 from penstock.zoo.data.folders import read_labels
 from penstock.zoo.data.image_names import name_of, open_images
 from penstock.zoo.data.image_set import ImageSet

@@ -10,11 +10,9 @@ from typing import Any, Literal
 import msgspec
 
 from penstock.errors import RunError, UsageError
-from penstock.files import LineFile, StandardOutput, is_stdout
-from penstock.paths import record_of
+from penstock.files import LineFile, StandardOutput, is_stdout, record_of
 from penstock.spec.fields import decode_json, read_bytes, write_json
-from penstock.terminal.notes import note
-from penstock.text import counted, guard_cell, unguard_cell
+from penstock.text import counted, guard_cell, note, unguard_cell
 
 COLUMNS = ("image", "label", "prediction", "class", "confidence", "error")
 

@@ -23,8 +23,7 @@ from penstock.measure.backward import Loss
 from penstock.measure.costs import Timing
 from penstock.measure.counts import counted_profile, units_in_bytes
 from penstock.measure.hosts import measure_messages
-from penstock.measure.profiler import measure_rows, profile_graph, script_bytes, worker_bytes
-from penstock.measure.runtime_columns import measure_runtimes
+from penstock.measure.profiler import measure_rows, measure_runtimes, profile_graph, script_bytes, worker_bytes
 from penstock.recipes.data_formats import make_task
 from penstock.recipes.settings import FitSettings
 from penstock.recipes.tasks import Task, logits_of

@@ -18,8 +18,7 @@ from penstock.generate.sampling import ends_of
 from penstock.group.world import World
 from penstock.recipes.predictions import PredictionFile, go_on_with
 from penstock.spec.settings import LanguageSettings, TextSettings
-from penstock.terminal.notes import note
-from penstock.text import one_line
+from penstock.text import note, one_line
 from penstock.zoo.models.language import load_generation_config, load_tokenizer, turn_ends
 from penstock.zoo.models.models import load_model
 from penstock.zoo.weights.weights import fingerprint_of

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.cores import processor_features
 from penstock.errors import PlanError
 from penstock.graph.ops import Op, Ref
 from penstock.graph.program import StageProgram, may_be_written
+from penstock.resources import processor_features
 from penstock.runtime.eager import Runtime
 from penstock.tensors import HOST
 

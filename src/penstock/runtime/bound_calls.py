@@ -10,7 +10,7 @@ from torch import Tensor
 
 from penstock.errors import OutOfMemory, RunError
 from penstock.graph.ops import Op
-from penstock.memory import is_out_of_memory
+from penstock.resources import is_out_of_memory
 from penstock.text import first_line
 
 # These return their first argument if its type or sizes are already as requested. Other operators that may return a

@@ -21,13 +21,12 @@ from penstock.errors import OutOfMemory, PlanError, RunError
 from penstock.graph.exporting import EXPORTING
 from penstock.graph.ops import BATCH_NORM, Op, effect
 from penstock.graph.program import StageProgram
-from penstock.memory import is_out_of_memory
+from penstock.resources import is_out_of_memory
 from penstock.runtime.bound_calls import BoundCall, Register, run_step
 from penstock.runtime.eager import Runtime, compare_outputs
 from penstock.runtime.training import TrainingRuntime, draws, seed_of, seeded_generator, with_several_values
 from penstock.tensors import HOST
-from penstock.terminal.notes import note
-from penstock.text import first_line
+from penstock.text import first_line, note
 
 _KEPT_SIZES = 8  # each size is compiled separately
 _KEY_BYTES = 128

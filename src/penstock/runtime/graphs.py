@@ -18,8 +18,7 @@ from penstock.runtime.bound_calls import Bound
 from penstock.runtime.eager import Runtime
 from penstock.runtime.training import draws
 from penstock.tensors import HOST, copy_exactly
-from penstock.terminal.notes import note
-from penstock.text import first_line
+from penstock.text import first_line, note
 
 ENABLED = True  # False in benchmarks that compare with eager
 _KEPT_GRAPHS = 64

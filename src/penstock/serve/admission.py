@@ -5,7 +5,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import Literal, ParamSpec, TypeVar
 
-from penstock.memory import release_freed
+from penstock.resources import release_freed
 from penstock.serve.protocol import ApiError
 
 

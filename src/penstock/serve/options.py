@@ -13,7 +13,7 @@ from penstock.generate.generator import Generator
 from penstock.serve.grammar import JsonGrammar
 from penstock.serve.protocol import ApiError, ChatBody, CompletionBody
 from penstock.serve.trial import Trial
-from penstock.terminal.notes import note
+from penstock.text import note
 
 _COLDEST = 1e-3  # below this temperature sampling is greedy anyway, and logits / temperature overflows
 

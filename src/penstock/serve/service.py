@@ -25,8 +25,8 @@ from penstock.stream.pushed import PushedStream
 from penstock.stream.streaming_pipeline import StreamingPipeline
 from penstock.stream.survival import StreamChange
 from penstock.terminal.live import StageState
-from penstock.terminal.notes import note, say
 from penstock.terminal.progress import working
+from penstock.text import note, say
 from penstock.zoo.models.language import is_language_model
 from penstock.zoo.models.models import load_model
 

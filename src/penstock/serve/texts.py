@@ -14,11 +14,10 @@ from penstock.generate.request import Request
 from penstock.generate.text import TextDecoder
 from penstock.recipes.texts import chat_tokens
 from penstock.serve.admission import SMALL_BYTES, Admission, Desk, Ticket, lane_of
-from penstock.serve.grammar import JsonGrammar
+from penstock.serve.grammar import JsonGrammar, TokenTexts
 from penstock.serve.metrics import Metrics
 from penstock.serve.options import check_tokens, json_grammar, prompts_of, schema_of, submit_options
 from penstock.serve.protocol import MOST_CHOICES, ApiError, ChatBody, CompletionBody, TokenizeBody, too_long
-from penstock.serve.token_texts import TokenTexts
 from penstock.serve.trial import Trial
 
 _MAX_TOKENS = 16  # OpenAI's default for completions

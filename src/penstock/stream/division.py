@@ -39,7 +39,7 @@ from penstock.spec.fields import as_name
 from penstock.spec.plan import Plan, PlannedStage, Precision
 from penstock.stream.replanner import Replanner
 from penstock.stream.survival import SurvivingDeployment
-from penstock.terminal.notes import note
+from penstock.text import note
 from penstock.transport.messages import CLOSE
 from penstock.zoo.weights.weights import ModuleWeights
 

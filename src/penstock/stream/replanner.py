@@ -9,7 +9,7 @@ import msgspec
 
 from penstock.errors import PlanError, TransportError
 from penstock.plan.choose import cluster_among, plan_again
-from penstock.plan.cost.fastest_runtime import columns_of, computed_like, factor_at
+from penstock.plan.cost.stage_cost import columns_of, computed_like, factor_at
 from penstock.spec.cluster import Cluster
 from penstock.spec.fields import fingerprint
 from penstock.spec.plan import CutSet, Plan, PlannedPipeline, PlannedStage, Prediction
@@ -23,7 +23,7 @@ class Replanner:
     """A planner that replans a stream whenever its devices change; unknown devices are assumed equal.
 
     Without an initial plan, `begin` records the placement. `profile` returns a profile, measured or counted from shapes
-    (`measure/counts.py`); it is called when the profile is first needed.
+    (`measure/costs.py`); it is called when the profile is first needed.
 
     Example:
         replanner = Replanner(plan, lambda: profile, cluster)

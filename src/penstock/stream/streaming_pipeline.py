@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from penstock.cores import available_cores
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.modules import runtime_maker
 from penstock.deploy.run_options import Bundle, CutOptions, ModelCall, RunOptions
@@ -32,13 +31,14 @@ from penstock.graph.work import count_work
 from penstock.group.entry import join_torchrun, under_torchrun
 from penstock.group.world import World, end_when_dropped, failed
 from penstock.plan.check import check_purpose
+from penstock.resources import available_cores
 from penstock.runtime.torch_settings import check_no_autocast, check_unchanged, read_settings
 from penstock.spec.plan import Plan
 from penstock.stream.division import ServedStages, StreamedModule, divide_model
 from penstock.stream.survival import StreamChange, SurvivingDeployment
 from penstock.tensors import find_device
-from penstock.terminal.notes import note
 from penstock.terminal.progress import working
+from penstock.text import note
 from penstock.tracing.trace import GenerationFacts, RunFacts, StageTotals, write_run
 from penstock.wire import FEEDER
 

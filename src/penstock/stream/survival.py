@@ -27,7 +27,7 @@ from penstock.group.world import World
 from penstock.spec.plan import Plan
 from penstock.stream.replanner import Count, ObservedSpeeds, Replanner
 from penstock.tensors import copy_exactly
-from penstock.terminal.notes import note
+from penstock.text import note
 from penstock.tracing.trace import StreamTrace
 from penstock.wire import FEEDER
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from penstock.memory import peak_bytes, resident_bytes
+from penstock.resources import peak_bytes, resident_bytes
 
 Clock = Callable[[], float]
 # Largest memory for recording in a process; plans keep it free. A span takes 170 bytes, and 2 x 70 more while sent to

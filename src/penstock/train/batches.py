@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from penstock import trees
 from penstock.engine.placement import shares
-from penstock.engine.training_stage import Sizes
+from penstock.engine.stages import Sizes
 from penstock.errors import RunError, UsageError
 from penstock.graph.call import as_call, bind_inputs, build_output
 from penstock.graph.graph import Graph, check_fixed

@@ -26,7 +26,7 @@ from penstock.graph.prepare import check_unwrapped
 from penstock.graph.stages import TrainingPart, divide_for_training
 from penstock.runtime.registry import EAGER
 from penstock.tensors import HOST
-from penstock.terminal.notes import note
+from penstock.text import note
 from penstock.train.shared_module import SharedModule, check_whole
 from penstock.zoo.models.meta import build_on_meta
 from penstock.zoo.weights.weights import ModuleWeights, Weights

@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
 from penstock.errors import UsageError
-from penstock.terminal.notes import note
+from penstock.text import note
 from penstock.wire import FEEDER
 
 _PART = 500_000  # rows of an order that are sent in one document

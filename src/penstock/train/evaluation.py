@@ -10,7 +10,7 @@ from torch import Tensor
 from penstock.engine.executor import run_schedule
 from penstock.engine.observer import Observer
 from penstock.engine.placement import Replica
-from penstock.engine.training_stage import Sizes, StepInput, TrainingStage
+from penstock.engine.stages import Sizes, StepInput, TrainingStage
 from penstock.engine.wiring import GrowingChannels, training_links
 from penstock.graph.call import build_output
 from penstock.graph.cuts import Cut

@@ -8,17 +8,17 @@ from typing import Any
 from torch import Tensor
 
 from penstock.engine.executor import run_schedule
-from penstock.engine.training_stage import Sizes, StepInput
+from penstock.engine.stages import Sizes, StepInput
 from penstock.graph.rows import check_rows
 from penstock.graph.stages import TrainingPart
 from penstock.group.world import World
 from penstock.train.batches import WHOLE, Microbatch, RowCut, cut_rows
 from penstock.train.input_gradients import give_back, with_leaves
+from penstock.train.loaded_batch import StepRows
 from penstock.train.loss_convention import MeasuredLoss
 from penstock.train.losses import Losses, is_undivided, total_count
 from penstock.train.outcome import step_document
 from penstock.train.placed_stages import PlacedStages
-from penstock.train.step_rows import StepRows
 from penstock.train.training_tracer import TrainingTracer
 
 

@@ -19,8 +19,8 @@ from penstock.graph.stages import TrainingPart
 from penstock.group.world import World
 from penstock.tensors import HOST, moved
 from penstock.train.captured import Captured
-from penstock.train.live_tensors import LiveTensors, follow_parameters, follow_unused
 from penstock.train.optimizers import check_separable, drop_elsewhere, empty_allowed, nothing
+from penstock.train.shared_module import LiveTensors, follow_parameters, follow_unused
 from penstock.transport.base import BUFFERS, Transport
 from penstock.wire import FEEDER
 

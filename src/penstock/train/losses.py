@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock import trees
-from penstock.engine.training_stage import Sizes
+from penstock.engine.stages import Sizes
 from penstock.errors import UsageError
 from penstock.graph.call import build_output
 from penstock.graph.graph import Graph

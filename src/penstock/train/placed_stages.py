@@ -12,8 +12,8 @@ from penstock.engine.channels import LocalChannel
 from penstock.engine.counters import ACTIVATIONS
 from penstock.engine.gradients import Synchronizer
 from penstock.engine.observer import Observer
+from penstock.engine.stages import Head, TrainingStage
 from penstock.engine.stall import TrainingWatch
-from penstock.engine.training_stage import Head, TrainingStage
 from penstock.engine.wiring import Channels, GrowingChannels, training_links
 from penstock.errors import UsageError
 from penstock.graph.stages import TrainingPart

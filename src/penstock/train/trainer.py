@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from penstock.deploy.run_options import CutOptions, RunOptions
 from penstock.engine.observer import Observer, StageSeconds
+from penstock.engine.wiring import go_direct
 from penstock.errors import DeviceLost, RunError, TransportError, UsageError
 from penstock.group.calls import ADVICE, Calls
-from penstock.group.direct import go_direct
 from penstock.group.world import World
 from penstock.runtime.torch_settings import check_no_autocast
 from penstock.spec.fields import fingerprint
@@ -26,14 +26,13 @@ from penstock.train.captured import Captured
 from penstock.train.features import Follower, Together
 from penstock.train.forward_backward import ForwardBackward
 from penstock.train.input_gradients import check_same, check_wanted
-from penstock.train.loaded_batch import RecentBatches
+from penstock.train.loaded_batch import RecentBatches, StepRows
 from penstock.train.loss_convention import LossFunction
 from penstock.train.losses import Losses, check_agreed, total_count, total_loss
 from penstock.train.optimizers import is_empty
 from penstock.train.outcome import LossTensor, StepReport, TrainingChange, check_same_rows, everywhere, mean_loss
 from penstock.train.placed_stages import Computing, PlacedStages
 from penstock.train.row_exchange import RowExchange
-from penstock.train.step_rows import StepRows
 from penstock.train.training_tracer import TrainingTracer, training_facts
 from penstock.transport.collectives import all_gather
 

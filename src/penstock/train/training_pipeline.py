@@ -19,8 +19,8 @@ from penstock.group.entry import join_torchrun, thread_worlds, under_torchrun
 from penstock.group.regroup import place_to_join
 from penstock.group.world import World, failed
 from penstock.tensors import find_device
-from penstock.terminal.notes import note
 from penstock.terminal.progress import working
+from penstock.text import note
 from penstock.train.arrangement import ScheduleChoice, TrainOptions, find_cuts
 from penstock.train.captured import Captured
 from penstock.train.checkpoint import Optimizers, load_checkpoint, save_checkpoint

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import RunError, TransportError
-from penstock.memory import allowed_bytes
+from penstock.resources import allowed_bytes
 from penstock.tensors import (
     ALIGNMENT,
     aligned,

@@ -31,7 +31,6 @@ import torch.nn.functional as F
 from torch import nn
 import penstock
 from penstock.engine import gradients
-from penstock.group import launched
 from penstock.train import checkpoint, migration, trainer as trainers
 from penstock.spec.cluster import Cluster, Device
 from penstock.train.captured import Captured

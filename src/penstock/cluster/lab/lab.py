@@ -16,9 +16,8 @@ import msgspec
 from penstock.cluster.lab import network
 from penstock.cluster.lab.machine import Machine, this_machine
 from penstock.cluster.lab.network import delete_command, host_namespace, lab_namespaces, switch_namespace
-from penstock.cluster.lab.processes import Target, check_root, choose_cores, root_folder
+from penstock.cluster.lab.processes import Target, check_root, choose_cores, ended_by_signals, root_folder
 from penstock.cluster.lab.run import GRACE_S, LabRun
-from penstock.cluster.lab.signals import ended_by_signals
 from penstock.cluster.lab.spec import LabSpec, check_bandwidth, check_cpu, check_fit, read_lab
 from penstock.cluster.output import EndTogether, Output, print_line
 from penstock.errors import ClusterError, PenstockError

@@ -14,9 +14,12 @@ import platform
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 from penstock.cluster.lab.network import Shell, host_namespace
 from penstock.errors import ClusterError, RunError
@@ -35,6 +38,31 @@ done
 touch "$root/etc/hosts" && mount --bind /etc/hosts "$root/etc/hosts" || exit 125
 exec chroot "$root" env -u PYTHONDONTWRITEBYTECODE -u PYTHONPATH -C "$folder" PATH="$environment/bin:/usr/bin:/bin" "$@"
 """
+_JOIN = 'while [ "$1" != -- ]; do echo $$ > "$1" || exit 125; shift; done; shift; exec "$@"'
+_RENAME = 'echo "$0" > /proc/sys/kernel/hostname; exec "$@"'
+# kills all processes in the given cgroups if the pipe closes without a message; a process that is being started may
+# join late, so it continues until the cgroups have stayed empty for a while
+_GUARD = """
+read -r word && [ "$word" = done ] && exit
+empty=0
+while [ $empty -lt 20 ]; do
+    pids=$(cat "$@" 2>/dev/null | grep -v '^0$')
+    if [ -n "$pids" ]; then empty=0; kill -9 $pids 2>/dev/null; else empty=$((empty + 1)); fi
+    sleep 0.05
+done
+"""
+# Keeps the given cores busy until the pipe closes. A process of lowest priority may get no CPU time to exit on a busy
+# machine, so its priority is raised first.
+_AWAKE = """
+spinners=
+for core in "$@"; do
+    chrt --idle 0 taskset --cpu-list "$core" sh -c 'while :; do :; done' "$0" & spinners="$spinners $!"
+done
+read -r word
+for spinner in $spinners; do chrt --other --pid 0 "$spinner"; kill -9 "$spinner"; done
+"""
+_ENDINGS = (signal.SIGTERM, signal.SIGHUP)
+_WAY_OUT_S = 2.0  # signals within this time after the block have no effect
 
 
 def root_folder(arch: str | None) -> Path | None:
@@ -75,32 +103,6 @@ def inside(root: Path | None, command: Sequence[str]) -> list[str]:
         return list(command)
     own = [f"{_ENVIRONMENT}/bin/python" if word == sys.executable else word for word in command]
     return ["sh", "-c", _ENTER, "penstock-root", str(root), os.getcwd(), str(_PACKAGE), _ENVIRONMENT, *own]
-
-
-_JOIN = 'while [ "$1" != -- ]; do echo $$ > "$1" || exit 125; shift; done; shift; exec "$@"'
-_RENAME = 'echo "$0" > /proc/sys/kernel/hostname; exec "$@"'
-# kills all processes in the given cgroups if the pipe closes without a message; a process that is being started may
-# join late, so it continues until the cgroups have stayed empty for a while
-_GUARD = """
-read -r word && [ "$word" = done ] && exit
-empty=0
-while [ $empty -lt 20 ]; do
-    pids=$(cat "$@" 2>/dev/null | grep -v '^0$')
-    if [ -n "$pids" ]; then empty=0; kill -9 $pids 2>/dev/null; else empty=$((empty + 1)); fi
-    sleep 0.05
-done
-"""
-
-# Keeps the given cores busy until the pipe closes. A process of lowest priority may get no CPU time to exit on a busy
-# machine, so its priority is raised first.
-_AWAKE = """
-spinners=
-for core in "$@"; do
-    chrt --idle 0 taskset --cpu-list "$core" sh -c 'while :; do :; done' "$0" & spinners="$spinners $!"
-done
-read -r word
-for spinner in $spinners; do chrt --other --pid 0 "$spinner"; kill -9 "$spinner"; done
-"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,3 +232,54 @@ class Awake:
     def release(self) -> None:
         """Allow the cores to sleep again."""
         self._process.communicate()
+
+
+@contextlib.contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Convert a termination signal to `SystemExit` with the usual exit status for that signal, such as 143.
+
+    A second signal neither interrupts the cleanup nor changes the exit status; a closing terminal sends several.
+    Signals that the program handles itself, or ignores as with `nohup`, are unchanged. Only the main thread receives
+    signals.
+
+    Example:
+        with ended_by_signals():
+            lab.up()
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    ending = False
+
+    def end(number: int, _frame: FrameType | None) -> None:
+        nonlocal ending
+        if not ending:
+            ending = True
+            raise SystemExit(128 + number)
+
+    taken = [number for number in _ENDINGS if signal.getsignal(number) is signal.SIG_DFL]
+    try:
+        for number in taken:
+            signal.signal(number, end)
+        yield
+    finally:
+        late = _end_later(time.monotonic() + _WAY_OUT_S)
+        for number in taken:
+            signal.signal(number, late if ending else signal.SIG_DFL)
+
+
+def _end_later(begin_s: float) -> Callable[[int, FrameType | None], None]:
+    """Return a handler that ignores signals until `begin_s`, when the program should have exited, and ends it after."""
+
+    def end(number: int, _frame: FrameType | None) -> None:
+        if time.monotonic() > begin_s:
+            raise SystemExit(128 + number)
+
+    return end
+
+
+def ignore_late_signals(end: SystemExit) -> None:
+    """Ignore further signals in a program that a signal has ended, so that its exit status does not change."""
+    if end.code in {128 + number for number in _ENDINGS}:
+        for number in _ENDINGS:
+            signal.signal(number, signal.SIG_IGN)

@@ -15,10 +15,9 @@ from itertools import cycle, islice, pairwise
 import msgspec
 
 from penstock.plan.check import check_cuts, check_devices
-from penstock.plan.cost.fastest_runtime import columns_of
 from penstock.plan.cost.pipeline_cost import bottleneck_s, latency_s
 from penstock.plan.cost.problem import Division, Placed, Problem
-from penstock.plan.cost.stage_cost import Setting
+from penstock.plan.cost.stage_cost import Setting, columns_of
 from penstock.plan.cost.training_step import predict_training
 from penstock.plan.schedule.round_robin import round_robin
 from penstock.plan.schedule.simulate import Channel, Job, Line, play

@@ -5,8 +5,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from penstock.plan.cost.fastest_runtime import Columns, factor_at
-from penstock.plan.cost.stage_cost import Costs, Pair, Setting, Vector
+from penstock.plan.cost.stage_cost import Columns, Costs, Pair, Setting, Vector, factor_at
 from penstock.spec.cluster import Cluster, Device
 from penstock.spec.profile import Profile
 

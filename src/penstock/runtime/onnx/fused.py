@@ -14,8 +14,8 @@ from penstock.graph.decoders import POSITIONS, ROWS
 from penstock.graph.engine_operators import ATTENTION
 from penstock.graph.ops import CALLBACK, GETITEM, Op, Ref
 from penstock.graph.program import StageProgram, may_be_written, operations_of
-from penstock.memory import release_freed
 from penstock.packing import unpacked
+from penstock.resources import release_freed
 from penstock.runtime.bfloat16 import check_bfloat16
 from penstock.runtime.eager import Runtime
 from penstock.runtime.onnx.blocks import IN_8_BITS, IN_FLOATS, PART_BYTES, Blocks, StoredWeight, pack, weight_of

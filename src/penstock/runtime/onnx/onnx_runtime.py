@@ -14,7 +14,7 @@ import onnxruntime
 import torch
 from torch import Tensor
 
-from penstock.cores import processor_features
+from penstock.resources import processor_features
 from penstock.runtime.onnx.exported import Engine, ExportedRuntime
 from penstock.runtime.onnx.onnx_nodes import Arrays, written_name
 

@@ -19,8 +19,7 @@ from penstock.deploy.run_options import OnLoss
 from penstock.errors import DeviceLost, PenstockError, PlanError, UsageError
 from penstock.group.board import Verdict
 from penstock.group.regroup import wait_for_newcomers
-from penstock.terminal.notes import note
-from penstock.text import counted
+from penstock.text import counted, note
 from penstock.train.arrangement import Arrangement
 from penstock.train.checkpoint import load_checkpoint, scheduler_state
 from penstock.train.checkpoint_folder import read_index

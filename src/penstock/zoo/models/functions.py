@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from penstock.errors import ModelError
-from penstock.terminal.notes import note
-from penstock.text import nearest, one_line
+from penstock.text import nearest, note, one_line
 from penstock.zoo.data.preprocess import Preprocess, Transform, config_transform, guarded, hf_transform, timm_transform
 from penstock.zoo.models.hf_models import hf_class_names
 from penstock.zoo.models.timm_models import timm_class_names

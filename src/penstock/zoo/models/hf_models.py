@@ -16,7 +16,7 @@ from penstock.text import nearest, one_line
 from penstock.zoo.models.hub import fetch_from_hub
 from penstock.zoo.models.meta import build_on_meta
 from penstock.zoo.optional import optional_import
-from penstock.zoo.weights.classes import names_of_labels
+from penstock.zoo.weights.weight_files import names_of_labels
 from penstock.zoo.weights.weights import RandomWeights
 
 _ADVICE = "give a local directory with config.json, or a model type such as hf:gpt2"

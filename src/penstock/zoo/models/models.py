@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from penstock.errors import ModelError
-from penstock.terminal.notes import note
-from penstock.text import one_line
+from penstock.text import note, one_line
 from penstock.zoo.data.preprocess import (
     PREPROCESS,
     Preprocess,
@@ -35,12 +34,10 @@ from penstock.zoo.models.functions import (
 )
 from penstock.zoo.models.gguf_models import load_gguf
 from penstock.zoo.models.names import LIBRARIES, classes_in, count_classes, parse_hf, parse_name, with_classes
-from penstock.zoo.weights.classes import names_beside, read_classes
-from penstock.zoo.weights.fit import check_weights
-from penstock.zoo.weights.hf_weights import hf_weights
+from penstock.zoo.weights.fit import check_weights, hf_weights
 from penstock.zoo.weights.quantized import read_quantized, take_quantization
 from penstock.zoo.weights.shapes import KEY, narrow, read_sizes
-from penstock.zoo.weights.weight_files import FileWeights
+from penstock.zoo.weights.weight_files import FileWeights, names_beside, read_classes
 from penstock.zoo.weights.weights import JoinedWeights, ModuleWeights, TensorWeights, Weights
 
 

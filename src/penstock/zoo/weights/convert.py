@@ -10,10 +10,9 @@ from torch import Tensor
 
 from penstock.errors import ModelError
 from penstock.text import nearest
-from penstock.zoo.weights.classes import write_classes
 from penstock.zoo.weights.distributed import INDEX, StoredWeights, TensorPart, read_distributed
 from penstock.zoo.weights.pickled import Inert, read_pickled
-from penstock.zoo.weights.weight_files import save_weights, shards_of_index
+from penstock.zoo.weights.weight_files import save_weights, shards_of_index, write_classes
 from penstock.zoo.weights.weights import TensorWeights
 
 # keys under which training scripts save the weights, in search order: averaged weights first, because the scripts' own

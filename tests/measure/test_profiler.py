@@ -7,10 +7,9 @@ from torch import nn
 from penstock.deploy.state import load_state
 from penstock.graph.capture import capture
 from penstock.measure.costs import Timing
-from penstock.measure.runtime_columns import measure_runtimes
-from penstock.plan.cost.fastest_runtime import factor_at
+from penstock.measure.profiler import measure_runtimes
 from penstock.plan.cost.problem import Placed, Problem
-from penstock.plan.cost.stage_cost import Setting
+from penstock.plan.cost.stage_cost import Setting, factor_at
 from penstock.runtime.registry import RuntimeChoice
 from penstock.spec.profile import Boundary, RuntimeColumn, Unit
 from penstock.zoo.weights.weights import ModuleWeights

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from penstock.generate.generator import Generator
 from penstock.generate.lanes import Lanes, Step
-from penstock.generate.microbatches import Microbatches, computes_single_rows
+from penstock.generate.loop import Microbatches, computes_single_rows
 from penstock.report.run_report import write_report
 from penstock.runtime.registry import RuntimeChoice
 from penstock.tracing.trace import read_run

@@ -1,8 +1,8 @@
-"""A trained stage: it runs a schedule's actions, and keeps each microbatch until its backward."""
+"""Stages as the executor runs them: one that only runs forwards, one that trains and keeps microbatches until B."""
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import ClassVar
 
@@ -10,10 +10,14 @@ import torch
 from torch import Tensor
 
 from penstock.engine.gradients import Synchronizer
+from penstock.errors import RunError
 from penstock.graph.stages import TrainingPart
 from penstock.plan.schedule.actions import Action
+from penstock.runtime.registry import StageRuntime
 from penstock.runtime.split_backward import WeightHalf, backward_inputs, backward_weights
 from penstock.runtime.training import TrainingRuntime
+from penstock.tensors import moved
+from penstock.tracing.record import Recorder
 from penstock.transport.messages import DATA, Message
 
 Sizes = Mapping[str, int]
@@ -238,3 +242,39 @@ def leaves_beside(loss: Tensor, outputs: Sequence[Tensor]) -> list[Tensor]:
             found.append(leaf)
         waiting += [following for following, _ in node.next_functions]
     return found
+
+
+@dataclass(slots=True)
+class ForwardStage:
+    """A stage of a stream with its programs; a microbatch runs the program that its message names.
+
+    With a recorder, every operation is recorded.
+    """
+
+    keeps_inputs: ClassVar[bool] = False
+
+    runtimes: Sequence[StageRuntime]
+    recorder: Recorder | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Device on which the stage computes."""
+        return self.runtimes[0].device
+
+    def run(self, action: Action, message: Message | None) -> Message | None:
+        """Compute one microbatch."""
+        if message is None:
+            raise RunError(f"{action} needs a microbatch, but received none; add a link to the stage that carries it")
+        runtime = self.runtimes[message.program]
+        sizes = dict(zip(runtime.program.symbols, message.sizes, strict=True))
+        message.tensors = [moved(tensor, runtime.device) for tensor in message.tensors]
+        recorder = self.recorder
+        if recorder is None or not recorder.units:
+            outputs = runtime(sizes, message.tensors)
+        else:
+            at_s = recorder.clock()
+            outputs, seconds = runtime.watched(sizes, message.tensors, recorder.clock)
+            for op, taken_s in zip(runtime.program.ops, seconds, strict=False):
+                recorder.span("unit", action.stage, message.index, at_s, at_s + taken_s, op.name)
+                at_s += taken_s
+        return replace(message, tensors=outputs)

@@ -98,3 +98,13 @@ class OutOfMemory(RunError):  # noqa: N818 -- what happened is that it ran out
 
 class DeviceLost(RunError):  # noqa: N818 -- what happened is that it was lost
     """A process or machine stopped answering."""
+
+
+def exclude(option: str, given: object, reason: str) -> None:
+    """Raise `UsageError` if an option is given that others exclude, with the reason.
+
+    Example:
+        exclude("runtime", runtime != EAGER, "a plan determines the runtime of its stages")
+    """
+    if given:
+        raise UsageError(f"{reason}; leave {option} out")

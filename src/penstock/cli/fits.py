@@ -10,7 +10,7 @@ import typer
 from rich.table import Column, Table
 
 from penstock.cli import options as opt
-from penstock.errors import UsageError
+from penstock.errors import UsageError, exclude
 from penstock.plan.candidates import PlanRequest
 from penstock.plan.cost.training_step import ADAMW_STATE
 from penstock.plan.needs import Fit, StageNeeds, fit
@@ -50,8 +50,8 @@ def fits(
 
     The exit status is 1 if the model does not fit.
     """
-    if on is not None and device != "cpu":
-        raise UsageError("a cluster file has the memory of its devices; write a GPU's memory there, or leave --on out")
+    elsewhere = on is not None and device != "cpu"
+    exclude("--on", elsewhere, "a cluster file has the memory of its devices, also of GPUs")
     kept = opt.cache_dtype(cache_dtype)
     _check(model, {
         "--one-call": one_call, "--max-length": max_length, "--cache-dtype": kept != "model",
@@ -96,18 +96,18 @@ def _check(model: str, given: dict[str, Any]) -> None:
     """Raise `UsageError` for options that have no effect on this model, or together."""
     from penstock.zoo.models.language import is_language_model
 
-    def only_for(purpose: str, names: str, way: str) -> None:
-        opt.only_for(purpose, {name: given[name] for name in names.split()}, way)
+    def only_for(purpose: str, names: str, way: str = "", without: str = "") -> None:
+        opt.only_for(purpose, {name: given[name] for name in names.split()}, way, without=without)
 
     if given["--profile"]:
         names = "--one-call --max-length --cache-dtype --runtime --data"
         only_for("costs that are counted", names, "leave it out, or --profile, which has been measured with its own")
     if given["--train"]:
-        only_for("inference", "--one-call --runtime --cache-dtype", "leave it or --train out")
+        only_for("inference", "--one-call --runtime --cache-dtype", without="--train")
     else:
         only_for("training", "--data --microbatches --schedule", "add --train")
     if given["--one-call"]:
-        only_for("generation", "--max-length --cache-dtype", "leave it or --one-call out")
+        only_for("generation", "--max-length --cache-dtype", without="--one-call")
     if not (given["--data"] or given["--profile"] or is_language_model(model)):
         only_for("language models", "--one-call --max-length --cache-dtype", f"leave it out for {model}")
 

@@ -10,7 +10,7 @@ import msgspec
 from penstock.cli import options as opt
 from penstock.cli.cluster import Cluster
 from penstock.cli.config import Given, settings_of, takes_config
-from penstock.errors import RunError, UsageError
+from penstock.errors import RunError, UsageError, exclude
 from penstock.spec.settings import ChatSettings, LanguageSettings, TextSettings
 from penstock.text import counted, say
 
@@ -67,8 +67,8 @@ def join(on_loss: str | None, trace: str | None = None) -> "tuple[bool, World | 
     from penstock.group.entry import join_torchrun, under_torchrun
     from penstock.wire import FEEDER
 
-    if on_loss not in {None, "stop"} and trace is not None:
-        raise UsageError("a run whose devices may change cannot be traced; leave --trace or --on-loss out")
+    survives = on_loss not in {None, "stop"}
+    exclude("--trace or --on-loss", survives and trace is not None, "a run whose devices may change cannot be traced")
     action = on_loss or ("stop" if trace is not None else "continue")
     if not under_torchrun():
         return True, None, action

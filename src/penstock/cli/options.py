@@ -11,7 +11,7 @@ import msgspec
 import typer
 
 from penstock.cli.paths import Written
-from penstock.errors import UsageError
+from penstock.errors import UsageError, exclude
 from penstock.files import write_whole
 from penstock.group.addresses import BIND, is_everywhere, listen
 from penstock.spec.plan import CacheDtype
@@ -62,10 +62,9 @@ def bind_to(address: str | None, cluster: Path | None = None) -> None:
     """
     if address is None:
         return
-    if cluster is not None:
-        raise UsageError(
-            "bind is for processes of this machine, and a lab's hosts have their own addresses; leave it out"
-        )
+    exclude(
+        "bind", cluster is not None, "bind is for this machine's processes, and a lab's hosts have their own addresses"
+    )
     try:
         with listen(address) as listener:
             found = str(listener.getsockname()[0])
@@ -92,13 +91,14 @@ def parse_numbers(text: str, option: str) -> list[int]:
     return numbers
 
 
-def only_for(purpose: str, given: Mapping[str, Any], way: str = "leave it out") -> None:
+def only_for(purpose: str, given: Mapping[str, Any], way: str = "", *, without: str = "") -> None:
     """Refuse options that have no effect here: those of `given`, by name, that are neither None, False nor empty.
 
-    Raises `UsageError` naming them, their purpose and the way out.
+    Raises `UsageError` naming them, their purpose and the way out: by default to omit them, or the option `without`.
     """
     names = [name for name, value in given.items() if value not in (None, False, "", [])]
     if names:
+        way = way or f"leave it {f'or {without} ' if without else ''}out"
         raise UsageError(f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} for {purpose}; {way}")
 
 

@@ -65,14 +65,14 @@ def profile(
     for choice in choices:
         choice.check_machine()
     kept = opt.cache_dtype(cache_dtype)
-    opt.only_for("inference", {"--runtime": choices and (training or data)}, "only eager trains; leave it out")
+    opt.only_for("inference", {"--runtime": choices and (training or data)}, "only eager trains, so leave it out")
     if generate:
         others = {"--data": data, "--length": length, "--training": training, "--images": images}
-        opt.only_for("whole rows", others, "leave it or --generate out")
+        opt.only_for("whole rows", others, without="--generate")
     else:
         opt.only_for("generation", {"--max-length": max_length, "--cache-dtype": kept != "model"}, "add --generate")
         opt.only_for("text as data", {"--length": not data and length}, "add --data")
-        opt.only_for("inference, and data for training", {"--images": data and images}, "leave it or --data out")
+        opt.only_for("inference, and data for training", {"--images": data and images}, without="--data")
     place = find_device(device)
     if place != HOST:
         here = {"--training": training, "--data": data, "--generate": generate, "--runtime": choices}

@@ -7,9 +7,8 @@ import msgspec
 import typer
 from rich.table import Column, Table
 
-from penstock.cli.options import JsonFile, make_console, write_json
+from penstock.cli.options import JsonFile, make_console, only_for, write_json
 from penstock.cli.paths import Written
-from penstock.errors import UsageError
 from penstock.report.comparison import write_comparison
 from penstock.report.page.tables import show
 from penstock.report.run_report import TrainingReport, write_any_report
@@ -33,8 +32,7 @@ def report(
     if len(runs) > 1:
         _beside(runs, output or Path("beside.html"), json)
         return
-    if output is not None:
-        raise UsageError("--output is for several runs; the page of a single run is in the run's folder; leave it out")
+    only_for("several runs", {"--output": output}, "the page of a single run is in the run's folder; leave it out")
     (run,) = runs
     with working("reading the run"):
         made = write_any_report(run)

@@ -13,7 +13,7 @@ from penstock.cli import options as opt
 from penstock.cli.config import Given, named_options, takes_config
 from penstock.cli.paths import first_rank
 from penstock.cluster.lab import lab_session, read_lab
-from penstock.errors import RunError, UsageError
+from penstock.errors import RunError, UsageError, exclude
 from penstock.plan.check import read_plan
 from penstock.recipes.settings import SETTINGS, FitSettings, keep_settings, make_settings, read_settings
 from penstock.resources import available_cores
@@ -75,10 +75,8 @@ def _check_compared(settings: FitSettings) -> None:
 
     if under_torchrun():
         raise UsageError("--compare starts its processes itself; use it without torchrun")
-    if settings.plan is not None:
-        raise UsageError("--compare chooses stages, replicas and batches itself; leave --plan out")
-    if settings.trace is not None:
-        raise UsageError("--compare starts several runs and --trace records one; leave one of them out")
+    exclude("--plan", settings.plan is not None, "--compare chooses stages, replicas and batches itself")
+    exclude("one of them", settings.trace is not None, "--compare starts several runs and --trace records one")
 
 
 def _compare(settings: FitSettings, names: list[str], lab: "Lab | None", json: Path | None) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from penstock.engine.job import StageOptions
 from penstock.engine.stall import STALL_S
 from penstock.engine.wiring import check_way
-from penstock.errors import UsageError
+from penstock.errors import UsageError, exclude
 from penstock.runtime.registry import EAGER, RuntimeChoice
 from penstock.spec.cluster import Cluster, read_cluster
 from penstock.spec.plan import Plan
@@ -59,8 +59,8 @@ class CutOptions:
     def __post_init__(self) -> None:
         if isinstance(self.cuts, str) and ":" in self.cuts:
             raise UsageError(f"cuts must be a policy or a list of names; got {self.cuts!r}; write [{self.cuts!r}]")
-        if self.plan is not None and (self.stages is not None or self.cuts is not None):
-            raise UsageError("a plan determines the cuts; leave stages and cuts out")
+        cut = self.stages is not None or self.cuts is not None
+        exclude("stages and cuts", self.plan is not None and cut, "a plan determines the cuts")
         stages = self.count(1)
         if self.names is not None and self.stages not in {None, stages}:
             raise UsageError(
@@ -169,8 +169,11 @@ class RunOptions(StageOptions, frozen=True, kw_only=True):
     on_loss: OnLoss = msgspec.field(default_factory=OnLoss)
 
     def __post_init__(self) -> None:
-        if self.trace is not None and self.on_loss.survives:
-            raise UsageError("a stream whose devices may change cannot be traced; leave trace or on_loss out")
+        exclude(
+            "trace or on_loss",
+            self.trace is not None and self.on_loss.survives,
+            "a run whose devices may change cannot be traced",
+        )
         check_way(self.between_gpus, self.device)
 
     def of_stages(self) -> StageOptions:

@@ -17,7 +17,7 @@ from penstock.elastic.decide import Decision, LayerNorms, Situation, decide, lay
 from penstock.elastic.epochs import EpochRecord, FreezePolicy, next_frozen
 from penstock.elastic.freezing import ByHand, Delayed, Guarded, Never
 from penstock.elastic.options import ElasticOptions
-from penstock.errors import UsageError
+from penstock.errors import UsageError, exclude
 from penstock.plan.cost.training_step import ADAMW_STATE
 from penstock.plan.schedule.schedules import SCHEDULES
 from penstock.runtime.registry import EAGER
@@ -66,14 +66,10 @@ class ElasticTraining:
         self, trainer: Trainer, loader: Loader, options: ElasticOptions,
         told: Callable[[PlanChange], None] | None = None,
     ) -> None:  # fmt: skip
-        if trainer.tracer is not None:
-            raise UsageError(
-                "a trace needs a single plan, and an elastic training changes its plan; leave the trace out"
-            )
-        if trainer.survivors is not None:
-            raise UsageError("an elastic training cannot survive lost processes yet; leave on_loss or elastic out")
-        if (runtime := trainer.now.how.runtime) != EAGER:
-            raise UsageError(f"elastic training needs the runtime eager; got {runtime}; leave runtime out")
+        exclude("the trace", trainer.tracer is not None, "a trace needs one plan, and elastic training changes it")
+        survives, runtime = trainer.survivors is not None, trainer.now.how.runtime
+        exclude("on_loss or elastic", survives, "an elastic training cannot survive lost processes yet")
+        exclude("runtime", runtime != EAGER, f"elastic training needs the runtime eager; got {runtime}")
         if trainer.now.placed.schedule_name not in SCHEDULES:
             raise UsageError(
                 "an elastic training needs a named schedule, because a custom one cannot be adapted to other numbers "

@@ -18,7 +18,7 @@ import torch.distributed
 from penstock.engine.channels import Apart, LocalChannel, Receiver, RemoteReceiver, RemoteSender, Sender
 from penstock.engine.counters import ACTIVATIONS, GRADIENTS
 from penstock.engine.placement import Replica
-from penstock.errors import TransportError, UsageError
+from penstock.errors import TransportError, UsageError, exclude
 from penstock.graph.program import StageProgram
 from penstock.graph.stages import TrainingPart
 from penstock.group.world import World
@@ -228,7 +228,7 @@ def go_direct(world: World, ranks: Collection[int], device: torch.device) -> boo
         told |= {FEEDER: mine} if mine else {}
         problem = why_not({world.names[rank]: one for rank, one in sorted(told.items())})
         if world.secured:
-            problem = "NCCL does not encrypt, and this run has a key; leave between_gpus out, or run without a key"
+            problem = "NCCL does not encrypt, and this run has a key"
         wanted = world.between_gpus != "host" and len(told) > 1
         known = host.name if isinstance(host, NcclTransport) else uuid.uuid4().hex
         decision = {
@@ -243,8 +243,7 @@ def go_direct(world: World, ranks: Collection[int], device: torch.device) -> boo
     else:
         send_bytes(world.transport, json.dumps(mine).encode(), FEEDER)
         decision = json.loads(receive_bytes(world.transport, FEEDER, limit=WORD_BYTES))
-    if decision["problem"]:
-        raise UsageError(decision["problem"])
+    exclude("between_gpus", decision["problem"], decision["problem"])
     if decision["name"] and not isinstance(host, NcclTransport):
         direct = NcclTransport(host, world.store, decision["name"], connect_nccl)
         world.transport.become(direct)
@@ -264,19 +263,16 @@ def why_not(devices: Mapping[str, Mapping[str, str]]) -> str:
     """Return the reason why NCCL cannot connect these devices; empty if it can.
 
     >>> why_not({"rank 0": {"gpu": "GPU-1", "nccl": "yes"}, "rank 1": {"gpu": "GPU-1", "nccl": "yes"}})
-    'NCCL needs a GPU for each process, but rank 0 and rank 1 share one; leave between_gpus out'
+    'NCCL needs a GPU for each process, but rank 0 and rank 1 share one'
     """
     seen: dict[str, str] = {}
     for name, device in devices.items():
         if not device["gpu"]:
-            return f"NCCL needs CUDA, but {name} does not compute on a CUDA device; leave between_gpus out"
+            return f"NCCL needs CUDA, but {name} does not compute on a CUDA device"
         if not device["nccl"]:
-            return f"the torch of {name} was built without NCCL; leave between_gpus out"
+            return f"the torch of {name} was built without NCCL"
         if device["gpu"] in seen:
-            return (
-                f"NCCL needs a GPU for each process, but {seen[device['gpu']]} and {name} share one; "
-                "leave between_gpus out"
-            )
+            return f"NCCL needs a GPU for each process, but {seen[device['gpu']]} and {name} share one"
         seen[device["gpu"]] = name
     return ""
 

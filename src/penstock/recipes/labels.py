@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from penstock.errors import UsageError
+from penstock.errors import UsageError, exclude
 from penstock.zoo.data.image_set import ImageSet
 from penstock.zoo.models.models import ZooModel
 from penstock.zoo.models.timm_models import imagenet_synsets
@@ -39,8 +39,8 @@ def match_labels(model: ZooModel, images: ImageSet, order: str | None = None) ->
     named, num_classes = tuple(model.class_names or ()), model.num_classes
     if order not in (None, "torchvision", "natural"):
         return _by_map(model, images, Path(order))
-    if named and order is not None:
-        raise UsageError(f"{model.name} has class names, by which folders are matched; leave class_order out")
+    chosen = named and order is not None
+    exclude("class_order", chosen, f"{model.name} has class names, by which folders are matched")
     if images.is_parts and not set(images.classes) <= set(named):
         parts = " and ".join(images.classes)
         raise UsageError(f"the folders {parts} are parts of a data set, not classes; give one of them")

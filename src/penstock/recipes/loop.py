@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from penstock.deploy.run_options import ModelCall, RunOptions, Trace
 from penstock.elastic.elastic_training import ElasticTraining, PlanChange
-from penstock.errors import DataError, UsageError
+from penstock.errors import DataError, UsageError, exclude
 from penstock.group.entry import join_torchrun, under_torchrun
 from penstock.group.world import World
 from penstock.recipes.damaged import on_every_rank, without_traceback
@@ -204,10 +204,8 @@ class _Fit:
         mine = {"name": found.name if found is not None else None, "best": best}
         gathered = self._trainer.together(lambda: mine)
         self._best = gathered[FEEDER]["best"]
-        if gathered[FEEDER]["name"] is None:
-            raise UsageError(
-                f"{self._settings.folder} no longer holds a complete checkpoint; leave --resume out to start"
-            )
+        lost = gathered[FEEDER]["name"] is None
+        exclude("--resume", lost, f"{self._settings.folder} no longer holds a complete checkpoint")
         folder = self._settings.folder / "checkpoints" / gathered[FEEDER]["name"]
         self._pipe.load_checkpoint(folder, self._optimizer, self._scheduler)
         if self._world.rank == FEEDER:

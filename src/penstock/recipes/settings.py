@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from penstock.elastic.options import ElasticChoices, ElasticOptions
-from penstock.errors import UsageError
+from penstock.errors import UsageError, exclude
 from penstock.files import write_whole
 from penstock.plan.check import check_purpose, read_plan
 from penstock.plan.schedule.picture import find_schedule
@@ -190,23 +190,20 @@ def make_settings(fields: dict[str, Any]) -> FitSettings:
     if settings.torch_profiler and settings.trace is None:
         raise UsageError("torch_profiler needs a trace to write into; give --trace DIR too")
     survives = settings.on_loss != "stop"
-    if settings.costs is not None and not settings.elastic and not survives:
-        raise UsageError("costs are for elastic training and for surviving lost processes; leave costs out")
+    unused = settings.costs is not None and not settings.elastic and not survives
+    exclude("costs", unused, "costs are for elastic training and for surviving lost processes")
     if settings.from_cluster is not None and not (settings.elastic or (survives and settings.costs is not None)):
         raise UsageError(
             "from_cluster is for elastic training, or with costs for a lost process; add --elastic, or --on-loss and "
             "--set costs=FILE, or leave from_cluster out"
         )
-    if survives and (settings.elastic or settings.trace is not None):
-        raise UsageError("elastic training and traced training cannot survive lost processes; leave --on-loss out")
+    single = settings.elastic or settings.trace is not None
+    exclude("--on-loss", survives and single, "elastic training and traced training cannot survive lost processes")
     if settings.join is not None:
         read_place(settings.join)
     if settings.elastic:
         elastic_options(settings)
-        if settings.trace is not None:
-            raise UsageError(
-                "a trace needs a single plan, and an elastic training changes its plan; leave the trace out"
-            )
+        exclude("the trace", settings.trace is not None, "a trace needs one plan, and elastic training changes it")
     return settings
 
 
@@ -334,10 +331,8 @@ def plan_of(settings: FitSettings) -> Plan | None:
         plan, stages=settings.stages, replicas=settings.replicas, processes=settings.processes,
         microbatches=settings.microbatches, cuts=settings.cuts,
     )  # fmt: skip
-    if settings.schedule not in {DEFAULT_SCHEDULE, plan.schedule}:
-        raise UsageError(
-            f"the schedule must be the plan's, {plan.schedule}; got {settings.schedule}; leave --schedule out"
-        )
+    other = settings.schedule not in {DEFAULT_SCHEDULE, plan.schedule}
+    exclude("--schedule", other, f"the schedule must be the plan's, {plan.schedule}; got {settings.schedule}")
     if settings.batch_size != plan.batch_rows:
         raise UsageError(
             f"the batch size must be the plan's, {plan.batch_rows} rows; got {settings.batch_size}; leave "

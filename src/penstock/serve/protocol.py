@@ -68,12 +68,6 @@ def _whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _must_be_false(value: bool) -> bool:
-    if value:
-        raise ValueError("not supported; leave it out")
-    return value
-
-
 def _must_be_empty(value: Any) -> Any:
     if value or type(value) in {int, float}:
         raise ValueError("not supported; leave it out")
@@ -111,7 +105,7 @@ def _one_of(words: str, *lists: str) -> Discriminator:
 
 
 _Int = Annotated[int, BeforeValidator(_whole)]
-_False = Annotated[bool, AfterValidator(_must_be_false), WithJsonSchema({"const": False})]
+_False = Annotated[bool, AfterValidator(_must_be_empty), WithJsonSchema({"const": False})]
 # fields that would change the answer: only values that ask for nothing are taken
 _Later = Annotated[Any, AfterValidator(_must_be_empty), WithJsonSchema({"enum": [None, False, "", [], {}]})]
 _Token = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]

@@ -22,7 +22,7 @@ from penstock.deploy.state import Holdings, load_state, with_packings
 from penstock.deploy.worker import BUNDLE
 from penstock.engine.executor import OwnStages
 from penstock.engine.tracers import FeederTracer, follow_stages
-from penstock.errors import PenstockError, UsageError
+from penstock.errors import PenstockError, UsageError, exclude
 from penstock.graph.call import bind_inputs
 from penstock.graph.capture import capture
 from penstock.graph.cuts import Cut, Cuts
@@ -78,8 +78,7 @@ def divide_model(call: ModelCall, cut: CutOptions, run: RunOptions, world: World
     graph = with_packings(graph, weights, [str(run.runtime)] if cut.plan is None else cut.plan.runtimes)
     load = partial(load_state, graph, weights=weights)
     if (plan := cut.plan) is not None:
-        if run.runtime != EAGER:
-            raise UsageError("a plan determines the runtime of its stages; leave runtime out")
+        exclude("runtime", run.runtime != EAGER, "a plan determines the runtime of its stages")
         cuts = tuple(Cuts(graph).find_all(plan.pipelines[0].cut_sets[0].cuts))
         num_devices, deploy = len(plan.devices), _planned(run, graph, plan, load, sizes)
     else:
@@ -169,14 +168,11 @@ def _describe(
 
 def _chained(modules: Sequence[nn.Module], call: ModelCall, cut: CutOptions, run: RunOptions) -> Division:
     """Use modules as stages, each called with the output of the previous module."""
-    if run.runtime != EAGER:
-        raise UsageError("a list of modules runs as it is; leave runtime out")
-    if run.device != "cpu":
-        raise UsageError("modules of a list compute on their own devices; move them, and leave device out")
-    if run.on_loss.survives:
-        raise UsageError("modules of a list cannot migrate, so a lost stage cannot be replaced; leave on_loss out")
-    if cut.cuts is not None or cut.stages not in {None, len(modules)}:
-        raise UsageError(f"a list of {len(modules)} modules is one stage per module; leave stages and cuts out")
+    exclude("runtime", run.runtime != EAGER, "a list of modules runs as it is")
+    exclude("device", run.device != "cpu", "modules of a list compute on their own devices, to which you move them")
+    exclude("on_loss", run.on_loss.survives, "modules of a list cannot migrate, so a lost stage cannot be replaced")
+    differs = cut.cuts is not None or cut.stages not in {None, len(modules)}
+    exclude("stages and cuts", differs, f"a list of {len(modules)} modules is one stage per module")
     graph, programs = chain(modules, call.args, call.kwargs)
     _, sizes = bind_inputs(graph, call.args, call.kwargs)
     make = runtime_maker(modules, graph)

@@ -41,7 +41,7 @@ def check_wanted(now: PlacedStages, inputs: Mapping[str, Tensor], labels: Any, *
     if len(now.placed.grid.replicas) > 1:
         reason = "each replica would have the gradient of its own rows only; use replicas=1"
     elif may_repeat:
-        reason = "on_loss may repeat the step; leave on_loss out"
+        reason = "on_loss may repeat the step; use on_loss='stop'"
     elif now.placed.skipped or _stops(now, wanted):
         reason = "stages before the first trained parameter send no gradients; use stages=1"
     elif elsewhere := [name for name in wanted if inputs[name].is_meta]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.deploy.state import Held, TrainState, Wanted, redistribute, source_of
-from penstock.errors import UsageError
+from penstock.errors import UsageError, exclude
 from penstock.graph.encoding import DTYPES
 from penstock.train.arrangement import Arrangement
 from penstock.train.captured import Captured
@@ -50,8 +50,7 @@ def migrate(
 
     Raises `UsageError` if optimizers differ between processes, or if the run is traced.
     """
-    if trainer.tracer is not None:
-        raise UsageError("a trace must have one plan, but this run changes its plan; leave the trace out")
+    exclude("the trace", trainer.tracer is not None, "a trace must have one plan, but this run changes its plan")
     transport = trainer.world.transport
     begin_s, sent_bytes = trainer.world.clock(), transport.sent_bytes
     with trainer.world.explained():

@@ -4,7 +4,7 @@ import torch
 
 from penstock.deploy.placing import name_devices
 from penstock.deploy.run_options import CutOptions, RunOptions
-from penstock.errors import RunError, UsageError
+from penstock.errors import RunError, UsageError, exclude
 from penstock.graph.cuts import Cuts
 from penstock.graph.graph import Graph
 from penstock.group.regroup import join_later
@@ -33,10 +33,8 @@ def check_survivable(graph: Graph, options: TrainOptions, run: RunOptions, devic
         )
     if profile is not None:
         check_profile(graph, profile)
-    if device != HOST:
-        raise UsageError("on_loss supports only CPUs so far; leave on_loss out")
-    if run.runtime != EAGER:
-        raise UsageError(f"on_loss needs the runtime eager; got {run.runtime}; leave runtime or on_loss out")
+    exclude("on_loss", device != HOST, "on_loss supports only CPUs so far")
+    exclude("runtime or on_loss", run.runtime != EAGER, f"on_loss needs the runtime eager; got {run.runtime}")
     if options.schedule not in SCHEDULES:
         raise UsageError(
             "on_loss needs a schedule that works with any number of stages, which a custom one does not; choose a "

@@ -25,7 +25,7 @@ from penstock.spec.plan import CacheDtype, Generation
 from penstock.tensors import HOST
 from penstock.text import one_line
 from penstock.zoo.optional import optional_import
-from penstock.zoo.weights.weights import ModuleWeights, PrefixedWeights, Weights
+from penstock.zoo.weights.weights import ModuleWeights, RenamedWeights, Weights
 
 BLOCK = 64  # attended lengths are multiples of this: masked positions beyond a sequence then change no bits
 WANTED = 8  # a call returns the logits of at most this many of its tokens
@@ -228,10 +228,12 @@ def decoder_call(model: Any, caches: Generation, weights: Weights | None = None)
     if (host := _on_host(model)) is not model:
         weights = weights or ModuleWeights(model)
     slots = caches.slots * caches.lanes
+    if weights is not None:
+        weights = RenamedWeights(weights, {f"model.{name}": name for name in weights.names()})
     decoder = CachedDecoder(host, slots=slots, length=caches.max_length, cache_dtype=caches.cache_dtype).eval()
     return ModelCall(
         model=decoder, kwargs=decoder.example(caches.slots, caches.chunk), dynamic=decoder.dynamic,
-        largest=decoder.largest, weights=None if weights is None else PrefixedWeights(weights, "model."),
+        largest=decoder.largest, weights=weights,
     )  # fmt: skip
 
 

@@ -81,7 +81,7 @@ class ByName(Generic[_Known]):
 
 def origin_of(weights: Weights, name: str) -> tuple[Weights, str]:
     """Return the weights that hold a tensor of these weights, and its name there."""
-    return weights.origin(name) if isinstance(weights, (ByName, PrefixedWeights)) else (weights, name)
+    return weights.origin(name) if isinstance(weights, ByName) else (weights, name)
 
 
 class PackedWeights(ABC, ByName[_Known]):
@@ -176,7 +176,34 @@ class RandomWeights(ModuleWeights):
         return ModuleWeights(self._draw())
 
 
-class JoinedWeights(ByName[Weights]):
+class DerivedWeights(ABC, ByName[_Known]):
+    """Tensors of other weights: `at` returns the weights that have a tensor, and its name there."""
+
+    @abstractmethod
+    def at(self, name: str) -> tuple[Weights, str]:
+        """Return where a tensor is; raises `ModelError` for a missing name."""
+
+    def shape(self, name: str) -> Shape:
+        """Return a tensor's shape without loading it."""
+        weights, there = self.at(name)
+        return weights.shape(there)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return a tensor's dtype without loading it."""
+        weights, there = self.at(name)
+        return weights.dtype(there)
+
+    def load(self, name: str) -> Tensor:
+        """Return one tensor, fresh or memory-mapped."""
+        weights, there = self.at(name)
+        return weights.load(there)
+
+    def origin(self, name: str) -> tuple[Weights, str]:
+        """Return the weights that hold a tensor, and its name there."""
+        return origin_of(*self.at(name))
+
+
+class JoinedWeights(DerivedWeights[Weights]):
     """Several sources as one; for each name the first source that has it is used.
 
     >>> JoinedWeights(TensorWeights({"a": torch.ones(2)}), TensorWeights({"b": torch.ones(3)})).shape("b")
@@ -189,24 +216,12 @@ class JoinedWeights(ByName[Weights]):
         super().__init__({name: part for part in reversed(parts) for name in part.names()})
         self.is_random = any(getattr(part, "is_random", False) for part in self._known.values())
 
-    def shape(self, name: str) -> Shape:
-        """Return a tensor's shape without loading it."""
-        return self._find(name).shape(name)
-
-    def dtype(self, name: str) -> torch.dtype:
-        """Return a tensor's dtype without loading it."""
-        return self._find(name).dtype(name)
-
-    def load(self, name: str) -> Tensor:
-        """Return one tensor."""
-        return self._find(name).load(name)
-
-    def origin(self, name: str) -> tuple[Weights, str]:
-        """Return the weights that hold a tensor, and its name there."""
-        return origin_of(self._find(name), name)
+    def at(self, name: str) -> tuple[Weights, str]:
+        """Return the first source that has a tensor, and its name."""
+        return self._find(name), name
 
 
-class RenamedWeights(ByName[str]):
+class RenamedWeights(DerivedWeights[str]):
     """Weights under other names: each name, and its name in `weights`.
 
     >>> RenamedWeights(TensorWeights({"fc.bias": torch.zeros(3)}), {"head.bias": "fc.bias"}).shape("head.bias")
@@ -219,51 +234,6 @@ class RenamedWeights(ByName[str]):
         super().__init__(names)
         self._weights = weights
 
-    def shape(self, name: str) -> Shape:
-        """Return a tensor's shape without loading it."""
-        return self._weights.shape(self._find(name))
-
-    def dtype(self, name: str) -> torch.dtype:
-        """Return a tensor's dtype without loading it."""
-        return self._weights.dtype(self._find(name))
-
-    def load(self, name: str) -> Tensor:
-        """Return one tensor, fresh or memory-mapped."""
-        return self._weights.load(self._find(name))
-
-    def origin(self, name: str) -> tuple[Weights, str]:
-        """Return the weights that hold a tensor, and its name there."""
-        return origin_of(self._weights, self._find(name))
-
-
-class PrefixedWeights:
-    """A model's weights with a prefix, as part of another module.
-
-    >>> PrefixedWeights(TensorWeights({"bias": torch.zeros(3)}), "model.").shape("model.bias")
-    (3,)
-
-    Every method raises `ModelError` for a missing name.
-    """
-
-    def __init__(self, weights: Weights, prefix: str) -> None:
-        self._weights, self._prefix = weights, prefix
-
-    def names(self) -> Collection[str]:
-        """Return every name that can be loaded."""
-        return [f"{self._prefix}{name}" for name in self._weights.names()]
-
-    def shape(self, name: str) -> Shape:
-        """Return a tensor's shape without loading it."""
-        return self._weights.shape(name.removeprefix(self._prefix))
-
-    def dtype(self, name: str) -> torch.dtype:
-        """Return a tensor's dtype without loading it."""
-        return self._weights.dtype(name.removeprefix(self._prefix))
-
-    def load(self, name: str) -> Tensor:
-        """Return one tensor, fresh or memory-mapped."""
-        return self._weights.load(name.removeprefix(self._prefix))
-
-    def origin(self, name: str) -> tuple[Weights, str]:
-        """Return the weights that hold a tensor, and its name there."""
-        return origin_of(self._weights, name.removeprefix(self._prefix))
+    def at(self, name: str) -> tuple[Weights, str]:
+        """Return the weights, and a tensor's name there."""
+        return self._weights, self._find(name)

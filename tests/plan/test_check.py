@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from penstock.errors import PlanError
-from penstock.plan.check import check_cuts, check_devices, check_made_from, check_plan, read_plan
+from penstock.plan.check import check_cuts, check_devices, check_plan, read_plan
 from penstock.spec.plan import decode_plan, encode_plan, write_plan
-from tests.spec.samples import make_cluster, make_plan, make_profile
+from tests.spec.samples import make_cluster, make_plan
 
 
 def test_a_plan_loads_back_equal(tmp_path: Path) -> None:
@@ -143,15 +143,6 @@ def test_devices_of_another_cluster() -> None:
     check_devices(make_plan(), make_cluster(1, 1, 1))
     with pytest.raises(PlanError, match=r"pipelines\[1\].*got 'c'"):
         check_devices(make_plan(), make_cluster(1, 1))
-
-
-def test_what_it_was_made_from() -> None:
-    plan, profile, cluster = make_plan(), make_profile([1, 1, 1]), make_cluster(1, 1, 1)
-    check_made_from(plan, profile, cluster)
-    with pytest.raises(PlanError, match=r"\w{16}, but the \w+ is \w{16}; replan"):
-        check_made_from(plan, make_profile([1, 1, 2]), cluster)
-    with pytest.raises(PlanError, match="the plan was made for the cluster"):
-        check_made_from(plan, profile, make_cluster(1, 1, 2))
 
 
 def test_the_sample_is_a_plan() -> None:

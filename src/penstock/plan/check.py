@@ -8,9 +8,8 @@ from itertools import pairwise
 from penstock.errors import PlanError
 from penstock.plan.schedule.schedules import DEFAULT_SCHEDULE, SCHEDULES, interleaves
 from penstock.spec.cluster import Cluster
-from penstock.spec.fields import NAME_RULE, fingerprint, is_name, read_bytes
+from penstock.spec.fields import NAME_RULE, is_name, read_bytes
 from penstock.spec.plan import Plan, PlannedPipeline, decode_plan
-from penstock.spec.profile import Profile
 from penstock.text import counted
 
 # tolerance for sums of weights and shares, which are floats
@@ -95,16 +94,6 @@ def check_devices(plan: Plan, cluster: Cluster) -> None:
     for where, name in (("loader", plan.loader), ("writer", plan.writer), *_device_places(plan)):
         if name not in known:
             _refuse(where, f"be a device of {cluster.name}", repr(name))
-
-
-def check_made_from(plan: Plan, profile: Profile, cluster: Cluster) -> None:
-    """Raise `PlanError` unless the plan was made from exactly this profile and this cluster."""
-    made_from = {"graph": profile.graph, "profile": fingerprint(profile), "cluster": fingerprint(cluster)}
-    for field, made in made_from.items():
-        if (given := getattr(plan, field)) != made:
-            raise PlanError(f"the plan was made for the {field} {given}, but the {field} is {made}; replan")
-    check_cuts(plan, profile.cuts)
-    check_devices(plan, cluster)
 
 
 def _check_schedule(plan: Plan) -> None:

@@ -61,7 +61,7 @@ def write_bundle(folder: Path, graph: Graph, plan: Plan, load: LoadState) -> lis
     folder.mkdir(parents=True, exist_ok=True)
     write_plan(folder / _PLAN, plan)
     first, last = pipelines[0][0][0], pipelines[0][-1][0]
-    write_text(folder / _INTERFACE, write_program(_interface(first, last)))
+    write_text(folder / _INTERFACE, write_program(replace(first, states=(), prelude=(), ops=(), outputs=last.outputs)))
     written = []
     for number, (pipeline, programs) in enumerate(zip(plan.pipelines, pipelines, strict=True)):
         for index, (stage, of_stage) in enumerate(zip(pipeline.stages, programs, strict=True)):
@@ -151,10 +151,6 @@ def hash_file(path: Path) -> str:
     except OSError as error:
         raise ProgramError(f"{path} cannot be read ({error.strerror}); copy the bundle again") from None
     return digest.hexdigest()
-
-
-def _interface(first: StageProgram, last: StageProgram) -> StageProgram:
-    return replace(first, states=(), prelude=(), ops=(), outputs=last.outputs)
 
 
 class _StateWeights:

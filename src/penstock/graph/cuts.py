@@ -140,7 +140,7 @@ def _operation_names(graph: Graph) -> dict[int, str]:
     for visit in graph.visits:
         if visit.op is None:
             continue
-        operator = graph.ops[visit.position].target.split(".")[1]
+        operator = graph.ops[visit.position].packet
         path = visit.calls[-1].path if visit.calls else ""
         base = f"{path}/{operator}"
         counts[base] += 1

@@ -119,17 +119,13 @@ def _follow(start: int, kinds: Sequence[set[str]], ops: Sequence[Op], near: Call
     """Return the last operation of a chain of operations of these kinds; casts may be in between."""
     reached = at = start
     for kind in kinds:
-        while (found := near(at)) and _kind(ops[found[0]]) in {"to", "type_as"}:
+        while (found := near(at)) and ops[found[0]].packet in {"to", "type_as"}:
             at = found[0]
-        matching = [index for index in found if _kind(ops[index]) in kind]
+        matching = [index for index in found if ops[index].packet in kind]
         if not matching:
             break
         reached = at = matching[0]
     return reached
-
-
-def _kind(op: Op) -> str:
-    return op.target.split(".")[1]
 
 
 def add_cache(module: nn.Module, name: str, *shape: int, dtype: torch.dtype = torch.float32) -> None:
@@ -166,7 +162,7 @@ def check_steps(graph: Graph) -> None:
     rooms = {
         op.arguments[3].expression
         for op in graph.ops
-        if _kind(op) == "narrow" and isinstance(op.arguments[3], Size) and isinstance(op.arguments[3].expression, str)
+        if op.packet == "narrow" and isinstance(op.arguments[3], Size) and isinstance(op.arguments[3].expression, str)
     }
     for op in (*graph.prelude, *graph.ops):
         if any(size.mentions(room) for size in _numbers(op) for room in rooms):
@@ -176,13 +172,13 @@ def check_steps(graph: Graph) -> None:
             )
     if (found := _reduction(graph)) is not None:
         raise CaptureError(
-            f"{graph.model} takes the {_kind(found)} over the positions of all sequences of a step, so a request's "
+            f"{graph.model} takes the {found.packet} over the positions of all sequences of a step, so a request's "
             "tokens would depend on others; use model.generate"
         )
 
 
 def _numbers(op: Op) -> Iterator[Size]:
-    kind = _kind(op)
+    kind = op.packet
     if kind in _NUMBERS:
         given: list[Argument] = [*op.arguments, *op.keywords.values()]
     elif kind == "arange":
@@ -201,7 +197,7 @@ def _reduction(graph: Graph) -> Op | None:
         value = graph.values.get(op.name)
         if not used & known or not used <= known | fixed or value is None:
             continue
-        if _kind(op) in _REDUCTIONS and _reduces_rows(op, graph):
+        if op.packet in _REDUCTIONS and _reduces_rows(op, graph):
             return op
         if not value.dtype.is_floating_point:
             known.add(op.name)

@@ -58,6 +58,11 @@ class Op:
     keywords: Mapping[str, Argument]
     no_grad: bool = False
 
+    @property
+    def packet(self) -> str:
+        """Name of the operator without namespace and overload: `addmm` of `aten.addmm.default`."""
+        return self.target.split(".")[1]
+
     def uses(self) -> Iterator[str]:
         """Yield the name of every value that this operation reads or writes."""
         yield from references(self.arguments)

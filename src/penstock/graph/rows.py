@@ -322,7 +322,7 @@ class _Labelling:
         named |= {key: settled(item, self._sizes, HOST, labelled) for key, item in given.items()}
         named = {key: named[key] for key in parameters if key in named}
         shown = self._graph.values.get(op.name) or self._graph.values.get(self._items.get(op.name, ""))
-        packet = op.target.split(".")[1]
+        packet = op.packet
         shape = shown.evaluate(self._sizes) if shown else ()
         depends = any(self._depends(key, str(parameters[key].type), item, named) for key, item in given.items())
         return OperatorCall(packet.rstrip("_"), operator, named, shape, self._apart), depends
@@ -354,7 +354,7 @@ class _Labelling:
         calls = next((visit.calls for visit in self._graph.visits if visit.op == op.name), ())
         dim = self._read(op)[0].named.get("dim") if op.target != GETITEM else None
         dims = f" over dimension {dim}" if isinstance(dim, int) else ""
-        return Mixing(calls[-1].path if calls else "", op.target.split(".")[1], dims)
+        return Mixing(calls[-1].path if calls else "", op.packet, dims)
 
 
 def _fitted(labels: Tensor, shape: tuple[int, ...] | torch.Size) -> Tensor:

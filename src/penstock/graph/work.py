@@ -40,9 +40,9 @@ def _work(graph: Graph, op: Op, sizes: Mapping[str, int]) -> float:
     if _is_view(op):
         return SECONDS_PER_CALL / 4
     result = _result(graph, op, sizes)
-    shapes = _shapes(graph, op, sizes)
+    shapes = [graph.values[name].evaluate(sizes) for name in op.uses() if name in graph.values]
     flops = _flops(op, shapes, result)
-    kind = op.target.split(".")[1]
+    kind = op.packet
     moved = 4 * (math.prod(result) + sum(math.prod(shape) for shape in shapes))
     if kind in _CHOSEN_ROWS and shapes:
         others = sum(math.prod(shape) for shape in shapes[1:])
@@ -66,13 +66,9 @@ def _result(graph: Graph, op: Op, sizes: Mapping[str, int]) -> Shape:
     return value.evaluate(sizes) if value else (0,)
 
 
-def _shapes(graph: Graph, op: Op, sizes: Mapping[str, int]) -> list[Shape]:
-    return [graph.values[name].evaluate(sizes) for name in op.uses() if name in graph.values]
-
-
 def _flops(op: Op, shapes: list[Shape], result: Shape) -> float:
     """Return the FLOPs of matrix products, two per multiply-add; other operations count 0."""
-    kind = op.target.split(".")[1]
+    kind = op.packet
     if kind in {"linear", "mm", "bmm", "matmul"} and shapes:
         return 2.0 * math.prod(result) * (shapes[0][-1] if shapes[0] else 1)
     if kind in {"addmm", "baddbmm"} and len(shapes) > 1:

@@ -106,10 +106,6 @@ def draw_comparison(rows: Sequence[Row], folder: Path) -> list[Path]:
     return files
 
 
-def _short(value: float) -> str:
-    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
-
-
 def _bars(rows: Sequence[Row], values: Sequence[float | None], label: str, file: Path) -> None:
     from matplotlib.figure import Figure
 
@@ -118,7 +114,8 @@ def _bars(rows: Sequence[Row], values: Sequence[float | None], label: str, file:
     places = range(len(rows))
     axes.bar(places, [value or 0.0 for value in values], color=_COLOR, width=0.6)
     for place, row, value in zip(places, rows, values, strict=True):
-        text = "out of memory" if row.out_of_memory else "failed" if value is None else _short(value)
+        failed = "out of memory" if row.out_of_memory else "failed"
+        text = failed if value is None else f"{value:.0f}" if value >= 100 else f"{value:.3g}"
         axes.annotate(text, (place, value or 0.0), xytext=(0, 2), textcoords="offset points", ha="center", fontsize=8)
     batches = {row.settings.batch_size for row in rows}
     names = [

@@ -35,7 +35,8 @@ def name_of(row: Mapping[str, Any]) -> str:
 
 def compare_counts(pipelines: Sequence[Compared]) -> list[str]:
     """Describe for each stage count the losses of its fastest pipeline, and the gain of further stages."""
-    best = _best_of_counts(pipelines)
+    counts = ([item for item in pipelines if item.row["stages"] == count] for count in _counts(pipelines))
+    best = [max(items, key=lambda item: item.row["speedup"]) for items in counts]
     lines = []
     for item in best:
         account = item.account
@@ -141,13 +142,6 @@ def _crossing(item: Compared) -> str:
 
 def _counts(pipelines: Sequence[Compared]) -> list[int]:
     return sorted({item.row["stages"] for item in pipelines})
-
-
-def _best_of_counts(pipelines: Sequence[Compared]) -> list[Compared]:
-    return [
-        max((item for item in pipelines if item.row["stages"] == count), key=lambda item: item.row["speedup"])
-        for count in _counts(pipelines)
-    ]
 
 
 _COLORS = {

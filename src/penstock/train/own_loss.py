@@ -95,7 +95,7 @@ class OwnLoss:
         op = self._ops.get(name)
         if op is None:
             raise _UnknownError(f"it is computed from the input {name}")
-        target = _target(op)
+        target = op.packet
         operands = [each for each in op.uses() if each in self._depending]
         if any(self._row_dims(each) for each in operands):
             self._reduce(op, target)
@@ -177,10 +177,6 @@ def _depending(graph: Graph) -> set[str]:
         if not found.isdisjoint(op.uses()):
             found.add(op.name)
     return found
-
-
-def _target(op: Op) -> str:
-    return op.target if op.target == GETITEM else op.target.split(".")[1]
 
 
 def _first(op: Op) -> str | None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import PlanError, RunError
-from penstock.graph.ops import GETITEM, Op, Ref
+from penstock.graph.ops import Op, Ref
 from penstock.graph.program import StageProgram, operations_of
 from penstock.runtime.bfloat16 import check_bfloat16
 from penstock.runtime.eager import Runtime, compare_outputs
@@ -168,7 +168,7 @@ def check_inputs(name: str, values: Sequence[Value], tensors: Sequence[Tensor]) 
 
 
 def _bound(name: str, op: Op, bounds: Mapping[str, int], seen: Mapping[str, Any]) -> int:
-    packet = "getitem" if op.target == GETITEM else op.target.split(".")[1]
+    packet = op.packet
     given = [*op.arguments, *op.keywords.values()]
     from_floats = any(
         isinstance(item, Ref) and isinstance(seen.get(item.name), Tensor) and seen[item.name].is_floating_point()

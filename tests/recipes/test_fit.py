@@ -385,3 +385,8 @@ def test_what_is_for_images_is_refused_for_text(option: str, value: Any, tmp_pat
     given = settings(tmp_path / "run", model="hf:gpt2", data=str(text), **{option: value})
     with pytest.raises(UsageError, match=rf"--{option.replace('_', '-')} is for images"):
         make_task(given)
+
+
+def test_length_is_for_every_kind_of_text(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--length is for sentences and text"):
+        make_task(settings(tmp_path / "run", model="timm:resnet18", data="digits", length=8))

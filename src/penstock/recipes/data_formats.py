@@ -73,9 +73,10 @@ def make_task(settings: "FitSettings", agree: "Agree" = lambda _find: []) -> "Ta
     check_stored(path)
     found = next(known for known in FORMATS.values() if known.holds(path))
     defaults = {field.name: field.default for field in msgspec.structs.fields(settings)}
-    for name, known in FORMATS.items():
-        for option in set(known.options) - set(found.options):
-            if getattr(settings, option) != defaults[option]:
-                raise UsageError(f"--{option.replace('_', '-')} is for {name}, not for {settings.data}; leave it out")
+    options = {option for known in FORMATS.values() for option in known.options}
+    for option in options - set(found.options):
+        if getattr(settings, option) != defaults[option]:
+            kinds = " and ".join(name for name, known in FORMATS.items() if option in known.options)
+            raise UsageError(f"--{option.replace('_', '-')} is for {kinds}, not for {settings.data}; leave it out")
     made = found.task(settings, agree)
     return replace(made, metadata={**metadata_of(settings), **made.metadata})

@@ -142,3 +142,17 @@ def test_cores_that_may_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_CPU", "0.35")
     assert usable_cpus() == 0.35
     assert available_cores() == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's")
+@pytest.mark.parametrize(("call", "variables", "count"), [
+    ("share_arena()", {}, 1), ("", {}, 2), ("share_arena()", {"MALLOC_ARENA_MAX": "8"}, 2),
+])  # fmt: skip
+def test_threads_share_an_arena(call: str, variables: dict[str, str], count: int) -> None:
+    code = (
+        f"import ctypes, threading\nfrom penstock.resources import share_arena\n{call}\nlibrary = ctypes.CDLL(None)\n"
+        "thread = threading.Thread(target=library.malloc, args=(1000,))\nthread.start()\nthread.join()\n"
+        "library.malloc_stats()"
+    )
+    ended = run_python("-c", code, deadline_s=60, env=variables)
+    assert ended.stderr.count("Arena ") == count

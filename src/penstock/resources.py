@@ -12,6 +12,7 @@ from penstock.errors import OutOfMemory, RunError
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _ADDRESSES = 2 * 2**30  # for threads, models and data, in addition to libraries
+_ARENA_MAX = -8  # an option of glibc's mallopt
 
 
 def resident_bytes(pid: int | None = None) -> int | None:
@@ -81,6 +82,16 @@ def release_freed() -> None:
     """Return freed memory to the system; glibc keeps that of each thread, which may have decoded a large image."""
     with contextlib.suppress(AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def share_arena() -> None:
+    """Let all threads of this process allocate from one of glibc's arenas, so that each uses what others freed.
+
+    Call it first in a process that runs stages; `MALLOC_ARENA_MAX` in the environment takes precedence.
+    """
+    if "MALLOC_ARENA_MAX" not in os.environ:
+        with contextlib.suppress(AttributeError):  # another C library
+            ctypes.CDLL(None).mallopt(_ARENA_MAX, 1)
 
 
 def limit_bytes() -> int | None:

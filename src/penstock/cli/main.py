@@ -15,7 +15,7 @@ from penstock.cli.help import Verb
 from penstock.cli.paths import with_paths
 from penstock.cluster.lab.processes import ignore_late_signals
 from penstock.errors import PenstockError, UsageError
-from penstock.resources import check_addresses
+from penstock.resources import check_addresses, share_arena
 from penstock.text import plain, say
 from penstock.version import __version__
 
@@ -144,6 +144,7 @@ def main(arguments: list[str] | None = None) -> int:
             if arguments[0] != "train" or (cluster.exists() and not is_lab(cluster)):
                 return run_on_cluster(cluster, rest)
         if arguments and arguments[0] not in _WITHOUT_MODELS:
+            share_arena()
             check_addresses()
         app(arguments, standalone_mode=True)
     except SystemExit as end:

@@ -23,6 +23,7 @@ from penstock.group.entry import join_local
 from penstock.group.launcher import leave_with_parent
 from penstock.group.regroup import renew
 from penstock.group.world import Leave, World
+from penstock.resources import share_arena
 from penstock.runtime.torch_settings import applied
 from penstock.transport.base import send_bytes
 from penstock.wire import FEEDER
@@ -107,6 +108,7 @@ def main(prepare: Prepare = _nothing) -> int:
 
     `prepare` adds jobs, which depend only on this process's own command line.
     """
+    share_arena()
     parser = argparse.ArgumentParser()
     more = prepare(parser)
     for name in ("port", "rank", "size"):

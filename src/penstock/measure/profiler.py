@@ -41,11 +41,14 @@ from penstock.zoo.models.models import ZooModel
 ROWS = (1, 2, 4, 8)
 # under torchrun and on hosts, a worker is the command's own process, which is larger than a locally started worker
 _MEASURE_BASE = """
+import penstock.resources
+penstock.resources.share_arena()
 import torch
 import penstock.cli.main
 import penstock.cli.bench
 import penstock.cli.infer
-import penstock.resources
+import penstock.deploy.worker
+import penstock.transport.zeromq
 torch.set_num_threads(1)
 torch.nn.functional.linear(torch.randn(8, 64), torch.randn(64, 64))
 print(penstock.resources.anonymous_bytes())

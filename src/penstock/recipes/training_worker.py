@@ -8,11 +8,13 @@ from pathlib import Path
 
 from penstock.errors import PenstockError
 from penstock.group.launcher import leave_with_parent
+from penstock.resources import share_arena
 from penstock.terminal.progress import working
 
 
 def main() -> int:
     """Train with the settings in a file; the first process writes the result next to this file."""
+    share_arena()
     parser = argparse.ArgumentParser()
     parser.add_argument("settings", type=Path)
     parser.add_argument("--rank", type=int, help="rank of this process, if torchrun's variables are not set")

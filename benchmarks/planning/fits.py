@@ -1,8 +1,9 @@
-"""What `penstock fits` counts against what processes hold: inference and answers in two processes, training in two.
+"""What `penstock fits` counts against what processes hold: inference, answers and training, each in two processes.
 
 Everything is counted in a process of its own, before a run, from the model's name alone; weights are random.
 """
 
+import contextlib
 import socket
 import subprocess
 import sys
@@ -15,7 +16,6 @@ from typing import Any
 from PIL import Image
 
 from benchmarks.planning.memory import BATCH, measure_training, write_text
-from penstock.group.entry import WORKER
 from penstock.plan.candidates import PlanRequest
 from penstock.plan.choose import choose
 from penstock.plan.needs import stage_needs
@@ -51,6 +51,9 @@ _NAMES = (socket.gethostname(), f"{socket.gethostname()}:1")  # as under torchru
 _TWO = Cluster(devices=tuple(Device(name=name, speed=1.0, memory_bytes=2**36) for name in _NAMES))
 _COUNT = """
 import sys
+from penstock.resources import share_arena
+share_arena()  # as the command does, which has also imported this
+import penstock.cli.fits, penstock.cli.main
 from penstock.recipes.profiled import count_inference, count_training
 from penstock.recipes.settings import FitSettings
 from penstock.spec.profile import write_profile
@@ -70,9 +73,8 @@ def fits_rows(only: str | None = None, *, quick: bool = False) -> list[dict[str,
         (folder / "images").mkdir()
         for number in range(24):
             Image.effect_noise((256, 256), number).convert("RGB").save(folder / f"images/{number}.jpg")
-        rows = [
-            _stream(f"timm:{model}", folder, ["infer", "--images", str(folder / "images")]) for model in IMAGES[some]
-        ]
+        pictures = ["infer", "--images", str(folder / "images"), "--output", str(folder / "predictions.csv")]
+        rows = [_stream(f"timm:{model}", folder, pictures) for model in IMAGES[some]]
         for hidden, layers, slots, length in DECODERS[some]:
             sizes: dict[str, Any] = {
                 "num_hidden_layers": layers,
@@ -84,7 +86,7 @@ def fits_rows(only: str | None = None, *, quick: bool = False) -> list[dict[str,
             words = len(load_tokenizer(f"hf:{folder}")("Pipe ")["input_ids"])
             text = "Pipe " * ((length - _NEW - 8) // words)
             prompts = [word for number in range(3 * slots) for word in ("--prompt", f"{number} {text}")]
-            command = ["generate", *prompts, "--max-new-tokens", str(_NEW), "--max-length", str(length)]
+            command = ["generate", *prompts, "--max-new-tokens", str(_NEW)]
             rows.append(_stream(f"hf:{folder}", folder, command, slots, length))
         text = write_text(folder / "text.txt")
         for model, schedule in TRAININGS[some]:
@@ -107,12 +109,9 @@ def _stream(model: str, folder: Path, command: list[str], rows: int = 1, length:
     choice = choose(profile, _TWO, PlanRequest(rows=(rows,), replicas=False, alternate=False))
     write_plan(folder / "plan.json", choice.plan)
     verb, *options = command
-    if profile.generation:
-        options = [x for x in options if x not in {"--max-length", str(length)}]
-    run = ["-m", "penstock", verb, model, *options, "--plan", str(folder / "plan.json")]
-    if profile.generation:  # on this machine alone, the first process would only sample, beside the plan's two
-        run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *run]
-    run = [sys.executable, *run]
+    # without torchrun, the first process would hold no stage, beside the plan's two
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+           "-m", "penstock", verb, model, *options, "--plan", str(folder / "plan.json")]  # fmt: skip
     peaks: dict[str, int] = {}
     with subprocess.Popen(run, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         while process.poll() is None:
@@ -130,14 +129,8 @@ def _stream(model: str, folder: Path, command: list[str], rows: int = 1, length:
 
 
 def _devices(parent: int) -> Iterator[tuple[str, int]]:
-    """Yield the devices of a run and their processes: the command with its worker, or two ranks under torchrun."""
-    yield _NAMES[0], parent
+    """Yield the devices of a run and their processes, the ranks under torchrun."""
     for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
-        try:
-            command, given = (Path(f"/proc/{pid}/{name}").read_text() for name in ("cmdline", "environ"))
-        except OSError:
-            continue
-        if WORKER in command or "\0RANK=1\0" in given:
-            yield _NAMES[1], int(pid)
-        elif "\0RANK=0\0" in given:
-            yield _NAMES[0], int(pid)
+        with contextlib.suppress(OSError):
+            given = Path(f"/proc/{pid}/environ").read_text()
+            yield from ((name, int(pid)) for rank, name in enumerate(_NAMES) if f"\0RANK={rank}\0" in given)

@@ -134,6 +134,11 @@ def count_inference(
     choice = parse_runtime(runtime)
     if not (choice == EAGER or choice.is_stored):
         raise UsageError(f"memory is counted for eager and onnxruntime:stored; got {runtime}; use one of these")
+    # the driver also holds the modules of its recipe, and of its connections
+    import penstock.recipes.predict_images
+    import penstock.recipes.texts
+    import penstock.transport.zeromq  # noqa: F401
+
     base_bytes = worker_bytes()
     if is_language_model(name) and not whole:
         caches = Generation(slots=1, lanes=1, max_length=max_length, cache_dtype=cache_dtype)

@@ -15,7 +15,6 @@ from typing import Any
 import gguf
 import numpy as np
 import transformers
-from msgspec.structs import replace
 
 from benchmarks.labs import lab_text
 from penstock.cluster.lab import lab_session, read_lab
@@ -26,7 +25,7 @@ from penstock.plan.needs import fit
 from penstock.recipes.profiled import count_inference
 from penstock.resources import anonymous_bytes
 from penstock.spec.cluster import Cluster, Device
-from penstock.spec.plan import Plan, write_plan
+from penstock.spec.plan import write_plan
 from tests.generate.tokens import save_model
 from tests.test_packing import raw_weight
 from tests.zoo.test_gguf import write_gguf
@@ -90,20 +89,10 @@ def main() -> None:
         found["needs_mb"] = {stage.device: round(stage.total / 1e6) for stage in four.stages}
         if not given.only_fits:
             plan = choose(costs, Cluster(devices=tuple(hosts)), request).plan
-            write_plan(given.folder / "plan.json", _stored(plan))
+            write_plan(given.folder / "plan.json", plan)
             found |= _run(given.folder, model, given.memory)
     print(json.dumps(found, indent=1))
     given.json.write_text(json.dumps(found, indent=1) + "\n")
-
-
-def _stored(plan: Plan) -> Plan:
-    """Return the plan on the runtime whose bytes were counted; the planner chooses only among measured ones."""
-    engine, precision = _RUNTIME.split(":")
-    pipelines = [
-        replace(line, stages=tuple(replace(each, runtime=engine, precision=precision) for each in line.stages))
-        for line in plan.pipelines
-    ]
-    return replace(plan, pipelines=tuple(pipelines))
 
 
 def _run(folder: Path, model: str, memory: int) -> dict[str, Any]:

@@ -305,3 +305,11 @@ def test_plans_within_the_noise_of_the_profile_are_counted() -> None:
     assert ("1 other plan is that near" in line) == (len(near) == 1)
     assert ("other plan" in line) == bool(near)
     assert noise_lines(choice, make_profile([1.0] * 8)) == []
+
+
+def test_counted_costs_are_planned_for_the_runtime_whose_bytes_they_have() -> None:
+    stored = RuntimeColumn(runtime="onnxruntime", precision="stored", forward_s=(1.0,), eager_s=(1.0,), error=0.0)
+    profile = msgspec.structs.replace(make_profile([1.0] * 4), runtimes=(stored,))
+    counted = msgspec.structs.replace(profile, device="counted")
+    assert make_plan(counted, make_cluster(1, 1), PLAIN).runtimes == ["onnxruntime:stored"]
+    assert make_plan(profile, make_cluster(1, 1), PLAIN).runtimes == ["eager"]

@@ -12,7 +12,7 @@ from penstock.graph.work import SECONDS_PER_CROSSING_BYTE, count_work
 from penstock.measure.backward import Loss, TrainingBytes, loss_bytes, unit_bytes
 from penstock.measure.costs import cached_by_units, held_by_units, line_through, working_bytes
 from penstock.runtime.onnx.blocks import PART_BYTES
-from penstock.spec.profile import Boundary, Profile, Unit
+from penstock.spec.profile import COUNTED, Boundary, Profile, Unit
 
 
 def counted_profile(graph: Graph, rows: int, count: Callable[[Sequence[Cut]], Sequence[Unit]] | None = None) -> Profile:
@@ -35,7 +35,7 @@ def counted_profile(graph: Graph, rows: int, count: Callable[[Sequence[Cut]], Se
         for (start, stop), unit in zip(pairwise(positions), counted, strict=True)
     )
     return Profile(
-        model=graph.model, graph=graph_fingerprint(graph), device="counted", threads=1, rows=(rows,),
+        model=graph.model, graph=graph_fingerprint(graph), device=COUNTED, threads=1, rows=(rows,),
         boundaries=boundaries_of(graph, cuts), units=units,
         send_s_per_byte=SECONDS_PER_CROSSING_BYTE, receive_s_per_byte=SECONDS_PER_CROSSING_BYTE,
     )  # fmt: skip

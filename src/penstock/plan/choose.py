@@ -12,7 +12,7 @@ from penstock.plan.check import check_plan
 from penstock.plan.cost.frozen import without_cuts
 from penstock.plan.cost.predict import predict
 from penstock.plan.cost.problem import Problem
-from penstock.plan.cost.stage_cost import Columns, Vector, columns_of, columns_within, computed_on
+from penstock.plan.cost.stage_cost import Vector, columns_of, columns_within, computed_on, counted_columns
 from penstock.plan.schedule.schedules import DEFAULT_SCHEDULE
 from penstock.spec.cluster import Cluster, Device
 from penstock.spec.fields import fingerprint
@@ -56,9 +56,8 @@ def choose(profile: Profile, cluster: Cluster, request: PlanRequest) -> Choice:
             )
         request = replace(request, replicas=False, alternate=False)
     candidates: list[Candidate] = []
-    columns: Columns = {}
-    if request.max_error is not None:
-        columns = columns_within(profile, cluster, request.max_error)
+    limit = request.max_error
+    columns = counted_columns(profile, cluster) if limit is None else columns_within(profile, cluster, limit)
     problems = [Problem(profile, cluster, setting, columns) for setting in request.settings(profile)]
     for problem in problems:
         candidates += candidates_of(problem, request)

@@ -5,7 +5,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import torch
@@ -28,8 +28,8 @@ from penstock.recipes.data_formats import make_task
 from penstock.recipes.settings import FitSettings
 from penstock.recipes.tasks import Task, logits_of
 from penstock.runtime.registry import EAGER, RuntimeChoice, parse_runtime
-from penstock.spec.plan import CacheDtype, Generation
-from penstock.spec.profile import Profile
+from penstock.spec.plan import CacheDtype, Generation, Precision
+from penstock.spec.profile import Profile, RuntimeColumn
 from penstock.zoo.models.language import is_language_model
 from penstock.zoo.models.models import ZooModel, load_model
 from penstock.zoo.weights.weights import Weights
@@ -149,10 +149,18 @@ def count_inference(
         caches, full, chunk, weights = None, {}, None, zoo.weights
         graph = capture(zoo.module, zoo.example_args, zoo.example_kwargs)
     more_bytes = script_bytes(base_bytes)
+    columns: tuple[RuntimeColumn, ...] = ()
     if choice.is_stored:
         graph = with_packings(graph, weights, [runtime])
+        # in nominal seconds, as those of the units
+        columns = (RuntimeColumn(
+            runtime=choice.name, precision=cast(Precision, choice.precision), forward_s=(1.0,), eager_s=(1.0,),
+            error=0.0,
+        ),)  # fmt: skip
     made = counted_profile(graph, 1, partial(units_in_bytes, graph, rows=1, largest=full, single=chunk))
-    return msgspec.structs.replace(made, model=name, base_bytes=base_bytes, script_bytes=more_bytes, generation=caches)
+    return msgspec.structs.replace(
+        made, model=name, base_bytes=base_bytes, script_bytes=more_bytes, generation=caches, runtimes=columns
+    )
 
 
 def count_training(settings: FitSettings) -> Profile:

@@ -11,6 +11,8 @@ from penstock.errors import ProfileError
 from penstock.spec.fields import decode_json, read_bytes, write_json
 from penstock.spec.plan import Generation, Precision, runtime_name
 
+COUNTED = "counted"  # the device of a profile without measurements
+
 
 class Boundary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A place between two units, or the model's input or output: its name and the bytes of one message across it.

@@ -38,7 +38,7 @@ from penstock.errors import PlanError
 from penstock.plan.schedule.schedules import SCHEDULES
 from penstock.spec.cluster import Cluster
 from penstock.spec.plan import Plan, PlannedPipeline, PlannedStage, num_lanes, runtime_name
-from penstock.spec.profile import Profile, RuntimeColumn, interpolate
+from penstock.spec.profile import COUNTED, Profile, RuntimeColumn, interpolate
 from penstock.wire import BUCKET_BYTES, NUM_ALL_REDUCES
 
 Vector: TypeAlias = NDArray[np.float64]
@@ -274,6 +274,12 @@ def columns_within(profile: Profile, cluster: Cluster, max_error: float) -> Colu
             )
     found = {name: _fastest(profile, max_error, names) for name, names in has.items()}
     return {name: column for name, column in found.items() if column is not None}
+
+
+def counted_columns(profile: Profile, cluster: Cluster) -> Columns:
+    """Return for each device the runtime whose bytes a counted profile has; measured profiles have those of eager."""
+    counted = profile.runtimes if profile.device == COUNTED else ()
+    return {device.name: column for device in cluster.devices for column in counted}
 
 
 def columns_of(plan: Plan, profile: Profile) -> Columns | None:

@@ -20,7 +20,7 @@ setup: .venv/.ready
 demo: .venv/.demo
 	$(BIN)/penstock demo
 
-TESTS := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+TESTS := $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 test: check
 	$(TESTS) -m "not long" --ignore tests/test_budget.py

@@ -179,7 +179,7 @@ def test_predictions_on_another_runtime(penstock: Run, photos: Path, tmp_path: P
     assert [row["prediction"] for row in other] == [row["prediction"] for row in eager]
     status, _, err = penstock(*given, "--runtime", "abacus", "-o", tmp_path / "none.csv")
     assert status == 2
-    assert "one of eager, compiled, onnxruntime, openvino; got 'abacus'" in err
+    assert "got 'abacus'" in err
 
 
 def test_an_unreadable_image_is_named_and_the_rest_is_done(penstock: Run, photos: Path, tmp_path: Path) -> None:

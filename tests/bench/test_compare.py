@@ -49,6 +49,7 @@ class TwoRowsPerSecond:
         return [], [count / 2 for _ in ranks]
 
 
+@pytest.mark.long
 def test_a_limit_that_is_measured_beside_the_stages_is_taken_around_every_pass() -> None:
     world = start_local(2)
     limits: list[TwoRowsPerSecond] = []

@@ -50,7 +50,7 @@ def bound(verb: str, address: str) -> list[str]:
     return ["--bind", address] if verb == "train" else ["--set", f"bind={address}"]
 
 
-@pytest.mark.parametrize(("bind", "address"), [((), "127.0.0.1"), (("--set", "bind=127.0.0.2"), "127.0.0.2")])
+@pytest.mark.parametrize(("bind", "address"), [long((), "127.0.0.1"), (("--set", "bind=127.0.0.2"), "127.0.0.2")])
 def test_one_process_under_torchrun(bind: tuple[str, ...], address: str, photos: Path, tmp_path: Path) -> None:
     port = str(free_port())
     env = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}

@@ -51,7 +51,7 @@ def _expected(how: tuple[torch.dtype, Any]) -> Outcome:
     [
         (3, EXACT, {}),
         long(1, EXACT, {}),
-        (3, SINGLE, {"hosts": ["a", "b", "a"], "cluster": None}),
+        long(3, SINGLE, {"hosts": ["a", "b", "a"], "cluster": None}),
         long(3, EXACT, {"replicate": False}),
         long(2, EXACT, {"arranged": {"stages": 4, "schedule": "interleaved"}}),
         long(3, SINGLE, {"arranged": {"stages": 3, "schedule": "zero-bubble"}, "replicate": False}),

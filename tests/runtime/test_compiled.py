@@ -103,7 +103,8 @@ def alike(given: Captured, size: int, steps: Any, loss_fn: Any, **settings: Any)
     assert max(errors(wanted[2], found[2]).values()) < CLOSE
 
 
-@pytest.mark.parametrize("checkpointing", [long(False), True])
+@pytest.mark.long
+@pytest.mark.parametrize("checkpointing", [False, True])
 def test_training_with_random_operators(checkpointing: bool) -> None:
     given = Captured(seeded(Learner).train(), (torch.randn(4, 4),))
     steps = [(torch.randn(8, 4), torch.randint(0, 3, (8,))) for _ in range(2)]

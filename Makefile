@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup demo test test-all check types docs lint imports budget format clean
+.PHONY: setup demo test suite test-all check types docs lint imports budget format clean
 
 setup: .venv/.ready
 
@@ -20,9 +20,14 @@ setup: .venv/.ready
 demo: .venv/.demo
 	$(BIN)/penstock demo
 
+CHECKS := types docs lint imports budget
 TESTS := $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
-test: check
+# beside the tests, whose processes often wait
+test: setup
+	$(MAKE) --no-print-directory --jobs 2 suite $(CHECKS)
+
+suite: setup
 	$(TESTS) -m "not long" --ignore tests/test_budget.py
 
 # what takes long and guards what rarely changes, and all examples of properties (see tests/conftest.py and
@@ -32,7 +37,7 @@ test-all: setup
 
 # side by side, since each of them uses one core
 check: setup
-	$(MAKE) --no-print-directory --jobs 2 --output-sync types docs lint imports budget
+	$(MAKE) --no-print-directory --jobs 2 --output-sync $(CHECKS)
 
 types: setup
 	$(BIN)/mypy

@@ -92,7 +92,7 @@ def test_a_run_that_ends_early_reports_how_to_continue(
         raise ending[-1]
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop._Fit, "_note", ends)
+        patch.setattr(loop.TrainingLoop, "_note", ends)
         status, _, err = penstock(*given)
         assert (status, err.splitlines()[-1]) == (
             1,
@@ -104,7 +104,7 @@ def test_a_run_that_ends_early_reports_how_to_continue(
         assert (status, "remove the folder, or choose another --output" in err) == (2, True)
     shutil.rmtree(tmp_path / "run")
     assert penstock(*given)[0] == 0
-    monkeypatch.setattr(loop._Fit, "_note", ends)
+    monkeypatch.setattr(loop.TrainingLoop, "_note", ends)
     again = [*given, "--steps", 6, "--resume"]
     assert penstock(*again)[2].endswith("error: rank 1 is lost; continue with --resume from step 4\n")
     ending.append(RunError("the disk is full; free space and continue with --resume"))

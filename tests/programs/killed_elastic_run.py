@@ -9,7 +9,8 @@ from typing import Any
 
 from penstock.elastic.cache import shard
 from penstock.errors import PenstockError
-from penstock.recipes.loop import _Fit, fit_here
+from penstock.recipes.launch import fit_here
+from penstock.recipes.loop import TrainingLoop
 from penstock.recipes.settings import read_settings
 from penstock.train import migration
 
@@ -42,9 +43,9 @@ if moment == "fill":
 elif moment == "move":
     before(migration, "_move", count)
 elif moment == "step":
-    before(_Fit, "_note", lambda run: run._trainer.step)
+    before(TrainingLoop, "_note", lambda run: run._trainer.step)
 elif moment == "validation":
-    before(_Fit, "_validate", lambda run: run._trainer.step)
+    before(TrainingLoop, "_validate", lambda run: run._trainer.step)
 try:
     fit_here(read_settings(Path(file)))
 except PenstockError as error:

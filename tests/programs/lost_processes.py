@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.recipes.launch import fit
-from penstock.recipes.loop import _Fit
+from penstock.recipes.loop import TrainingLoop
 from penstock.recipes.metrics import FitResult
 from penstock.recipes.settings import FitSettings
 
@@ -30,16 +30,16 @@ def train(joins_after: str = "", **changes: Any) -> FitResult:
 
 def wait() -> None:
     """The last of four processes is killed, and the others wait for another."""
-    updates, update = list[int](), _Fit._update
+    updates, update = list[int](), TrainingLoop._update
 
-    def dies(run: _Fit) -> bool:
+    def dies(run: TrainingLoop) -> bool:
         updates.append(0)
         if rank == 3 and len(updates) == 7:
             (folder / "lost").touch()
             os.kill(os.getpid(), signal.SIGKILL)
         return update(run)
 
-    _Fit._update = dies  # type: ignore[assignment, method-assign]
+    TrainingLoop._update = dies  # type: ignore[assignment, method-assign]
     result = train("lost", stages=2, replicas=2, batch_size=64, steps=24, lr=1e-2, checkpoint_every=5, on_loss="wait")
     assert result.last is not None
     if rank <= 0:
@@ -48,14 +48,14 @@ def wait() -> None:
 
 def end(moment: str) -> None:
     """The second of two processes is killed at the end of an epoch, and the first goes on alone."""
-    function = getattr(_Fit, moment)
+    function = getattr(TrainingLoop, moment)
 
-    def dies(run: _Fit, *args: Any) -> Any:
+    def dies(run: TrainingLoop, *args: Any) -> Any:
         if rank == 1 and run._trainer.step == 9 and run._loader.position == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         return function(run, *args)
 
-    setattr(_Fit, moment, dies)
+    setattr(TrainingLoop, moment, dies)
     result = train(
         stages=2, batch_size=64, steps=24, checkpoint_every=4, on_loss="continue", clip=1.0, lr_schedule="cosine"
     )
@@ -64,9 +64,9 @@ def end(moment: str) -> None:
 
 def join() -> None:
     """The second of two processes is killed, the first goes on alone, and another joins in the same epoch."""
-    update = _Fit._update
+    update = TrainingLoop._update
 
-    def dies(run: _Fit) -> bool:
+    def dies(run: TrainingLoop) -> bool:
         if rank == 1 and run._trainer.step == 2:
             os.kill(os.getpid(), signal.SIGKILL)
         if rank == 0 and len(run._trainer.changes) == 1:
@@ -74,7 +74,7 @@ def join() -> None:
             time.sleep(0.4)
         return update(run)
 
-    _Fit._update = dies  # type: ignore[assignment, method-assign]
+    TrainingLoop._update = dies  # type: ignore[assignment, method-assign]
     result = train("alone", stages=1, replicas=2, batch_size=8, steps=67, on_loss="continue")
     assert result.last is not None
     (folder / f"rank{rank}").write_text(f"{result.last.batch_rows} {result.last.train_loss:.6f}")

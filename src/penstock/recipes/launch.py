@@ -1,29 +1,45 @@
 """Start of a training run: in this process, in new processes on this machine, or on the hosts of a lab."""
 
+import contextlib
+import dataclasses
 import json
 import os
 import signal
 import time
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import msgspec
+import torch
 
 from penstock import errors
 from penstock.cluster.lab import Lab, lab_session, read_lab
 from penstock.cluster.output import EndTogether, OutputLine, print_line
-from penstock.errors import OutOfMemory, PenstockError, RunError, UsageError
+from penstock.deploy.run_options import ModelCall, RunOptions, Trace
+from penstock.errors import DataError, OutOfMemory, PenstockError, RunError, UsageError
 from penstock.files import written_whole
 from penstock.group.addresses import BIND, free_port
-from penstock.group.entry import meeting_place, under_torchrun
+from penstock.group.entry import join_torchrun, meeting_place, under_torchrun
 from penstock.group.launcher import LocalWorkers, WorkerExit, module_command, module_path
-from penstock.recipes.loop import fit_here
+from penstock.group.world import World
+from penstock.recipes.damaged import on_every_rank, without_traceback
+from penstock.recipes.data_formats import make_task
+from penstock.recipes.loop import TrainingLoop
 from penstock.recipes.metrics import FitResult, check_new, sole_run
-from penstock.recipes.settings import FitSettings, num_processes, plan_of, write_settings
+from penstock.recipes.settings import FitSettings, num_processes, plan_of, survival_options, write_settings
+from penstock.recipes.tasks import Task
 from penstock.resources import is_out_of_memory, num_killed
+from penstock.runtime.registry import parse_runtime
 from penstock.spec.plan import Plan
+from penstock.terminal.progress import working
+from penstock.text import note
+from penstock.train.arrangement import TrainOptions
+from penstock.train.training_pipeline import TrainingPipeline
 from penstock.wire import FEEDER
 
 WORKER = "penstock.recipes.training_worker"
+_NUM_SHOWN = 10  # class names
 _POLL_S = 0.1
 _GRACE_S = 12.0  # grace period for the other processes to detect a failure and report its reason
 
@@ -51,6 +67,72 @@ def fit(settings: FitSettings, cluster: Path | None = None) -> FitResult:
     if settings.join is not None or under_torchrun() or num_processes(settings, plan_of(settings)) == 1:
         return fit_here(settings)
     return fit_apart(settings)
+
+
+def fit_here(settings: FitSettings, *, holds_folder: bool = False) -> FitResult:
+    """Train in the existing processes: this process, or all that torchrun started.
+
+    With `holds_folder` the parent process holds the folder's lock, otherwise the first process takes the lock. Raises
+    as `fit` does.
+    """
+    starts = under_torchrun() and settings.join is None
+    world = join_torchrun(again=settings.on_loss != "stop") if starts else None
+    with contextlib.ExitStack() as held:
+        if world is not None:
+            held.enter_context(world)
+        first = settings.join is None and (world is None or world.rank == FEEDER)
+        if first and not holds_folder:
+            held.enter_context(sole_run(settings.folder))
+            check_new(settings)
+        with working("preparing model and data", shown=first):
+            task = make_task(settings, partial(on_every_rank, settings, world))
+        for text in task.notes if first else ():
+            note(text)
+        with make_pipeline(settings, task, world) as pipe:
+            pipe.model_name = settings.model
+            if first and settings.on_loss != "stop" and pipe.joins_at is not None:
+                note(f"further processes can join with the same command and --join {pipe.joins_at}")
+            try:
+                run = TrainingLoop(settings, task, pipe)
+                for text in _about(task, settings) if first and not settings.resume else ():
+                    note(text)
+                return run.run()
+            except DataError as error:
+                raise without_traceback(error) from error
+
+
+def _about(task: Task, settings: FitSettings) -> Iterator[str]:
+    """Yield what a user checks before a run: new tensors, rows and classes."""
+    if task.new_tensors:
+        yield f"not in the given weights, newly initialized: {', '.join(task.new_tensors)}"
+    rows = f"rows of {settings.length} tokens" if task.unit == "tokens" else task.unit
+    text = f"{len(task.training)} {rows} to train on, {len(task.validation)} for validation"  # type: ignore[arg-type]
+    if task.classes:
+        more = f" and {len(task.classes) - _NUM_SHOWN} more" if len(task.classes) > _NUM_SHOWN else ""
+        text += f"; {len(task.classes)} classes: {', '.join(task.classes[:_NUM_SHOWN])}{more}"
+    yield text
+
+
+def make_pipeline(settings: FitSettings, task: Task, world: World | None) -> TrainingPipeline:
+    """Create the pipeline of a task's model with these settings."""
+    plan = plan_of(settings)
+    one = 1 if world is None and plan is None and settings.join is None and settings.cuts is None else None
+    args, kwargs = task.example
+    call = ModelCall(model=task.module, args=args, kwargs=kwargs, dynamic=task.dynamic, weights=task.weights)
+    cut = dataclasses.replace(settings.cut_options, stages=settings.stages or one, plan=plan)
+    run = RunOptions(
+        threads=settings.threads or (world.cores if world else None),
+        device=settings.device,
+        runtime=parse_runtime(settings.runtime),
+        trace=None if settings.trace is None else Trace(settings.trace, profiler=settings.torch_profiler),
+        on_loss=survival_options(settings, first=world is None or world.rank == FEEDER),
+    )
+    options = TrainOptions(
+        replicas=settings.replicas, schedule=settings.schedule, microbatches=settings.microbatches,
+        seed=settings.seed, autocast=torch.bfloat16 if settings.autocast else None,
+        checkpointing=settings.checkpointing,
+    )  # fmt: skip
+    return TrainingPipeline(call, cut, run, options, world)
 
 
 def _check_enough(settings: FitSettings, num_started: int) -> None:

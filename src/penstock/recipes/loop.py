@@ -1,24 +1,17 @@
 """The training loop, run by every process, with metrics and checkpoints."""
 
-import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import msgspec
 import torch
 from torch.utils.data import DataLoader
 
-from penstock.deploy.run_options import ModelCall, RunOptions, Trace
 from penstock.elastic.elastic_training import ElasticTraining, PlanChange
-from penstock.errors import DataError, UsageError, exclude
-from penstock.group.entry import join_torchrun, under_torchrun
-from penstock.group.world import World
-from penstock.recipes.damaged import on_every_rank, without_traceback
-from penstock.recipes.data_formats import make_task
+from penstock.errors import UsageError, exclude
 from penstock.recipes.metrics import (
     ACCURACY,
     EpochResult,
@@ -26,19 +19,14 @@ from penstock.recipes.metrics import (
     RunFolder,
     best_accuracy,
     best_model,
-    check_new,
     checkpoint_folder,
     drop_old_checkpoints,
     newest_checkpoint,
-    sole_run,
 )
-from penstock.recipes.settings import FitSettings, elastic_options, plan_of, survival_options
+from penstock.recipes.settings import FitSettings, elastic_options
 from penstock.recipes.tasks import Task
-from penstock.runtime.registry import parse_runtime
 from penstock.terminal.live import FitProgress
-from penstock.terminal.progress import working
 from penstock.text import counted, note, say
-from penstock.train.arrangement import TrainOptions
 from penstock.train.loader import Loader
 from penstock.train.outcome import StepReport
 from penstock.train.trainer import evaluate_all
@@ -46,73 +34,6 @@ from penstock.train.training_pipeline import TrainingPipeline
 from penstock.wire import FEEDER
 
 WARM_UP = 2  # steps that create connections and buffers
-_NUM_SHOWN = 10  # class names
-
-
-def fit_here(settings: FitSettings, *, holds_folder: bool = False) -> FitResult:
-    """Train in the existing processes: this process, or all that torchrun started.
-
-    With `holds_folder` the parent process holds the folder's lock, otherwise the first process takes the lock. Raises
-    as `fit` does.
-    """
-    starts = under_torchrun() and settings.join is None
-    world = join_torchrun(again=settings.on_loss != "stop") if starts else None
-    with contextlib.ExitStack() as held:
-        if world is not None:
-            held.enter_context(world)
-        first = settings.join is None and (world is None or world.rank == FEEDER)
-        if first and not holds_folder:
-            held.enter_context(sole_run(settings.folder))
-            check_new(settings)
-        with working("preparing model and data", shown=first):
-            task = make_task(settings, partial(on_every_rank, settings, world))
-        for text in task.notes if first else ():
-            note(text)
-        with make_pipeline(settings, task, world) as pipe:
-            pipe.model_name = settings.model
-            if first and settings.on_loss != "stop" and pipe.joins_at is not None:
-                note(f"further processes can join with the same command and --join {pipe.joins_at}")
-            try:
-                run = _Fit(settings, task, pipe)
-                for text in _about(task, settings) if first and not settings.resume else ():
-                    note(text)
-                return run.run()
-            except DataError as error:
-                raise without_traceback(error) from error
-
-
-def _about(task: Task, settings: FitSettings) -> Iterator[str]:
-    """Yield what a user checks before a run: new tensors, rows and classes."""
-    if task.new_tensors:
-        yield f"not in the given weights, newly initialized: {', '.join(task.new_tensors)}"
-    rows = f"rows of {settings.length} tokens" if task.unit == "tokens" else task.unit
-    text = f"{len(task.training)} {rows} to train on, {len(task.validation)} for validation"  # type: ignore[arg-type]
-    if task.classes:
-        more = f" and {len(task.classes) - _NUM_SHOWN} more" if len(task.classes) > _NUM_SHOWN else ""
-        text += f"; {len(task.classes)} classes: {', '.join(task.classes[:_NUM_SHOWN])}{more}"
-    yield text
-
-
-def make_pipeline(settings: FitSettings, task: Task, world: World | None) -> TrainingPipeline:
-    """Create the pipeline of a task's model with these settings."""
-    plan = plan_of(settings)
-    one = 1 if world is None and plan is None and settings.join is None and settings.cuts is None else None
-    args, kwargs = task.example
-    call = ModelCall(model=task.module, args=args, kwargs=kwargs, dynamic=task.dynamic, weights=task.weights)
-    cut = dataclasses.replace(settings.cut_options, stages=settings.stages or one, plan=plan)
-    run = RunOptions(
-        threads=settings.threads or (world.cores if world else None),
-        device=settings.device,
-        runtime=parse_runtime(settings.runtime),
-        trace=None if settings.trace is None else Trace(settings.trace, profiler=settings.torch_profiler),
-        on_loss=survival_options(settings, first=world is None or world.rank == FEEDER),
-    )
-    options = TrainOptions(
-        replicas=settings.replicas, schedule=settings.schedule, microbatches=settings.microbatches,
-        seed=settings.seed, autocast=torch.bfloat16 if settings.autocast else None,
-        checkpointing=settings.checkpointing,
-    )  # fmt: skip
-    return TrainingPipeline(call, cut, run, options, world)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +48,7 @@ class _StepNote:
     sent_bytes: int = 0
 
 
-class _Fit:
+class TrainingLoop:
     """One process's part of a training run."""
 
     def __init__(self, settings: FitSettings, task: Task, pipe: TrainingPipeline) -> None:

@@ -28,8 +28,7 @@ def main() -> int:
         os.environ["PENSTOCK_HOST"] = given.host
     writes = os.environ["RANK"] == "0"
     with working(f"starting {os.environ.get('WORLD_SIZE', '1')} processes", shown=writes):
-        from penstock.recipes.launch import write_result
-        from penstock.recipes.loop import fit_here
+        from penstock.recipes.launch import fit_here, write_result
         from penstock.recipes.settings import read_settings
     result = given.settings.parent / "result.json"
     try:

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from penstock.cli.main import _HELP
-from tests.fewer import long
 
 pytestmark = pytest.mark.fresh  # not forked from a process that has torch
 
@@ -27,9 +26,8 @@ def test_no_verb_needs_torch_to_be_called_wrongly() -> None:
     assert ended.stdout.split() == [f"{verb}:False:2" for verb in sorted(_HELP)]
 
 
-@pytest.mark.parametrize(
-    "arguments", [["infer", "nothing", "--images", "none"], long(["split", "timm:vit", "--no-such"])]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("arguments", [["infer", "nothing", "--images", "none"], ["split", "timm:vit", "--no-such"]])
 def test_one_process_of_torchrun_says_what_is_wrong(arguments: list[str], tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3", "--master-port", "0",
                 "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "-m", "penstock", *arguments]  # fmt: skip

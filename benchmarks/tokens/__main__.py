@@ -32,6 +32,7 @@ from penstock.spec.settings import TextSettings
 from penstock.zoo.models.gguf_models import gguf_file
 
 _RUNTIMES = ("eager", "eager:bfloat16", "onnxruntime", "onnxruntime:int8", "onnxruntime:int4")
+_HELD = {"eager", "onnxruntime", "onnxruntime:stored"}  # those whose stages hold weights as they are sent
 _PROMPT = "Once upon a time there was"
 _NEW = 48
 _TURNS = 3
@@ -106,7 +107,9 @@ def speeds(model: str, runtimes: Sequence[str], turns: int) -> list[dict[str, An
             for runtime in runtimes:
                 settings = TextSettings(model=model, stages=1, slots=count, max_length=128, runtime=runtime)
                 generator = stack.enter_context(open_generator(settings))
-                weights[runtime] = sum(generator.pipeline.deployment.pipelines[0].stage_bytes)
+                if runtime in _HELD:
+                    (deployed,) = generator.pipeline.deployment.pipelines
+                    weights[runtime] = sum(deployed.stage_bytes) - sum(deployed.cache_bytes)
                 ways[runtime] = _ours(generator, count)
             if count == 1 and model.startswith("gguf:") and importlib.util.find_spec("llama_cpp") is not None:
                 ways["llama.cpp"] = _llama(gguf_file(model))

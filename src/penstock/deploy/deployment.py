@@ -137,9 +137,10 @@ def deploy_pipeline(
         direct = run.device != HOST.type and not isinstance(source, FromModules)
         direct = direct and go_direct(world, job.holders, device)
         stages = job.stages_of(FEEDER)
-        chosen = {stage: job.runtime_of(stage) for stage in stages}
-        places = {stage: runtime.place(device, world.position) for stage, runtime in chosen.items()}
-        here = {stage: source.make(stage, programs[stage], chosen[stage], places[stage]) for stage in stages}
+        here = {
+            stage: source.make(stage, programs[stage], runtime, runtime.place(device, world.position))
+            for stage, runtime in zip(stages, map(job.runtime_of, stages), strict=True)
+        }
         own = OwnStages(world, job, here, direct, feeder_links(programs))
         if tracer is not None:
             tracer.follow(own, index)

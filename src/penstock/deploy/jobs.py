@@ -251,24 +251,23 @@ def read_stages(
         if job.compare:
             there = holdings.claim(world.transport, [s for programs in read.values() for s in states_of(programs)])
     for index, texts in job.programs.items():
-        own = job.runtime_of(index).place(device, world.position)
+        runtime = job.runtime_of(index)
+        own = runtime.place(device, world.position)
         if job.source == "bundle":
             if bundle is None:
                 raise UsageError(
                     "the stages are in a bundle, and this process has no bundle folder; give it the folder"
                 )
-            folder, runtime = bundle / job.part, job.runtime_of(index)
-            runtimes[index] = load_part(folder, job.plan, job.num_programs, own, runtime)
+            runtimes[index] = load_part(bundle / job.part, job.plan, job.num_programs, own, runtime)
         elif job.source == "weights":
             programs, states = read[index], states_of(read[index])
             missing = [state for state in states if state.value.name not in there]
-            names = [state.value.name for state in states if state.value.name in there]
-            tensors = {name: moved(there[name], own) for name in names}
+            names = [state.value.name for state in states]
+            tensors = {name: moved(there[name], own) for name in names if name in there}
             tensors |= receive_state(world.transport, missing, own)
             # an engine holds weights in blocks in its own order, and releases the bytes that it was made of
-            stored = job.runtime_of(index).is_stored
-            holdings.keep([state for state in states if not (stored and state.packing)], tensors)
-            runtimes[index] = [job.runtime_of(index).load(program, tensors, own) for program in programs]
+            holdings.keep([state for state in states if not (runtime.is_stored and state.packing)], tensors)
+            runtimes[index] = [runtime.load(program, tensors, own) for program in programs]
         elif make is None:
             raise UsageError("the stages are modules, and this process has none; pass the same list to its Pipeline")
         else:

@@ -67,9 +67,8 @@ class Observer:
         self.profile: ProfileWindow | None = None
         self._since = self._since_cpu_s = 0.0  # begin of the current phase
         self._quota, self._quota_s = 1.0, -math.inf  # the quota, and the time at which it was last read
-        self._queued: deque[tuple[Any, Any, Callable[[float], None]]] = (
-            deque()
-        )  # events, and what their seconds are for
+        # computations that a device may not have finished: their events, and what takes their seconds
+        self._queued: deque[tuple[Any, Any, Callable[[float], None]]] = deque()
         self._computed: dict[int, tuple[float, float]] = {}  # end of each stage's last computation: time, CPU time
 
     def _cores(self, now_s: float) -> float:
@@ -109,8 +108,8 @@ class Observer:
             device      [  F0  ][  F1  ][ B1 ][ B0 ]
         """
         begin = mark(device) if self.recorder is None and not leaves else None
-        profile = self.profile if self.recorder is not None else None
-        with profile.around(action.stage, action.microbatch) if profile is not None else contextlib.nullcontext():
+        window = self.profile if self.recorder is not None else None
+        with contextlib.nullcontext() if window is None else window.around(action.stage, action.microbatch):
             yield
             if begin is None:
                 synchronize(device)
@@ -334,12 +333,12 @@ class ProfileWindow:
 
     def _keep(self, profiler: profile, stage: int, microbatch: int, at_s: float) -> None:
         events = list(profiler.events() or ())
-        mark = next((event.time_range.start for event in events if event.name == _MARK), None)
+        marked = next((event.time_range.start for event in events if event.name == _MARK), None)
         for event in events:
-            if mark is None or event.name == _MARK or self._room <= 0:
+            if marked is None or event.name == _MARK or self._room <= 0:
                 continue
             self._room -= 1
-            begin_s, end_s = (at_s + (us - mark) / 1e6 for us in (event.time_range.start, event.time_range.end))
+            begin_s, end_s = (at_s + (us - marked) / 1e6 for us in (event.time_range.start, event.time_range.end))
             shapes = " ".join("x".join(map(str, shape)) for shape in event.input_shapes or () if shape)
             self._recorder.span(
                 "profile", stage, microbatch, begin_s, end_s, event.name, max(0, event.cpu_memory_usage), detail=shapes

@@ -91,12 +91,12 @@ class Sampler:
 
     def __call__(self, tokens: Sequence[int], logits: Tensor, likely: Likely | None = None) -> tuple[int, float]:
         """Return the next token after `tokens`, and its log-probability; `logits` are [V], and `likely` is theirs."""
-        largest, token, logprob = likely or most_likely(logits[None])[0]
-        if not math.isfinite(largest):
-            raise RunError(f"the model's logits must be finite; got {largest}; check its weights and its precision")
         if self.greedy:
+            largest, token, logprob = likely or most_likely(logits[None])[0]
+            _check_finite(largest)
             return token, logprob
         logits = logits.to(HOST, torch.float32)  # random numbers are drawn there, the same ones for every device
+        _check_finite(float(logits.max()))
         scores = self._processors(torch.tensor([list(tokens)]), logits[None].clone())
         if float(scores.max()) == -math.inf:
             raise RunError(
@@ -113,6 +113,11 @@ class Sampler:
         """Report a sampled token to the processors that end a text, as a grammar does; True if one ends it here."""
         found = [ends(token) for ends in self._ends]
         return any(found)
+
+
+def _check_finite(largest: float) -> None:
+    if not math.isfinite(largest):
+        raise RunError(f"the model's logits must be finite; got {largest}; check its weights and its precision")
 
 
 def most_likely(logits: Tensor) -> list[Likely]:

@@ -5,8 +5,9 @@
     Q4_K, Q5_K, Q6_K            the same in blocks of 32 or 16, whose scales and shifts share two floats per 256 weights
     U4_32, U8_128, ...          (integer - zero point) * scale, in blocks of 32, 64 or 128
     F8_128                      float of 8 bits * scale
+    F16, BF16                   float of 16 bits
 
-Layouts with Q are those of ggml (`block_q4_0` and the others in ggml-common.h). The others are for quantized
+Layouts with Q, F16 and BF16 are those of ggml (`block_q4_0` and the others in ggml-common.h). Others are for quantized
 safetensors: a scale in float32, a zero point of a byte (not for F8), and the numbers.
 """
 
@@ -20,7 +21,7 @@ _AT_ONCE = 2**18  # weights unpacked at a time, to limit temporary memory
 
 
 class Integers(NamedTuple):
-    """Rows of a weight: numbers [O, B, block] of at most 8 bits, less `zero`, times scales [O, B], plus shifts."""
+    """Rows of a weight: numbers [O, B, block] of at most 16 bits, less `zero`, times scales [O, B], plus shifts."""
 
     values: Tensor
     zero: int | Tensor
@@ -37,7 +38,7 @@ class Integers(NamedTuple):
 class Packing(NamedTuple):
     """A block format: `weights` of them take `num_bytes`; integers up to `most` by blocks of `block` inputs.
 
-    Products hold the integers in `bits` bits; 0 if the engine has no such products.
+    Products hold the numbers in `bits` bits; 0 if the engine has no such products, 16 if the numbers are floats.
     """
 
     weights: int
@@ -193,6 +194,14 @@ def _f8(raw: Tensor) -> Integers:
     return Integers(raw[..., 4:].contiguous().view(torch.float8_e4m3fn), 0, _scales(raw), None)
 
 
+def _f16(raw: Tensor) -> Integers:
+    return Integers(raw.contiguous().view(torch.float16), 0, torch.ones(1, 1), None)
+
+
+def _bf16(raw: Tensor) -> Integers:
+    return Integers(raw.contiguous().view(torch.bfloat16), 0, torch.ones(1, 1), None)
+
+
 PACKINGS: Mapping[str, Packing] = {
     "Q4_0": Packing(32, 18, 15, 4, 32, _q4_0),
     "Q4_1": Packing(32, 20, 15, 4, 32, _q4_1),
@@ -205,4 +214,6 @@ PACKINGS: Mapping[str, Packing] = {
     **{f"U4_{block}": Packing(block, 5 + block // 2, 15, 4, block, _u4) for block in (32, 64, 128)},
     **{f"U8_{block}": Packing(block, 5 + block, 255, 8, block, _u8) for block in (32, 64, 128)},
     "F8_128": Packing(128, 132, 0, 0, 128, _f8),
+    "F16": Packing(1, 2, 0, 16, 1, _f16),
+    "BF16": Packing(1, 2, 0, 16, 1, _bf16),
 }

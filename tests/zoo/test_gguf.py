@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
@@ -32,8 +32,18 @@ pytest.importorskip("accelerate")
 # of random blocks, for weights of about the size of a model's
 _SCALES = {"Q8_0": 1e-3, "Q4_K": 3e-4, "Q5_K": 1e-4, "Q6_K": 1e-4}
 # what llama.cpp calls Q4_K_M, with others for the rest
-MIXTURE = {"token_embd": "Q6_K", "attn_q": "Q4_K", "attn_k": "Q5_K", "attn_v": "Q6_K", "attn_output": "Q4_1",
-           "ffn_gate": "Q4_K", "ffn_up": "Q5_1", "ffn_down": "Q8_0", "output": "Q4_0"}  # fmt: skip
+MIXTURE = {
+    "token_embd": "Q6_K",
+    "attn_q": "Q4_K",
+    "attn_k": "Q5_K",
+    "attn_v": "Q6_K",
+    "attn_output": "Q4_1",
+    "ffn_gate": "Q4_K",
+    "ffn_up": "Q5_1",
+    "ffn_down": "Q8_0",
+    "output": "Q4_0",
+}
+HALVES = {**dict.fromkeys(MIXTURE, "BF16"), "attn_q": "F16", "ffn_down": "F16", "token_embd": "F16"}  # fmt: skip
 
 
 def permuted(weight: Any, heads: int) -> Any:
@@ -141,45 +151,70 @@ def test_the_tokens_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert "small_model_package" not in sys.modules
 
 
+def small_file(folder: Path, packings: Mapping[str, str]) -> Path:
+    """Write a file of a small Llama in these formats."""
+    save_model(folder, hidden_size=256, intermediate_size=512)
+    write_gguf(folder, folder / "small.gguf", packings)
+    return folder / "small.gguf"
+
+
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file of a small Llama in many formats."""
-    folder = tmp_path_factory.mktemp("mixture")
-    save_model(folder, hidden_size=256, intermediate_size=512)
-    write_gguf(folder, folder / "mixture.gguf", MIXTURE)
-    return folder / "mixture.gguf"
+    """A file in many formats."""
+    return small_file(tmp_path_factory.mktemp("mixture"), MIXTURE)
 
 
-def test_each_tensor_is_that_of_transformers(mixture: Path) -> None:
-    zoo = load_model(f"gguf:{mixture}")
-    whole = transformers.AutoModelForCausalLM.from_pretrained(mixture.parent, gguf_file=mixture.name)
+@pytest.fixture(scope="module")
+def halves(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file in 16 bits."""
+    return small_file(tmp_path_factory.mktemp("halves"), HALVES)
+
+
+@pytest.mark.parametrize("file", ["mixture", "halves"])
+def test_each_tensor_is_that_of_transformers(file: str, request: pytest.FixtureRequest) -> None:
+    path: Path = request.getfixturevalue(file)
+    zoo = load_model(f"gguf:{path}")
+    whole = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name)
     for name, tensor in (*whole.named_parameters(), *whole.named_buffers()):
         assert torch.equal(zoo.weights.load(name), tensor.detach().float()), name
 
 
-def test_products_in_the_file_s_blocks(mixture: Path) -> None:
+Answers: TypeAlias = list[tuple[list[int], list[float]]]
+
+
+def answers(file: Path, runtime: str, stages: int) -> Answers:
+    """Return tokens and log-probabilities of some prompts, together and one of them alone."""
     prompts = ["A pipe", "The turbine turns", "Water"]
+    settings = TextSettings(model=f"gguf:{file}", max_length=64, runtime=runtime, stages=stages, slots=2)
+    with open_generator(settings) as generator:
+        asked = [generator.submit(prompt, max_new_tokens=12, do_sample=False) for prompt in prompts]
+        together = [(request.result(), request.logprobs) for request in asked]
+        alone = generator.submit(prompts[0], max_new_tokens=12, do_sample=False)
+        assert (alone.result(), alone.logprobs) == together[0]
+        (pipeline,) = generator.pipeline.deployment.pipelines
+        held = sum(pipeline.stage_bytes) - sum(pipeline.cache_bytes)
+        assert (held < file.stat().st_size * 1.2) == ("stored" in runtime)
+    return together
 
-    def answers(runtime: str, stages: int) -> list[tuple[list[int], list[float]]]:
-        settings = TextSettings(model=f"gguf:{mixture}", max_length=64, runtime=runtime, stages=stages, slots=2)
-        with open_generator(settings) as generator:
-            asked = [generator.submit(prompt, max_new_tokens=12, do_sample=False) for prompt in prompts]
-            together = [(request.result(), request.logprobs) for request in asked]
-            alone = generator.submit(prompts[0], max_new_tokens=12, do_sample=False)
-            assert (alone.result(), alone.logprobs) == together[0]
-            (pipeline,) = generator.pipeline.deployment.pipelines
-            held = sum(pipeline.stage_bytes) - sum(pipeline.cache_bytes)
-            assert (held < mixture.stat().st_size * 1.2) == ("stored" in runtime)
-        return together
 
-    wanted, exact = answers("eager", 1), answers("onnxruntime:stored32", 2)
+def assert_equal_tokens(exact: Answers, wanted: Answers) -> None:
+    """Compare tokens, and their log-probabilities within what an order of sums changes."""
     assert [tokens for tokens, _ in exact] == [tokens for tokens, _ in wanted]
     for (_, found), (_, scores) in zip(exact, wanted, strict=True):
         assert found == pytest.approx(scores, abs=1e-4)
-    one, two = answers("onnxruntime:stored", 1), answers("onnxruntime:stored", 2)
+
+
+def test_products_in_the_blocks_of_a_file(mixture: Path) -> None:
+    wanted = answers(mixture, "eager", 1)
+    assert_equal_tokens(answers(mixture, "onnxruntime:stored32", 2), wanted)
+    one, two = answers(mixture, "onnxruntime:stored", 1), answers(mixture, "onnxruntime:stored", 2)
     assert one == two  # inputs are rounded to 8 bits: other numbers than eager's, the same whatever the cuts
     for (_, found), (_, scores) in zip(one, wanted, strict=True):
         assert found[0] == pytest.approx(scores[0], abs=0.1)
+
+
+def test_products_of_16_bits_are_exact(halves: Path) -> None:
+    assert_equal_tokens(answers(halves, "onnxruntime:stored", 2), answers(halves, "eager", 1))
 
 
 def test_stored_refuses_weights_without_blocks(tmp_path: Path) -> None:

@@ -1,9 +1,10 @@
-"""Weights in 4 or 8 bits by blocks of inputs, in the format of ONNX Runtime's operator MatMulNBits."""
+"""Weights in 4 or 8 bits by blocks of inputs, for ONNX Runtime's operator MatMulNBits, and weights in 16 bits."""
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ IN_FLOATS, IN_8_BITS = 1, 4
 _WEIGHTS = {"aten.linear.default": 1, "aten.addmm.default": 2}
 _WITH_SHIFTS = {"Q4_1", "Q5_1", "Q4_K", "Q5_K"}
 _AT_ONCE = 2**22  # elements rounded at a time, to limit temporary memory
+_WIDENED = 2**18  # elements of 16 bits that a product widens at a time: they stay in a processor's cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,13 @@ class Blocks:
         return whole.flatten(1)[:, : self.shape[1]]
 
 
+@dataclass(frozen=True, slots=True)
+class Halves:
+    """A weight in 16 bits, transposed, in parts [I, some outputs] that a product widens one after another."""
+
+    parts: tuple[np.ndarray[Any, Any], ...]
+
+
 def in_blocks(weight: Tensor, bits: int) -> Blocks:
     """Round a weight [O, I] to `bits` bits; each block of 32 inputs has its own scale and zero.
 
@@ -88,12 +97,17 @@ class StoredWeight:
         """Bytes of the weight."""
         return self.raw.nbytes
 
-    def blocks(self) -> Blocks:
-        """Return the same integers in the engine's order.
+    def blocks(self) -> Blocks | Halves:
+        """Return the same numbers in the engine's order.
 
-        With shifts they are centred around a zero, so that inputs rounded to 8 bits weigh less.
+        Integers with shifts are centred around a zero, so that inputs rounded to 8 bits weigh less.
         """
         form = PACKINGS[self.packing]
+        if form.bits == 16:
+            kind = np.float16 if self.packing == "F16" else ml_dtypes.bfloat16
+            numbers = self.raw.view(torch.int16)  # numpy has no bfloat16 of torch
+            parts = numbers.split(max(1, _WIDENED // numbers.shape[1]))
+            return Halves(tuple(part.t().contiguous().numpy().view(kind) for part in parts))
         rows, count = len(self.raw), self.raw.shape[1] // form.num_bytes * form.weights // form.block
         whole: list[Tensor] = []  # allocated once, since a table of words is large
         row = 0
@@ -122,11 +136,13 @@ def engine_bytes(packing: str, shape: tuple[int, ...]) -> int:
     A block has its integers, its scale, the sum of its weights and perhaps a shift, in float32; what the engine keeps
     beside these is mapped from a file, and the bytes of the model's file are released.
 
-    >>> engine_bytes("Q4_K", (64, 512)), engine_bytes("Q6_K", (64, 512))
-    (28672, 49152)
+    >>> engine_bytes("Q4_K", (64, 512)), engine_bytes("Q6_K", (64, 512)), engine_bytes("F16", (64, 512))
+    (28672, 49152, 65536)
     """
     form = PACKINGS[packing]
     num_weights = shape[0] * shape[1]
+    if form.bits == 16:
+        return 2 * num_weights
     return num_weights * form.bits // 8 + 4 * num_weights // form.block * (2 + (packing in _WITH_SHIFTS))
 
 

@@ -18,7 +18,7 @@ from penstock.packing import unpacked
 from penstock.resources import release_freed
 from penstock.runtime.bfloat16 import check_bfloat16
 from penstock.runtime.eager import Runtime
-from penstock.runtime.onnx.blocks import IN_8_BITS, IN_FLOATS, PART_BYTES, Blocks, StoredWeight, pack, weight_of
+from penstock.runtime.onnx.blocks import IN_8_BITS, IN_FLOATS, PART_BYTES, Blocks, Halves, StoredWeight, pack, weight_of
 from penstock.runtime.onnx.cached_attention import caches_of, check_places, in_order, rows_of, with_cached_attention
 from penstock.runtime.onnx.exported import Engine, InPlaceEngine
 from penstock.runtime.onnx.onnx_nodes import Arrays
@@ -280,7 +280,7 @@ class _FusedPart:
         return engine
 
     def _written(
-        self, sizes: Mapping[str, int], others: Mapping[str, int], packed: Mapping[str, Blocks]
+        self, sizes: Mapping[str, int], others: Mapping[str, int], packed: Mapping[str, Blocks | Halves]
     ) -> tuple[onnx.ModelProto, Arrays]:
         """Return a model, and its large constants by name."""
         apart: Arrays = {}

@@ -11,7 +11,7 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor
 
-from penstock.runtime.onnx.blocks import Blocks
+from penstock.runtime.onnx.blocks import Blocks, Halves
 
 OPSET = 20
 OF_ENGINE = "com.microsoft"  # ONNX Runtime's own operators
@@ -84,7 +84,7 @@ class Nodes:
     nodes: list[onnx.NodeProto] = field(default_factory=list)
     constants: list[onnx.TensorProto] = field(default_factory=list)
     operation: str = ""  # the current operation; nodes are named after it
-    packed: Mapping[str, Blocks] = field(default_factory=dict)  # weights of linear layers, by operation
+    packed: Mapping[str, Blocks | Halves] = field(default_factory=dict)  # weights of linear layers, by operation
     # inputs that the graph writes to, as further outputs; not `Made`, since a circle would keep all weights for long
     written: list[onnx.ValueInfoProto] = field(default_factory=list)
     made: dict[tuple[str, str], str] = field(default_factory=dict)
@@ -103,10 +103,13 @@ class Nodes:
         return self.made[what, of]
 
     def packed_product(self, inputs: "Made") -> str | None:
-        """Add the product of the inputs with the operation's weight, if the weight is in blocks."""
+        """Add the product of the inputs with the operation's weight, if the weight is in blocks or in 16 bits."""
         weight = self.packed.get(self.operation)
         if weight is None:
             return None
+        if isinstance(weight, Halves):
+            wide = (self.add("Cast", [self.constant(part)], to=TensorProto.FLOAT) for part in weight.parts)
+            return self.add("Concat", [self.add("MatMul", [inputs.name, part]) for part in wide], axis=-1)
         constants = (weight.values, weight.scales, weight.zeros.reshape(-1))
         product = self.add(
             "MatMulNBits", [inputs.name, *(self.constant(array) for array in constants)], domain=OF_ENGINE,

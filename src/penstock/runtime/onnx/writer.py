@@ -12,7 +12,7 @@ from penstock.errors import PlanError, ProgramError
 from penstock.graph.encoding import settled
 from penstock.graph.ops import GETITEM, Op, effect, resolve_operator
 from penstock.graph.program import StageProgram
-from penstock.runtime.onnx.blocks import Blocks
+from penstock.runtime.onnx.blocks import Blocks, Halves
 from penstock.runtime.onnx.onnx_nodes import ELEMENTS, Arrays, Made, Nodes
 from penstock.runtime.onnx.onnx_operators import OPERATORS, OnnxCall, slice_axis
 from penstock.tensors import HOST
@@ -68,7 +68,7 @@ def check_supported(program: StageProgram) -> None:
 
 def write_model(
     ops: Sequence[Op], inputs: Sequence[str], outputs: Sequence[str], known: Mapping[str, Tensor], seen: Seen,
-    sizes: Mapping[str, int], *, others: Seen | None = None, packed: Mapping[str, Blocks] | None = None,
+    sizes: Mapping[str, int], *, others: Seen | None = None, packed: Mapping[str, Blocks | Halves] | None = None,
     caches: Collection[str] = (), apart: Arrays | None = None,
 ) -> onnx.ModelProto:  # fmt: skip
     """Write operations as an ONNX model.
@@ -106,7 +106,7 @@ def _check_writes(program: StageProgram) -> None:
 class _Writer:
     def __init__(
         self, inputs: Sequence[str], known: Mapping[str, Tensor], seen: Seen, sizes: Mapping[str, int], others: Seen,
-        packed: Mapping[str, Blocks], caches: Collection[str], apart: Arrays | None,
+        packed: Mapping[str, Blocks | Halves], caches: Collection[str], apart: Arrays | None,
     ) -> None:  # fmt: skip
         self._seen, self._others, self._sizes = seen, others, sizes
         self._nodes = Nodes(packed=packed, apart=apart)

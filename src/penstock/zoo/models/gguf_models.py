@@ -24,7 +24,7 @@ _IN_PLACE = {"TensorProcessor", "LlamaTensorProcessor", "T5TensorProcessor", "Ne
              "Gemma2TensorProcessor"}  # fmt: skip
 # these convert one tensor to one tensor; the others join several experts
 _IN_FLOATS = {"BloomTensorProcessor", "GPT2TensorProcessor", "MambaTensorProcessor", "Lfm2TensorProcessor"}
-_PLAIN = {"F32", "F16", "BF16", "F64"}
+_PLAIN = {"F32", "F64"}
 _AS_WRITTEN = {"output.weight": "lm_head.weight"}  # a name that GPT-2's conversion maps itself
 
 
@@ -132,13 +132,13 @@ class GgufWeights(PackedWeights[Any]):
         """Return one tensor in float32."""
         tensor = self._find(name)
         if (packing := tensor.tensor_type.name) in PACKINGS and len(self._shapes[name]) == 2:
-            return self._converted(name, tensor, unpacked(torch.from_numpy(self._read(tensor)), packing).numpy())
+            return self._converted(name, tensor, unpacked(_bytes(self._read(tensor)), packing).numpy())
         return self._converted(name, tensor, self._library.dequantize(self._read(tensor), tensor.tensor_type))
 
     def load_packed(self, name: str) -> Tensor:
         """Return the bytes of one tensor [O, bytes], in the order of the model's rows."""
         tensor = self._find(name)
-        made = self._processor.process(weights=self._read(tensor), name=tensor.name).weights
+        made = self._processor.process(weights=_bytes(self._read(tensor)).numpy(), name=tensor.name).weights
         return self._fitting(tensor, made, packed_shape(self.packing(name), self._shapes[name]))
 
     def beginning(self, name: str) -> Tensor:
@@ -168,6 +168,11 @@ class GgufWeights(PackedWeights[Any]):
                 f"{tensor.name} in {self._file} is {values.shape}, but the model has {wanted}; download it again"
             )
         return torch.from_numpy(np.require(values, requirements=["C", "W"]))
+
+
+def _bytes(rows: Any) -> Tensor:
+    """Return the bytes of a tensor's rows; the reader makes numbers of F16."""
+    return torch.from_numpy(rows).view(torch.uint8)
 
 
 def _scale_frequencies(module: nn.Module, weights: GgufWeights) -> None:

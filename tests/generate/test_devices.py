@@ -52,20 +52,25 @@ def test_chunks_are_longer_on_a_gpu(pretended: torch.device, monkeypatch: pytest
     assert [request.num_reused for request in requests] == [0, 256]
 
 
-@pytest.mark.parametrize("sample", [False, True])
-def test_greedy_steps_copy_tokens_and_others_logits(
-    sample: bool, pretended: torch.device, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("options", "copies"),
+    [({}, False), ({"do_sample": True, "top_p": 0.9}, False), ({"do_sample": True, "min_p": 0.1}, True)],
+)
+def test_steps_copy_logits_only_for_processors(
+    options: dict[str, Any], copies: bool, pretended: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "available", True)
     model, given = decoder("llama"), prompts(5, 33)
     with Generator(model, stages=1, slots=2, max_length=128, device=pretended) as generator:
         module.most_left = 0
-        requests = [generator.submit(each, max_new_tokens=4, num_likeliest=3, do_sample=sample) for each in given]
+        requests = [generator.submit(each, max_new_tokens=4, num_likeliest=3, seed=0, **options) for each in given]
         assert [len(request.result()) for request in requests] == [4, 4]
-        assert (module.most_left >= generator.vocabulary) == sample
+        assert (module.most_left >= generator.vocabulary) == copies
+        alone = generator.submit(given[0], max_new_tokens=4, seed=0, **options)
+        assert (alone.result(), alone.logprobs) == (requests[0].tokens, requests[0].logprobs)
     for request in requests:
         assert [len(each) for each in request.likeliest] == [3] * 4
-        if not sample:
+        if not options:
             assert [each[0] for each in request.likeliest] == list(zip(request.tokens, request.logprobs, strict=True))
 
 

@@ -5,10 +5,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
+from transformers.generation import logits_process
 
 from penstock.errors import RunError
-from penstock.generate.sampling import Sampler, most_likely
+from penstock.generate.sampling import Draw, Sampler, drawn, most_likely
+from tests.fewer import examples
 
 
 class UntilFive:
@@ -50,6 +54,54 @@ def test_rows_together_are_as_each_alone() -> None:
     assert [sampler([3], row, each) for row, each in zip(logits, most_likely(logits), strict=True)] == [
         sampler([3], row) for row in logits
     ]
+
+
+draws = st.builds(
+    Draw, at=st.floats(0, 1, exclude_max=True, width=32), temperature=st.sampled_from([0.3, 1.0, 2.0]),
+    top_k=st.sampled_from([0, 1, 3, 5, 100]), top_p=st.sampled_from([1.0, 0.9, 0.5, 0.01]),
+)  # fmt: skip
+
+
+@settings(max_examples=examples(200), deadline=None)
+@given(st.lists(draws, min_size=1, max_size=4), st.integers(0, 2**31))
+def test_drawn_tokens_are_left_by_the_warpers_of_transformers(rows: list[Draw], seed: int) -> None:
+    logits = torch.randn(len(rows), 9, generator=torch.Generator().manual_seed(seed))
+    for draw, row, found in zip(rows, logits, drawn(logits, rows), strict=True):
+        scores = logits_process.TemperatureLogitsWarper(draw.temperature)(None, row[None])
+        scores = logits_process.TopKLogitsWarper(draw.top_k)(None, scores) if draw.top_k else scores
+        scores = logits_process.TopPLogitsWarper(draw.top_p)(None, scores) if draw.top_p < 1 else scores
+        chances = torch.softmax(scores, -1)[0].double()
+        largest, token, logprob = found
+        assert chances[token] > 0
+        before = float(chances[row > row[token]].sum())
+        assert before - 1e-6 <= draw.at <= before + float(chances[token]) + 1e-6
+        assert largest == float(row.max())
+        assert logprob == pytest.approx(float(row.log_softmax(-1)[token]))
+
+
+def test_top_k_keeps_equal_logits() -> None:
+    logits = torch.tensor([[1.0, 1.0, 1.0, 0.0]])
+    assert {drawn(logits, [Draw(at, top_k=1)])[0][1] for at in (0.1, 0.5, 0.9)} == {0, 1, 2}
+
+
+def test_draws_have_the_probabilities_of_a_row() -> None:
+    count, logits = 4000, torch.tensor([0.0, 1.0, 2.0, -1.0])
+    sampler = Sampler(transformers.GenerationConfig(do_sample=True, top_k=3, temperature=0.5), num_prompt=1, seed=3)
+    tokens = [token for _, token, _ in drawn(logits.expand(count, 4), [sampler.draw() for _ in range(count)])]
+    wanted = torch.softmax(logits[:3] * 2, -1)
+    shares = torch.bincount(torch.tensor(tokens), minlength=4) / count
+    assert float((shares[:3] - wanted).abs().max()) < 0.03
+    assert shares[3] == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "draws"),
+    [({}, True), ({"top_p": 0.9, "temperature": 0.5}, True), ({"min_p": 0.1}, False), ({"typical_p": 0.9}, False),
+     ({"repetition_penalty": 1.3}, False), ({"do_sample": False}, False)],
+)  # fmt: skip
+def test_draws_need_no_processor(options: dict[str, Any], draws: bool) -> None:
+    config = transformers.GenerationConfig(**{"do_sample": True, **options})
+    assert Sampler(config, num_prompt=1, seed=0).draws == draws
 
 
 def test_each_processor_that_ends_a_text_gets_each_token() -> None:

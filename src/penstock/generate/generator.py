@@ -32,6 +32,7 @@ from penstock.plan.check import read_plan
 from penstock.runtime.registry import RUNTIMES, parse_runtime
 from penstock.spec.plan import CacheDtype, Generation, Plan, num_lanes
 from penstock.stream.streaming_pipeline import StreamingPipeline
+from penstock.tensors import find_device
 from penstock.zoo.weights.weights import ModuleWeights, Weights
 
 SLOTS, MAX_LENGTH = 4, 512
@@ -123,7 +124,8 @@ class Generator:
                 num_lanes=caches.lanes, num_used=min(count, caches.lanes), slots=caches.slots, chunk=caches.chunk,
                 longest=caches.max_length, recurrent=getattr(call.model, "recurrent", False),
             )  # fmt: skip
-            self._loop = GenerationLoop(self.pipeline, planned, speculates=speculate and count > 1)
+            place = find_device(device, self.pipeline.deployment.world.position)
+            self._loop = GenerationLoop(self.pipeline, planned, speculates=speculate and count > 1, device=place)
 
     @property
     def weights(self) -> Weights:

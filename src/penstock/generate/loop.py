@@ -16,12 +16,13 @@ from penstock.engine.tracers import FeederTracer
 from penstock.errors import PenstockError, RunError, UsageError
 from penstock.generate.lanes import Guesser, Lanes, SequenceState, Step, room_of
 from penstock.generate.request import Request
-from penstock.generate.sampling import most_likely
+from penstock.generate.sampling import Likely, drawn, most_likely
 from penstock.graph.call import bind_inputs, build_output
 from penstock.graph.graph import Graph
 from penstock.group.world import failed
 from penstock.runtime.registry import RUNTIMES
 from penstock.stream.streaming_pipeline import StreamingPipeline
+from penstock.tensors import HOST
 from penstock.tracing.trace import GenerationFacts, RequestTimes
 
 _LOOK_S = 1.0  # how often to look for joining devices while idle
@@ -37,7 +38,10 @@ class GenerationLoop:
         request.result()
     """
 
-    def __init__(self, pipeline: StreamingPipeline, lanes: Lanes, *, speculates: bool = True) -> None:
+    def __init__(
+        self, pipeline: StreamingPipeline, lanes: Lanes, *, speculates: bool = True, device: torch.device = HOST
+    ) -> None:
+        self._device = device
         self._pipeline, self._lanes, self._speculates = pipeline, lanes, speculates and not lanes.recurrent
         self._microbatches = Microbatches(pipeline.graph)
         self._condition = threading.Condition()
@@ -194,9 +198,7 @@ class GenerationLoop:
             if (scored := self._requests.get(sequence)) is not None:
                 scored.score(token, logits[row, index])
         continued = [(row, sequence, self._requests[sequence]) for row, sequence in step.continued()]
-        greedy = [row for row, _, request in continued if request.sample.greedy]
-        rows = most_likely(torch.stack([logits[row, -1] for row in greedy])) if greedy else []
-        likely = dict(zip(greedy, rows, strict=True))
+        likely = self._chosen({row: request for row, _, request in continued}, logits)
         for row, sequence, request in continued:
             if request.cancelled:
                 self._release(sequence).finish("cancelled")
@@ -210,6 +212,22 @@ class GenerationLoop:
             self._lanes.add(sequence, request.tokens[-1])
             if reason is not None:
                 self._release(sequence).finish(reason)
+
+    def _chosen(self, requests: Mapping[int, Request], logits: Tensor) -> dict[int, Likely]:
+        """Return the tokens of rows that need no processors, computed together.
+
+        On a GPU samples are drawn there, always on this process's, so that they do not depend on where stages are.
+        On the CPU each request draws as `model.generate` does.
+        """
+        likely: dict[int, Likely] = {}
+        if greedy := [row for row, request in requests.items() if request.sample.greedy]:
+            likely |= zip(greedy, most_likely(torch.stack([logits[row, -1] for row in greedy])), strict=True)
+        samples = [row for row, request in requests.items() if request.sample.draws and self._device != HOST]
+        if samples:
+            draws = [requests[row].sample.draw() for row in samples]
+            rows = torch.stack([logits[row, -1] for row in samples]).to(self._device)
+            likely |= zip(samples, drawn(rows, draws), strict=True)
+        return likely
 
     def _release(self, sequence: SequenceState) -> Request:
         """Free a sequence's slot; returns its request."""

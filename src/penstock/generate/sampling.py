@@ -3,7 +3,7 @@
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,8 @@ _SAMPLING = {
     "bad_words_ids", "suppress_tokens", "min_length", "min_new_tokens",
 }  # fmt: skip
 _ENDS = {"max_length", "max_new_tokens", "eos_token_id", "pad_token_id", "bos_token_id", "stop_strings"}
+# what `drawn` computes for all rows of a step, by the names of transformers' classes
+_DRAWN = {"TemperatureLogitsWarper": "temperature", "TopKLogitsWarper": "top_k", "TopPLogitsWarper": "top_p"}
 _FORCED = {"decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id"}
 _IGNORED = {"transformers_version", "use_cache", "cache_implementation", "num_return_sequences"}
 _OF_BEAMS = {"num_beam_groups", "length_penalty", "early_stopping", "diversity_penalty"}  # no effect with one beam
@@ -64,19 +66,28 @@ Processor = Callable[[Tensor, Tensor], Tensor]
 Likely = tuple[float, int, float]  # a row's largest logit, its token and its log-probability
 
 
+class Draw(NamedTuple):
+    """One token of a sampled sequence: a random number from 0 to 1, and what changes the probabilities."""
+
+    at: float
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+
 class Sampler:
     """Chooses the next token of one sequence.
 
     Example:
         token, logprob = Sampler(config, num_prompt=4, seed=0)([5, 7, 2, 9], logits)
 
-    With `seed` the sequence has its own random generator, otherwise torch's global generator is used. `most` is the
+    With `seed` the sequence has its own random generator, otherwise torch's global one is used. `most` is the
     largest number of new tokens. `processors` map tokens [1, L] and scores [1, V] to scores, like transformers' own;
     they run after its penalties and bans, and before temperature, top-k, top-p, min-p and typical-p. A processor may
     have a method `ends`, which gets each sampled token and returns True after the last one of a text. The
-    log-probability is computed from the unprocessed logits. A `greedy` one needs nothing but `most_likely`, which
-    computes all rows of a step at once, where their logits are. Raises `RunError` if the largest logit is not finite,
-    or no token is left.
+    log-probability is computed from the unprocessed logits. A `greedy` one needs nothing but `most_likely`, and one
+    that `draws` nothing but `drawn`: these compute all rows of a step at once, where their logits are. Raises
+    `RunError` if the largest logit is not finite, or no token is left.
     """
 
     def __init__(
@@ -84,14 +95,22 @@ class Sampler:
         processors: Sequence[Processor] = (),
     ) -> None:  # fmt: skip
         self._sample = bool(config.do_sample)
-        self._processors = _processors(config, num_prompt, most, processors)
+        penalties, warpers = _processors(config, num_prompt, most, processors), _warpers(config)
+        self._processors = type(penalties)([*penalties, *warpers])
         self._ends = [each.ends for each in processors if hasattr(each, "ends")]
         self._random = None if seed is None else torch.Generator().manual_seed(seed)
         self.greedy = not self._sample and not self._processors
+        names = [_DRAWN.get(type(each).__name__, "") for each in warpers]
+        self.draws = self._sample and not penalties and all(names)
+        self._drawn = {name: getattr(each, name) for name, each in zip(names, warpers, strict=True) if self.draws}
+
+    def draw(self) -> Draw:
+        """Draw the random number of the next token, on the CPU."""
+        return Draw(float(torch.rand((), generator=self._random)), **self._drawn)
 
     def __call__(self, tokens: Sequence[int], logits: Tensor, likely: Likely | None = None) -> tuple[int, float]:
         """Return the next token after `tokens`, and its log-probability; `logits` are [V], and `likely` is theirs."""
-        if self.greedy:
+        if self.greedy or likely:
             largest, token, logprob = likely or most_likely(logits[None])[0]
             _check_finite(largest)
             return token, logprob
@@ -123,10 +142,38 @@ def _check_finite(largest: float) -> None:
 def most_likely(logits: Tensor) -> list[Likely]:
     """Return the likeliest token of each row; `logits` are [R, V], on any device."""
     logits = logits.float()
-    largest, tokens = logits.max(-1)
-    logprobs = torch.log_softmax(logits, -1).gather(-1, tokens[:, None])[:, 0]
-    numbers = torch.stack([largest, logprobs]).to(HOST).tolist()
-    return list(zip(numbers[0], tokens.to(HOST).tolist(), numbers[1], strict=True))
+    return _chosen(logits, logits.argmax(-1, keepdim=True))
+
+
+def drawn(logits: Tensor, draws: Sequence[Draw]) -> list[Likely]:
+    """Draw a token for each row of logits [R, V], on any device.
+
+    Temperature, top-k and top-p are those of transformers. The token is the first, from the likeliest on, at which the
+    sum of probabilities exceeds the random number, which is therefore the only one of a token.
+    """
+    logits = logits.float()
+    length = logits.shape[-1]
+    numbers = torch.tensor([(draw.at, draw.temperature, draw.top_p) for draw in draws]).to(logits.device)
+    most = torch.tensor([[min(draw.top_k or length, length)] for draw in draws]).to(logits.device)
+    at, temperature, top_p = (numbers[:, column, None] for column in range(3))
+    scores, tokens = (logits / temperature).sort(dim=-1, descending=True, stable=True)
+    fewest = scores.gather(-1, most - 1)  # of equal scores all are kept
+    chances = torch.softmax(scores.masked_fill(scores < fewest, -math.inf), -1)
+    rest = chances.flip(-1).cumsum(-1).flip(-1)  # of a token and all that are less likely
+    dropped = rest <= 1 - top_p
+    dropped[:, 0] = False
+    chances = chances.masked_fill(dropped, 0)
+    sums = chances.cumsum(-1)
+    place = torch.searchsorted(sums, at * sums[:, -1:], right=True)
+    last = (chances > 0).sum(-1, keepdim=True) - 1
+    return _chosen(logits, tokens.gather(-1, torch.minimum(place, last).clamp(min=0)))
+
+
+def _chosen(logits: Tensor, tokens: Tensor) -> list[Likely]:
+    """Copy the chosen tokens [R, 1] of logits [R, V], the largest logits and the log-probabilities to the host."""
+    logprobs = torch.log_softmax(logits, -1).gather(-1, tokens)[:, 0]
+    numbers = torch.stack([logits.amax(-1), logprobs]).to(HOST).tolist()
+    return list(zip(numbers[0], tokens[:, 0].to(HOST).tolist(), numbers[1], strict=True))
 
 
 def likeliest(logits: Tensor, number: int) -> list[tuple[int, float]]:
@@ -162,7 +209,7 @@ class LogitBias:
 
 
 def _processors(config: Any, num_prompt: int, most: int, own: Sequence[Processor]) -> Any:
-    """Return transformers' processors in the order in which it applies them."""
+    """Return transformers' penalties and bans in the order in which it applies them, then a request's own."""
     kinds = optional_import("transformers.generation.logits_process", "text")
     found = kinds.LogitsProcessorList()
     ends = ends_of(config)
@@ -183,18 +230,26 @@ def _processors(config: Any, num_prompt: int, most: int, own: Sequence[Processor
     if config.suppress_tokens:
         found.append(kinds.SuppressTokensLogitsProcessor(config.suppress_tokens))
     found.extend(own)
-    if config.do_sample:
-        if config.temperature not in {None, 1.0}:
-            found.append(kinds.TemperatureLogitsWarper(config.temperature))
-        top_k = 50 if config.top_k is None else config.top_k  # transformers' own default
-        if top_k:
-            found.append(kinds.TopKLogitsWarper(top_k))
-        if config.top_p is not None and config.top_p < 1.0:
-            found.append(kinds.TopPLogitsWarper(config.top_p))
-        if config.min_p is not None:
-            found.append(kinds.MinPLogitsWarper(config.min_p))
-        if config.typical_p is not None and config.typical_p < 1.0:
-            found.append(kinds.TypicalLogitsWarper(config.typical_p))
+    return found
+
+
+def _warpers(config: Any) -> Any:
+    """Return transformers' processors of sampling, in its order; empty without sampling."""
+    kinds = optional_import("transformers.generation.logits_process", "text")
+    found = kinds.LogitsProcessorList()
+    if not config.do_sample:
+        return found
+    if config.temperature not in {None, 1.0}:
+        found.append(kinds.TemperatureLogitsWarper(config.temperature))
+    top_k = 50 if config.top_k is None else config.top_k  # transformers' own default
+    if top_k:
+        found.append(kinds.TopKLogitsWarper(top_k))
+    if config.top_p is not None and config.top_p < 1.0:
+        found.append(kinds.TopPLogitsWarper(config.top_p))
+    if config.min_p is not None:
+        found.append(kinds.MinPLogitsWarper(config.min_p))
+    if config.typical_p is not None and config.typical_p < 1.0:
+        found.append(kinds.TypicalLogitsWarper(config.typical_p))
     return found
 
 

@@ -5,6 +5,7 @@ import time
 from itertools import pairwise
 
 import pytest
+import torch
 
 from penstock.engine import stall
 from penstock.engine.counters import ACTIVATIONS, COMPUTING, GRADIENTS, Counters, read_counters, write_counters
@@ -14,7 +15,8 @@ from penstock.engine.wiring import StageLink
 from penstock.errors import TransportError
 from penstock.plan.schedule.actions import Action
 from penstock.tensors import HOST
-from penstock.tracing.record import FEEDER_STAGE
+from penstock.tracing.record import FEEDER_STAGE, Recorder
+from tests import pretend
 
 
 def counted(taken: int = 0, run: int = 0, sent: int = 0, doing: str = "") -> Counters:
@@ -150,6 +152,26 @@ def test_heartbeats_come_back_as_they_were() -> None:
     (beat,) = read_counters(3, ["", json.dumps(BEAT), write_counters(4, 0, {})])
     assert read_counters(3, [write_counters(3, 1, beat.stages)]) == [beat]
     assert (beat.rank, beat.stages[0].num_run, beat.stages[0].sent[ACTIVATIONS]) == (1, 1, 1)
+
+
+def test_spans_of_a_gpu_are_those_of_its_events(pretended: torch.device) -> None:
+    """A recorded action is queued like any other; its span is on the recorder's clock all the same."""
+    observer = Observer([0])
+    observer.recorder = recorder = Recorder()
+    began_s = recorder.clock()
+    settled = pretend.module.num_settled
+    for microbatch in range(3):
+        action = Action("F", microbatch, 0)
+        observer.starts(action, None)
+        with observer.computing(action, pretended, leaves=False):
+            time.sleep(0.01)
+    observer.settle()
+    assert pretend.module.num_settled == settled
+    spans = [(begin_s, end_s) for kind, *_, begin_s, end_s, _, _, _, _ in recorder.spans if kind == "compute"]
+    assert [end_s - begin_s > 0.009 for begin_s, end_s in spans] == [True] * 3
+    moments = [began_s, *(moment for span in spans for moment in span), recorder.clock()]
+    assert moments == sorted(moments)
+    assert sum(end_s - begin_s for begin_s, end_s in spans) == pytest.approx(observer.seconds[0].forward_s)
 
 
 def test_beneath_a_quota_rest_does_not_make_a_device_faster(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,8 +67,9 @@ class Observer:
         self.profile: ProfileWindow | None = None
         self._since = self._since_cpu_s = 0.0  # begin of the current phase
         self._quota, self._quota_s = 1.0, -math.inf  # the quota, and the time at which it was last read
-        # computations that a device may not have finished: their events, and what takes their seconds
-        self._queued: deque[tuple[Any, Any, Callable[[float], None]]] = deque()
+        # computations that a device may not have finished: their events, and what takes their begin and end
+        self._queued: deque[tuple[Any, Any, Callable[[float, float], None]]] = deque()
+        self._zero: tuple[Any, float] | None = None  # an event, and its time on the clock, of a recorded stream
         self._computed: dict[int, tuple[float, float]] = {}  # end of each stage's last computation: time, CPU time
 
     def _cores(self, now_s: float) -> float:
@@ -80,6 +81,7 @@ class Observer:
     def begin(self) -> None:
         """Reset the times for another stream or step."""
         self.seconds = {index: StageSeconds() for index in self.counters}
+        self._zero = None
 
     def starts(self, action: Action, awaits: str | None) -> None:
         """Record the start of an action, and the kind of message that the action waits for, if any."""
@@ -101,14 +103,17 @@ class Observer:
     def computing(self, action: Action, device: torch.device, *, leaves: bool) -> Iterator[None]:
         """Record the computation in the block, profiled if enabled.
 
-        At the end a device has finished it if it is recorded, or if its messages are shared with another process, as
+        At the end a device has finished it if it is profiled, or if its messages are shared with another process, as
         the result `leaves` this one. Otherwise the next action is queued behind it, and events tell its time later:
 
             host      F0 ─ F1 ─ B1 ─ B0 ─────────▶
             device      [  F0  ][  F1  ][ B1 ][ B0 ]
         """
-        begin = mark(device) if self.recorder is None and not leaves else None
         window = self.profile if self.recorder is not None else None
+        if self.recorder is not None and self._zero is None and (zero := mark(device)) is not None:
+            zero.synchronize()
+            self._zero = zero, self.clock()
+        begin = mark(device) if window is None and not leaves else None
         with contextlib.nullcontext() if window is None else window.around(action.stage, action.microbatch):
             yield
             if begin is None:
@@ -121,14 +126,15 @@ class Observer:
         seconds.compute_cpu_s += cpu_s
         counters.num_run += 1
         counters.doing = ""
-        add = partial(_add_seconds, counters, seconds, action.kind, least_s=cpu_s / self._cores(now_s))
+        if self.recorder is not None:
+            self._record_between(self.recorder, action)
+            self.recorder.sample(now_s)
+        add = partial(self._add, action, seconds, cpu_s, self._cores(now_s))
         if begin is None:
-            add(now_s - self._since)
+            add(self._since, now_s)
         else:
             self._queued.append((begin, mark(device), add))
             self.settle(wait=False)
-        if self.recorder is not None:
-            self._record(self.recorder, action, now_s, cpu_s)
         self._computed[action.stage] = now_s, now_cpu_s
         self._since, self._since_cpu_s = now_s, now_cpu_s
 
@@ -137,16 +143,29 @@ class Observer:
         while self._queued and (wait or self._queued[0][1].query()):
             begin, end, add = self._queued.popleft()
             end.synchronize()
-            add(begin.elapsed_time(end) / 1e3)
+            zero, zero_s = self._zero or (begin, 0.0)
+            begin_s = zero_s + zero.elapsed_time(begin) / 1e3
+            add(begin_s, begin_s + begin.elapsed_time(end) / 1e3)
 
-    def _record(self, recorder: Recorder, action: Action, now_s: float, cpu_s: float) -> None:
-        stage, microbatch = action.stage, action.microbatch
-        if self.between and microbatch and stage in self._computed:
-            before_s, before_cpu_s = self._computed[stage]
+    def _add(
+        self, action: Action, seconds: StageSeconds, cpu_s: float, cores: float, begin_s: float, end_s: float
+    ) -> None:
+        """Add the time of a computation, which is known once the device has finished it."""
+        counters, took_s = self.counters[action.stage], end_s - begin_s
+        if action.kind == "F":
+            seconds.forward_s += took_s
+        else:
+            seconds.backward_s += took_s
+        counters.busy_s += took_s
+        counters.needed_s += max(took_s, cpu_s / cores)
+        if self.recorder is not None:
+            self.recorder.span("compute", action.stage, action.microbatch, begin_s, end_s, action.kind, cpu_s=cpu_s)
+
+    def _record_between(self, recorder: Recorder, action: Action) -> None:
+        if self.between and action.microbatch and action.stage in self._computed:
+            before_s, before_cpu_s = self._computed[action.stage]
             between_s = self._since_cpu_s - before_cpu_s
-            recorder.span("between", stage, microbatch, before_s, self._since, cpu_s=between_s)
-        recorder.span("compute", stage, microbatch, self._since, now_s, action.kind, cpu_s=cpu_s)
-        recorder.sample(now_s)
+            recorder.span("between", action.stage, action.microbatch, before_s, self._since, cpu_s=between_s)
 
     def sent(self, action: Action, kind: str, *, num_bytes: int = 0) -> None:
         """Record that an action's output, or the end of a stream, was sent."""
@@ -162,15 +181,6 @@ class Observer:
         self.counters[action.stage].num_run += 1
         self.counters[action.stage].doing = ""
         return message.body
-
-
-def _add_seconds(counters: Counters, seconds: StageSeconds, kind: str, took_s: float, *, least_s: float) -> None:
-    if kind == "F":
-        seconds.forward_s += took_s
-    else:
-        seconds.backward_s += took_s
-    counters.busy_s += took_s
-    counters.needed_s += max(took_s, least_s)
 
 
 @dataclass(slots=True)

@@ -57,6 +57,7 @@ class TrainingTracer:
         self.recorder.step = number
         begin_s = self.recorder.clock()
         yield
+        self._observer.settle()
         end_s = self.recorder.clock()
         self.recorder.counters.append(("rows", end_s, float(num_rows)))
         self.recorder.span("step", FEEDER_STAGE, number, begin_s, end_s)

@@ -102,12 +102,11 @@ def test_profile_gives_the_rate(penstock: Run, tmp_path: Path) -> None:
     assert "rows per second" in out
 
 
-@pytest.mark.parametrize("options", [("--training",), ("--generate",), ("--runtime", "eager:bfloat16")])
-def test_what_is_not_profiled_on_a_gpu(
-    options: tuple[str, ...], penstock: Run, pretended: torch.device, monkeypatch: pytest.MonkeyPatch
+def test_other_runtimes_are_not_profiled_on_a_gpu(
+    penstock: Run, pretended: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pretend.module, "available", True)
     monkeypatch.setattr(RuntimeChoice, "check_machine", lambda _choice: None)
-    status, _, err = penstock("profile", VIT, "--device", pretended.type, *options)
+    status, _, err = penstock("profile", VIT, "--device", pretended.type, "--runtime", "eager:bfloat16")
     assert (status, len(err.strip().splitlines())) == (2, 1)
-    assert options[0] in err
+    assert "--runtime" in err

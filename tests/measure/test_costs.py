@@ -72,15 +72,18 @@ def test_weights_in_blocks_are_numbers_for_a_runtime_that_unpacks_them() -> None
     assert 8 * 2 * 34 < packed < unpacked  # two blocks of 34 bytes a row, and the engine's copy
 
 
-def test_a_profile_of_another_device_waits_for_it(pretended: torch.device) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)).eval()
+@pytest.mark.parametrize("training", [False, True])
+def test_a_profile_of_another_device_waits_for_it(training: bool, pretended: torch.device) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)).train(training)
     graph = capture(model, (torch.randn(2, 4),))
     load = partial(load_state, graph, weights=ModuleWeights(model))
     before = module.num_settled
-    profile = profile_graph(graph, load, rows=(2,), repeats=3, device=pretended)
+    loss = (lambda outputs, _rows: outputs[0].sum()) if training else None
+    profile = profile_graph(graph, load, rows=(2,), repeats=3, device=pretended, training=training, loss=loss)
     assert profile.device == "Pretended GPU"
     assert module.num_settled - before > 3 * len(graph.ops)  # after each operation
     assert all(unit.forward_s[0] > 0 for unit in profile.units)
+    assert [unit.backward_s is not None and unit.backward_s[0] > 0 for unit in profile.units] == [training] * 3
 
 
 def test_convolution_reorders_its_weight() -> None:

@@ -1,8 +1,10 @@
 """A model profiled as it trains: the same graph, with loss and loading."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from msgspec.structs import asdict
 
 from penstock.errors import UsageError
@@ -17,6 +19,7 @@ from penstock.recipes.settings import FitSettings
 from penstock.spec.profile import Profile
 from penstock.train.captured import Captured
 from tests.generate.tokens import save_model
+from tests.pretend import module
 from tests.recipes.test_data import BERT, TREES
 from tests.recipes.test_fit import VIT
 from tests.spec.samples import make_cluster
@@ -57,6 +60,19 @@ def test_counted_bytes_are_those_of_a_profile(tmp_path: Path) -> None:
     save_model(tmp_path)
     measured = profile_generation(f"hf:{tmp_path}", slots=(1,), max_length=64, repeats=3)
     assert bytes_of(count_inference(f"hf:{tmp_path}", max_length=64)) == bytes_of(measured)
+
+
+def test_training_and_generation_are_measured_on_a_gpu(
+    pretended: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "available", True)
+    asked: Any = {"model": VIT, "data": "digits", "output": str(tmp_path), "device": str(pretended)}
+    trains = profile_task(FitSettings(**asked), rows=(2,), repeats=3)
+    save_model(tmp_path)
+    generates = profile_generation(f"hf:{tmp_path}", slots=(1,), max_length=64, repeats=3, device=pretended)
+    for profile in (trains, generates):
+        assert (profile.device, profile.calibration_s) == ("Pretended GPU", 0.0)
+        assert all(unit.forward_s[0] > 0 for unit in profile.units)
 
 
 def test_the_loss_is_the_last_unit_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,21 +75,20 @@ def profile(
         opt.only_for("inference, and data for training", {"--images": data and images}, without="--data")
     place = find_device(device)
     if place != HOST:
-        here = {"--training": training, "--data": data, "--generate": generate, "--runtime": choices}
-        opt.only_for("the CPU", here, f"{device} is measured for inference on the runtime eager; leave it out")
+        opt.only_for("the CPU", {"--runtime": choices}, f"{device} is measured on the runtime eager; leave it out")
     console = opt.make_console()
     if generate:
         with working(f"measuring generation of {model} with {rows} sequences per step"):
             made = profile_generation(
                 model, slots=sizes, max_length=max_length or 512, cache_dtype=kept, runtimes=choices, weights=weights,
-                pretrained=pretrained, seed=seed, threads=threads, repeats=repeats,
+                pretrained=pretrained, seed=seed, threads=threads, repeats=repeats, device=place,
             )  # fmt: skip
         _show(console, made, output, json)
         return
     if data is not None:
         settings = make_settings({
             "model": model, "data": data, "length": length or 128, "threads": threads, "pretrained": pretrained,
-            "seed": seed, "weights": str(weights) if weights else None,
+            "seed": seed, "weights": str(weights) if weights else None, "device": device,
         })  # fmt: skip
         with working(f"measuring training of {model} at {rows} rows"):
             made = profile_task(settings, rows=sizes, repeats=repeats)

@@ -30,6 +30,7 @@ from penstock.measure.costs import (
     spread,
 )
 from penstock.runtime.registry import EAGER
+from penstock.tensors import HOST
 
 _UPDATED = 2**20  # weights per tensor
 # maps the model's outputs and their number of rows to the sum to minimize
@@ -50,15 +51,18 @@ class Trainable:
     Example:
         forward_s, backward_s = Trainable(graph, load, list(Cuts(graph))).step({"batch": 4}, time.perf_counter)
 
-    All parameters are trained. Needs the whole model in memory, with gradients.
+    All parameters are trained. Needs the whole model on the device, with gradients.
     """
 
-    def __init__(self, graph: Graph, load: Callable[[State], Tensor], cuts: Sequence[Cut]) -> None:
+    def __init__(
+        self, graph: Graph, load: Callable[[State], Tensor], cuts: Sequence[Cut], device: torch.device = HOST
+    ) -> None:
         trained = {s.source for s in graph.states if s.kind == "parameter"}
-        self._tensors = {s.value.name: _leaf(load(s), s.source in trained) for s in graph.states}
+        self._tensors = {s.value.name: _leaf(load(s).to(device), s.source in trained) for s in graph.states}
         self._parts = divide_for_training(graph, cuts, trained)
         states = [{s.value.name: self._tensors[s.value.name] for s in part.program.states} for part in self._parts]
-        self._runtimes = [EAGER.load_training(*both) for both in zip(self._parts, states, strict=True)]
+        self._runtimes = [EAGER.load_training(*both, device) for both in zip(self._parts, states, strict=True)]
+        self._device = device
         self._inputs = {value.name: value for value in graph.tensor_inputs()}
 
     def step(self, sizes: Mapping[str, int], clock: Callable[[], float]) -> tuple[list[float], list[float]]:
@@ -109,7 +113,7 @@ class Trainable:
     def _forward(
         self, sizes: Mapping[str, int], clock: Callable[[], float]
     ) -> Iterator[tuple[float, list[Tensor], list[Tensor]]]:
-        own = {name: random_input(value, dict(sizes)) for name, value in self._inputs.items()}
+        own = {name: random_input(value, dict(sizes)).to(self._device) for name, value in self._inputs.items()}
         crossing: list[Tensor] = []
         for part, runtime in zip(self._parts, self._runtimes, strict=True):
             crossing = [
@@ -142,7 +146,7 @@ def measure_training(
     scaled to passes of the whole model.
     """
     torch.set_num_threads(timing.threads)
-    units, whole = Trainable(graph, load, cuts), Trainable(graph, load, [])
+    units, whole = (Trainable(graph, load, each, timing.device) for each in (cuts, []))
     return [
         _measure(units, whole, graph.sizes(count), timing.clock, timing.repeats_for(count)) for count in timing.rows
     ]
@@ -152,7 +156,7 @@ def measure_loss(
     graph: Graph, load: Callable[[State], Tensor], loss: Loss, timing: Timing
 ) -> list[tuple[float, float]]:
     """Time forward and backward of the loss, for each batch size."""
-    whole = Trainable(graph, load, [])
+    whole = Trainable(graph, load, [], timing.device)
     return [_loss_s(whole.outputs(graph.sizes(rows)), rows, loss, timing) for rows in timing.rows]
 
 
@@ -175,12 +179,12 @@ def measure_update_s_per_byte(timing: Timing) -> float:
     The weights have the size of a transformer's; together they exceed the caches.
     """
     torch.set_num_threads(timing.threads)
-    weights = [torch.zeros(_UPDATED, requires_grad=True) for _ in range(4)]
+    weights = [torch.zeros(_UPDATED).to(timing.device).requires_grad_() for _ in range(4)]
     optimizer = torch.optim.AdamW(weights)
     seconds = []
     for _ in range(timing.repeats + 1):  # the first creates the optimizer's state
         for weight in weights:
-            weight.grad = torch.ones(_UPDATED)
+            weight.grad = torch.ones_like(weight)
         begin = timing.clock()
         for weight in weights:
             weight.grad.div_(2.0)  # type: ignore[union-attr]

@@ -10,6 +10,7 @@ from typing import Any, cast
 import msgspec
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from penstock.deploy.state import load_state, with_packings
 from penstock.engine.reference import calibrate
@@ -30,6 +31,7 @@ from penstock.recipes.tasks import Task, logits_of
 from penstock.runtime.registry import EAGER, RuntimeChoice, parse_runtime
 from penstock.spec.plan import CacheDtype, Generation, Precision
 from penstock.spec.profile import Profile, RuntimeColumn
+from penstock.tensors import HOST, find_device
 from penstock.zoo.models.language import is_language_model
 from penstock.zoo.models.models import ZooModel, load_model
 from penstock.zoo.weights.weights import Weights
@@ -43,7 +45,7 @@ def profile_task(settings: FitSettings, *, rows: Sequence[int], repeats: int = 7
 
     Raises as `make_task` does, and `UsageError` if rows vary in length.
     """
-    threads = settings.threads or 1
+    threads, device = settings.threads or 1, find_device(settings.device)
     messages, base_bytes = measure_messages(), worker_bytes()
     task = make_task(settings)
     if task.batches is not None:
@@ -52,22 +54,21 @@ def profile_task(settings: FitSettings, *, rows: Sequence[int], repeats: int = 7
         )
     graph = capture(task.module, *task.example, dynamic=task.dynamic)
     more_bytes = script_bytes(base_bytes)
-    calibration_s = calibrate(threads=threads)
     made = profile_graph(
         graph, lambda state: load_state(graph, state, task.weights), rows=rows, threads=threads, repeats=repeats,
-        training=True, loss=_loss(task, graph), messages=messages,
+        training=True, loss=_loss(task, graph), messages=messages, device=device,
     )  # fmt: skip
     data: Any = task.training
     return msgspec.structs.replace(
-        made, model=settings.model, loader_s_per_row=measure_rows(data), calibration_s=calibration_s,
-        base_bytes=base_bytes, script_bytes=more_bytes,
+        made, model=settings.model, loader_s_per_row=measure_rows(data), base_bytes=base_bytes,
+        script_bytes=more_bytes, calibration_s=_calibration_s(threads, device),
     )  # fmt: skip
 
 
 def profile_generation(
     name: str, *, slots: Sequence[int], max_length: int, cache_dtype: CacheDtype = "model",
     runtimes: Sequence[RuntimeChoice] = (), weights: Path | None = None, pretrained: bool = False, seed: int = 0,
-    threads: int = 1, repeats: int = 7,
+    threads: int = 1, repeats: int = 7, device: torch.device = HOST,
 ) -> Profile:  # fmt: skip
     """Measure a decoding step of a language model: a token per sequence of a lane, at half of the maximum length.
 
@@ -88,16 +89,20 @@ def profile_generation(
     load = partial(load_state, graph, weights=given)
     made = profile_graph(
         graph, load, rows=slots, threads=threads, repeats=repeats, messages=messages, sizes=step, largest=full,
-        single=chunk, integer=0,
+        single=chunk, integer=0, device=device,
     )  # fmt: skip
     packed = with_packings(graph, given, [str(runtime) for runtime in runtimes])
     columns = measure_runtimes(
         packed, load, runtimes, Timing(made.rows, threads, repeats, step), partial(_step_inputs, decoder, room)
     )
     return msgspec.structs.replace(
-        made, model=name, calibration_s=calibrate(threads=threads), base_bytes=base_bytes, script_bytes=more_bytes,
-        loader_s_per_row=_sampling_s(zoo.module), generation=caches, runtimes=columns,
+        made, model=name, base_bytes=base_bytes, script_bytes=more_bytes, loader_s_per_row=_sampling_s(zoo.module),
+        generation=caches, runtimes=columns, calibration_s=_calibration_s(threads, device),
     )  # fmt: skip
+
+
+def _calibration_s(threads: int, device: torch.device) -> float:
+    return calibrate(threads=threads) if device == HOST else 0.0  # the reference work is for CPUs
 
 
 def _captured_decoder(zoo: ZooModel, caches: Generation) -> tuple[CachedDecoder, Weights, Graph]:
@@ -235,6 +240,7 @@ def _loss(task: Task, graph: Graph) -> Loss:
     def loss(outputs: Sequence[Tensor], rows: int) -> Tensor:
         given = torch.utils.data.default_collate(labels * rows)
         output = build_output(graph, list(outputs), graph.sizes(rows))
+        given = pytree.tree_map_only(Tensor, lambda label: label.to(outputs[0].device), given)
         return task.loss_fn(output, given)[0]  # type: ignore[no-any-return]
 
     return loss

@@ -13,9 +13,12 @@ import atexit
 import contextlib
 import gc
 import importlib.util
+import io
 import json
+import math
 import os
 import random
+import select
 import selectors
 import signal
 import socket
@@ -34,6 +37,10 @@ NAME = "TESTS_WARM"  # the folder of the process that stands by; who has it in t
 _SOCKET, _CHILDREN = "socket", "children"
 _READY_S = 120.0
 _REQUEST_BYTES = 150_000
+_PIECE_BYTES = 2**16
+_LOOK_S = 0.2
+_STREAMS = ("stdin", "stdout", "stderr")
+_OPTIONS = {*_STREAMS, "cwd", "env", "text", "universal_newlines", "encoding", "errors", "start_new_session"}
 _IMPORTED = (
     "numpy", "torch", "torch.export", "torch.distributed.run", "torch.distributed.pipelining", "timm",
     "transformers.models.bert.modeling_bert", "transformers.models.gpt2.modeling_gpt2", "sklearn.datasets", "PIL.Image",
@@ -55,55 +62,125 @@ class _Request:
 
 
 class WarmPopen(_REAL[Any]):
-    """A `Popen` whose Python processes are forked from the one that stands by."""
+    """A `Popen` whose Python processes are forked from the one that stands by; of others it is what it always was.
 
-    _connection: socket.socket | None = None
+    It replaces the public methods that the standard library and torch call: `send_signal` and leaving a `with` block
+    are built on them.
+    """
 
-    def _execute_child(self, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, pass_fds: Any, cwd: Any,
-                       env: Any, startupinfo: Any, creationflags: Any, shell: Any, p2cread: int, p2cwrite: int,
-                       c2pread: int, c2pwrite: int, errread: int, errwrite: int, *rest: Any) -> None:  # fmt: skip
-        environment = dict(os.environ if env is None else env)
-        asked = [os.fspath(arg) for arg in args] if not isinstance(args, str) and not shell else []
-        forked = (
-            NAME in os.environ and NAME in environment and not pass_fds and preexec_fn is None and executable is None
-            and asked[:1] == [sys.executable] and _runs(asked[1:])
-        )  # fmt: skip
-        if not forked:
-            super()._execute_child(  # type: ignore[misc]
-                args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell, p2cread,
-                p2cwrite, c2pread, c2pwrite, errread, errwrite, *rest,
-            )  # fmt: skip
+    def __init__(self, args: Any, **options: Any) -> None:
+        environment = dict(os.environ if options.get("env") is None else options["env"])
+        asked = [os.fspath(each) for each in args] if isinstance(args, (list, tuple)) else []
+        python = asked[:1] == [sys.executable] and _runs(asked[1:])
+        self._forked = python and NAME in os.environ and NAME in environment and options.keys() <= _OPTIONS
+        if not self._forked:
+            super().__init__(args, **options)
             return
-        place = Path(os.environ[NAME])
-        request = json.dumps([asked[1:], str(cwd or os.getcwd()), environment, bool(rest[5]), os.getpid()]).encode()
-        streams = [own if own != -1 else usual for usual, own in enumerate((p2cread, c2pwrite, errwrite))]
+        self.args, self.returncode = args, None
+        self.stdin = self.stdout = self.stderr = None
+        self._ended, self._text = threading.Lock(), _text_of(options)
+        self._come: dict[int, list[bytes]] = {}
+        theirs: list[int] = []
+        opened: list[int] = []
         try:
-            self._connection = _connect(place)
-            socket.send_fds(self._connection, [request], streams)
+            for number, name in enumerate(_STREAMS):
+                theirs.append(self._stream(number, name, options.get(name), theirs, opened))
+            folder, session = str(options.get("cwd") or os.getcwd()), bool(options.get("start_new_session"))
+            request = json.dumps([asked[1:], folder, environment, session, os.getpid()])
+            self._connection = _connect(Path(os.environ[NAME]))
+            socket.send_fds(self._connection, [request.encode()], theirs)
             self.pid = int(self._connection.recv(64))
         finally:
-            self._child_created = True
-            self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)  # type: ignore[attr-defined]
+            for descriptor in opened:
+                os.close(descriptor)
 
-    def _try_wait(self, wait_flags: int) -> tuple[int, int]:
-        if self._connection is None:
-            return super()._try_wait(wait_flags)  # type: ignore[misc, no-any-return]
-        self._connection.settimeout(0.0 if wait_flags & os.WNOHANG else None)
-        try:
-            status = self._connection.recv(64)
-        except BlockingIOError:
-            return 0, 0
-        self._connection.close()
-        return self.pid, int(status or b"9")  # the one that stood by was killed, and this with it
+    def _stream(self, number: int, name: str, wanted: Any, others: Sequence[int], opened: list[int]) -> int:
+        """Return the descriptor of a standard stream for the process; those in `opened` are only passed on."""
+        if wanted is None:
+            return number
+        if wanted == subprocess.STDOUT:
+            return others[1]
+        if wanted == subprocess.DEVNULL:
+            opened.append(os.open(os.devnull, os.O_RDWR))
+            return opened[-1]
+        if wanted != subprocess.PIPE:
+            return wanted if isinstance(wanted, int) else int(wanted.fileno())
+        read, write = os.pipe()
+        own, theirs = (write, read) if number == 0 else (read, write)
+        opened.append(theirs)
+        file: Any = os.fdopen(own, "wb" if number == 0 else "rb")
+        setattr(self, name, file if self._text is None else io.TextIOWrapper(file, *self._text, write_through=True))
+        return theirs
 
-    def _internal_poll(self, *given: Any, **named: Any) -> int | None:
-        if self._connection is None:
-            return super()._internal_poll(*given, **named)  # type: ignore[misc, no-any-return]
-        if self.returncode is None:
-            pid, status = self._try_wait(os.WNOHANG)
-            if pid:
-                self._handle_exitstatus(status)  # type: ignore[attr-defined]
+    def poll(self) -> int | None:
+        """Return the status, if the process has ended."""
+        if not self._forked:
+            return super().poll()
+        self._ends(0.0)
         return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait until the process ends; returns its status."""
+        if not self._forked:
+            return super().wait(timeout)
+        until = math.inf if timeout is None else time.monotonic() + timeout
+        while not self._ends(min(_LOOK_S, max(0.0, until - time.monotonic()))):
+            if time.monotonic() >= until:
+                raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+        return self.returncode
+
+    def communicate(self, input: Any = None, timeout: float | None = None) -> tuple[Any, Any]:  # noqa: A002 (its name)
+        """Give a process its input, and return its outputs once it has ended."""
+        if not self._forked:
+            return super().communicate(input, timeout)
+        until = math.inf if timeout is None else time.monotonic() + timeout
+        if self.stdin is not None and not self.stdin.closed:
+            with contextlib.suppress(BrokenPipeError):
+                self.stdin.write(input or ("" if self._text else b""))
+                self.stdin.close()
+        with selectors.DefaultSelector() as selector:
+            for file in (self.stdout, self.stderr):
+                if file is not None and not file.closed:
+                    selector.register(file, selectors.EVENT_READ, self._come.setdefault(file.fileno(), []))
+            while selector.get_map():
+                ready = selector.select(None if timeout is None else max(0.0, until - time.monotonic()))
+                for key, _ in ready:
+                    key.data.append(os.read(key.fd, _PIECE_BYTES))
+                    if not key.data[-1]:
+                        selector.unregister(key.fileobj)
+                if not ready and time.monotonic() >= until:
+                    come = b"".join(piece for pieces in self._come.values() for piece in pieces)
+                    raise subprocess.TimeoutExpired(self.args, timeout or 0.0, come)
+        self.wait(None if timeout is None else max(0.0, until - time.monotonic()))
+        return self._all_of(self.stdout), self._all_of(self.stderr)
+
+    def _all_of(self, file: Any) -> Any:
+        if file is None:
+            return None
+        whole = b"".join(self._come[file.fileno()])
+        file.close()
+        if self._text is None:
+            return whole
+        return io.TextIOWrapper(io.BytesIO(whole), *self._text).read()
+
+    def _ends(self, within_s: float) -> bool:
+        """Wait for the status; returns whether it is there. Several threads may wait."""
+        looks = select.poll()
+        with contextlib.suppress(ValueError):  # another thread has taken the status
+            looks.register(self._connection, select.POLLIN)
+        if self.returncode is None and looks.poll(1e3 * within_s):
+            with self._ended:
+                if self.returncode is None:  # nothing comes if the one that stood by was killed, and this with it
+                    status = int(self._connection.recv(64) or signal.SIGKILL)
+                    self.returncode = os.waitstatus_to_exitcode(status)
+                    self._connection.close()
+        return self.returncode is not None
+
+
+def _text_of(options: Mapping[str, Any]) -> tuple[str | None, str | None] | None:
+    """Return encoding and errors of a process's streams if they are text."""
+    given = options.get("encoding"), options.get("errors")
+    return given if options.get("text") or options.get("universal_newlines") or any(given) else None
 
 
 def stand_by() -> "subprocess.Popen[bytes]":
@@ -118,7 +195,7 @@ def stand_by() -> "subprocess.Popen[bytes]":
         env=environment,
     )
     os.environ[NAME] = str(place)
-    subprocess.Popen = WarmPopen  # type: ignore[misc]
+    subprocess.Popen = WarmPopen  # type: ignore[misc, assignment]
     return process
 
 
@@ -310,7 +387,7 @@ def standing_by() -> Iterator[None]:
 if __name__ == "__main__":
     from tests.warm import WarmPopen, _become, _import, _run, _serve  # under its own name, as others import it
 
-    subprocess.Popen = WarmPopen  # type: ignore[misc]
+    subprocess.Popen = WarmPopen  # type: ignore[misc, assignment]
     _import()
     gc.collect()
     gc.freeze()  # what is there is everybody's, and not looked at again by each

@@ -4,6 +4,7 @@ import atexit
 import contextlib
 import gc
 import os
+import random
 import shutil
 import signal
 import tempfile
@@ -204,13 +205,21 @@ _LONG = ("test_lost_ranks", "test_elastic_runs", "test_demo", "test_memory", "te
 
 @pytest.hookimpl(tryfirst=True)  # before items are selected by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the files and properties of `make test-all`, and begin with the files that take longest."""
+    """Mark the files and properties of `make test-all`, and begin with the files that take longest.
+
+    TESTS_SHUFFLE=SEED runs the files in another order, and the tests of a file too.
+    """
     for item in items:
         everywhere = FULL and getattr(getattr(item, "obj", None), "is_hypothesis_test", False)
         if everywhere or item.path.relative_to(Path(__file__).parent).with_suffix("").as_posix() in _ALL_ONLY:
             item.add_marker("long")
-    order = {name: place for place, name in enumerate(_LONG)}
-    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
+    if seed := os.environ.get("TESTS_SHUFFLE"):
+        random.Random(seed).shuffle(items)
+        files = {path: place for place, path in enumerate(dict.fromkeys(item.path for item in items))}
+        items.sort(key=lambda item: files[item.path])
+    else:
+        order = {name: place for place, name in enumerate(_LONG)}
+        items.sort(key=lambda item: order.get(item.path.stem, len(order)))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -19,9 +19,9 @@ def made(packing: str) -> Engine:
     """Make an engine of different weights."""
     apart: Arrays = {}
     raws = [raw_weight(packing, _OUTPUTS, _INPUTS, 0.001).roll(number, 0) for number in range(_COUNT)]
-    nodes = Nodes(packed={str(n): StoredWeight(raw, packing).blocks() for n, raw in enumerate(raws)}, apart=apart)
+    nodes = Nodes(packed={(str(n),): StoredWeight(raw, packing).blocks() for n, raw in enumerate(raws)}, apart=apart)
     given, products = Made(nodes, torch.float32, (1, _INPUTS), known_as="x"), []
-    for name in nodes.packed:
+    for (name,) in nodes.packed:
         nodes.operation = name
         products.append(Made(nodes, torch.float32, (1, _OUTPUTS), known_as=nodes.packed_product(given)))
     return compile_model(nodes.model([given], products), apart)

@@ -2,6 +2,9 @@
 
 import subprocess
 import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,8 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from penstock.graph.ops import Op, Ref
 from penstock.packing import PACKINGS, unpacked
-from penstock.runtime.onnx.blocks import BLOCK, IN_FLOATS, Blocks, Halves, StoredWeight, in_blocks
+from penstock.runtime.onnx.blocks import (
+    BLOCK,
+    IN_FLOATS,
+    Blocks,
+    Halves,
+    StoredWeight,
+    in_blocks,
+    products_of_one_input,
+)
 from penstock.runtime.onnx.onnx_nodes import Made, Nodes
 from penstock.runtime.onnx.onnx_runtime import compile_model
 from tests.fewer import examples
@@ -39,7 +51,7 @@ def test_the_engine_multiplies_with_these_numbers(bits: int, shape: tuple[int, i
 
 def error_of(blocks: Blocks | Halves, inputs: Tensor, weight: Tensor) -> float:
     """Multiply in ONNX Runtime; return the largest error relative to the largest product."""
-    nodes = Nodes(packed={"linear": blocks}, operation="linear")
+    nodes = Nodes(packed={("linear",): blocks}, operation="linear")
     given = Made(nodes, torch.float32, tuple(inputs.shape), known_as="inputs")
     product = nodes.packed_product(given)
     model = nodes.model([given], [Made(nodes, torch.float32, (*inputs.shape[:-1], len(weight)), known_as=product)])
@@ -69,6 +81,34 @@ def test_halves_are_multiplied_in_parts(packing: str) -> None:
     assert isinstance(halves, Halves)
     assert len(halves.parts) > 1
     assert error_of(halves, inputs, unpacked(raw, packing)) < 1e-5
+
+
+@pytest.mark.parametrize("packing", ["Q4_1", "Q5_1", "Q4_K", "Q5_K"])
+@pytest.mark.parametrize("rows", [1, 5, 32])
+def test_products_of_one_input_have_the_bits_of_each(packing: str, rows: int) -> None:
+    widths, inputs = {"q": 64, "k": 16, "v": 48}, torch.randn(1, rows, 512)
+    weights = {name: StoredWeight(raw_weight(packing, width, 512), packing) for name, width in widths.items()}
+    x, other = Ref("x"), Ref("other")
+    ops = [Op(name, "aten.linear.default", (x, Ref(f"{name}.weight"), None), {}) for name in widths]
+    (whole,) = products_of_one_input(ops, weights).items()
+    alone = products_of_one_input([replace(ops[0], arguments=(other, *ops[0].arguments[1:])), *ops[1:]], weights)
+    assert [whole[0], *alone] == [("q", "k", "v"), ("q",), ("k", "v")]
+    together = products_of(dict([whole]), inputs, widths)
+    for name, weight in weights.items():
+        (found,) = products_of({(name,): weight}, inputs, {name: widths[name]})
+        assert np.array_equal(found, together.pop(0)), name
+
+
+def products_of(
+    packed: Mapping[tuple[str, ...], Blocks | StoredWeight], inputs: Tensor, widths: Mapping[str, int]
+) -> list[Any]:
+    """Multiply an input with several weights in ONNX Runtime."""
+    nodes = Nodes(packed={names: weight.blocks() for names, weight in packed.items()})
+    given, made = Made(nodes, torch.float32, tuple(inputs.shape), known_as="inputs"), []
+    for nodes.operation, width in widths.items():
+        product = nodes.packed_product(given)
+        made.append(Made(nodes, torch.float32, (*inputs.shape[:-1], width), known_as=product))
+    return list(compile_model(nodes.model([given], made))({"inputs": inputs.numpy()}))
 
 
 @pytest.mark.parametrize("weight", [torch.zeros(3, 4), torch.full((2, 40), 1e-30), torch.tensor([[3e38, -3e38]])])

@@ -1,7 +1,8 @@
 """Weights in 4 or 8 bits by blocks of inputs, for ONNX Runtime's operator MatMulNBits, and weights in 16 bits."""
 
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ml_dtypes
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from penstock.graph.ops import Op, Ref
+from penstock.graph.ops import Op, Ref, effect
 from penstock.packing import PACKINGS, read_packed
 
 BLOCK = 32
@@ -21,6 +22,7 @@ IN_FLOATS, IN_8_BITS = 1, 4
 _WEIGHTS = {"aten.linear.default": 1, "aten.addmm.default": 2}
 _WITH_SHIFTS = {"Q4_1", "Q5_1", "Q4_K", "Q5_K"}
 _AT_ONCE = 2**22  # elements rounded at a time, to limit temporary memory
+_SAME_BITS = 16  # outputs
 _WIDENED = 2**18  # elements of 16 bits that a product widens at a time: they stay in a processor's cache
 
 
@@ -28,7 +30,8 @@ _WIDENED = 2**18  # elements of 16 bits that a product widens at a time: they st
 class Blocks:
     """A weight [O, I] in `bits` bits: with B blocks per row, values [O, B, bytes], scales and zeros per block.
 
-    A number is `(value - zero) * scale`, plus the block's shift if there are `shifts` [O, B].
+    A number is `(value - zero) * scale`, plus the block's shift if there are `shifts` [O, B]. If it is several weights
+    of one input, `rows` has the outputs of each.
     """
 
     bits: int
@@ -39,6 +42,7 @@ class Blocks:
     block: int = BLOCK
     shifts: np.ndarray[Any, Any] | None = None
     accuracy: int = IN_8_BITS
+    rows: tuple[int, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -91,6 +95,7 @@ class StoredWeight:
     raw: Tensor
     packing: str
     accuracy: int = IN_8_BITS
+    rows: tuple[int, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -126,7 +131,7 @@ class StoredWeight:
         values, scales, zeros, *more = (tensor.numpy() for tensor in whole)
         return Blocks(
             form.bits, (rows, count * form.block), values, scales.reshape(-1), zeros, form.block,
-            more[0] if more else None, self.accuracy,
+            more[0] if more else None, self.accuracy, self.rows,
         )  # fmt: skip
 
 
@@ -176,6 +181,41 @@ def weight_of(op: Op) -> str | None:
     """Return the name of the weight that a linear layer multiplies with."""
     weight = op.arguments[_WEIGHTS[op.target]] if op.target in _WEIGHTS and not op.keywords else None
     return weight.name if isinstance(weight, Ref) else None
+
+
+def products_of_one_input(
+    ops: Iterable[Op], packed: Mapping[str, Blocks | StoredWeight]
+) -> Mapping[tuple[str, ...], Blocks | StoredWeight]:
+    """Return the weights of operations, in one weight where blocks with shifts multiply the same input.
+
+    So the input is rounded, and summed by blocks, once. With inputs in 8 bits and a multiple of 16 outputs each, an
+    output has the same bits as alone (`tests/runtime/test_blocks.py`), so that bits do not depend on the cuts.
+    """
+    groups: dict[Hashable, list[str]] = {}
+    writes: Counter[str] = Counter()
+    for op in ops:
+        if (weight := packed.get(op.name)) is not None:
+            given, form = op.arguments[_WEIGHTS[op.target] - 1], _form(weight)
+            joins = form is not None and isinstance(given, Ref)
+            groups.setdefault((given.name, writes[given.name], form) if joins else op.name, []).append(op.name)
+        writes.update(effect(op).writes)
+    return {tuple(names): _beside([packed[name] for name in names]) for names in groups.values()}
+
+
+def _form(weight: Blocks | StoredWeight) -> Hashable:
+    """Return what weights have in common that can be one; None for those that cannot."""
+    if not isinstance(weight, StoredWeight) or weight.packing not in _WITH_SHIFTS or weight.accuracy != IN_8_BITS:
+        return None
+    num_rows, num_bytes = weight.raw.shape
+    return None if num_rows % _SAME_BITS else (weight.packing, num_bytes)
+
+
+def _beside(weights: Sequence[Blocks | StoredWeight]) -> Blocks | StoredWeight:
+    """Return weights of the same form as one, whose outputs follow each other."""
+    first, raws = weights[0], [weight.raw for weight in weights if isinstance(weight, StoredWeight)]
+    if len(raws) < 2 or not isinstance(first, StoredWeight):
+        return first
+    return replace(first, raw=torch.cat(raws), rows=tuple(map(len, raws)))
 
 
 def _rounded(weight: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -14,7 +14,7 @@ from penstock.graph.ops import Op, Ref
 from penstock.graph.program import StageProgram, operations_of
 from penstock.runtime.bfloat16 import check_bfloat16
 from penstock.runtime.eager import Runtime, compare_outputs
-from penstock.runtime.onnx.blocks import pack
+from penstock.runtime.onnx.blocks import pack, products_of_one_input
 from penstock.runtime.onnx.writer import check_supported, write_model
 from penstock.tensors import HOST
 from penstock.text import first_line
@@ -65,7 +65,8 @@ class ExportedRuntime(ABC):
         self.precision = precision
         self.kept = operations_of(program, keep)
         rounded = pack(program.ops, tensors, 4 if precision == "int4" else None, self.kept)
-        self._packed = {name: weight.blocks() for name, weight in rounded.items()}
+        products = products_of_one_input(program.ops, rounded)
+        self._packed = {names: weight.blocks() for names, weight in products.items()}
         self._eager = Runtime(program, tensors, device)
         self._engines: dict[tuple[int, ...], Engine] = {}
 

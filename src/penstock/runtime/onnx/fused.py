@@ -18,7 +18,17 @@ from penstock.packing import unpacked
 from penstock.resources import release_freed
 from penstock.runtime.bfloat16 import check_bfloat16
 from penstock.runtime.eager import Runtime
-from penstock.runtime.onnx.blocks import IN_8_BITS, IN_FLOATS, PART_BYTES, Blocks, Halves, StoredWeight, pack, weight_of
+from penstock.runtime.onnx.blocks import (
+    IN_8_BITS,
+    IN_FLOATS,
+    PART_BYTES,
+    Blocks,
+    Halves,
+    StoredWeight,
+    pack,
+    products_of_one_input,
+    weight_of,
+)
 from penstock.runtime.onnx.cached_attention import caches_of, check_places, in_order, rows_of, with_cached_attention
 from penstock.runtime.onnx.exported import Engine, InPlaceEngine
 from penstock.runtime.onnx.onnx_nodes import Arrays
@@ -263,7 +273,7 @@ class _FusedPart:
         for served in (None, batch):
             if served in self._for_all:
                 return self._for_all[served]
-        packed = {name: weight.blocks() for name, weight in self._packed.items()}
+        packed = {names: weight.blocks() for names, weight in products_of_one_input(self._ops, self._packed).items()}
         for served in (None, batch):
             others = {symbol: size + (symbol != BATCH or served is None) for symbol, size in sizes.items()}
             model, apart = self._written(sizes, others, packed)
@@ -280,7 +290,7 @@ class _FusedPart:
         return engine
 
     def _written(
-        self, sizes: Mapping[str, int], others: Mapping[str, int], packed: Mapping[str, Blocks | Halves]
+        self, sizes: Mapping[str, int], others: Mapping[str, int], packed: Mapping[tuple[str, ...], Blocks | Halves]
     ) -> tuple[onnx.ModelProto, Arrays]:
         """Return a model, and its large constants by name."""
         apart: Arrays = {}

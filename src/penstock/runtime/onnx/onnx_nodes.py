@@ -84,7 +84,9 @@ class Nodes:
     nodes: list[onnx.NodeProto] = field(default_factory=list)
     constants: list[onnx.TensorProto] = field(default_factory=list)
     operation: str = ""  # the current operation; nodes are named after it
-    packed: Mapping[str, Blocks | Halves] = field(default_factory=dict)  # weights of linear layers, by operation
+    # weights of linear layers, by the operations that multiply the same input
+    packed: Mapping[tuple[str, ...], Blocks | Halves] = field(default_factory=dict)
+    products: dict[str, str] = field(default_factory=dict)  # those that were made with another operation's
     # inputs that the graph writes to, as further outputs; not `Made`, since a circle would keep all weights for long
     written: list[onnx.ValueInfoProto] = field(default_factory=list)
     made: dict[tuple[str, str], str] = field(default_factory=dict)
@@ -104,9 +106,20 @@ class Nodes:
 
     def packed_product(self, inputs: "Made") -> str | None:
         """Add the product of the inputs with the operation's weight, if the weight is in blocks or in 16 bits."""
-        weight = self.packed.get(self.operation)
-        if weight is None:
+        if self.operation in self.products:
+            return self.products.pop(self.operation)
+        names = next((names for names in self.packed if self.operation in names), ())
+        if not names:
             return None
+        weight = self.packed[names]
+        product = self._product(inputs, weight)
+        if isinstance(weight, Halves) or len(names) == 1:
+            return product
+        others = {name: f"{product}/{name}" for name in names if name != self.operation}
+        self.products |= others
+        return self.add("Split", [product, self.numbers(weight.rows)], [*others.values()], axis=-1)
+
+    def _product(self, inputs: "Made", weight: Blocks | Halves) -> str:
         if isinstance(weight, Halves):
             wide = (self.add("Cast", [self.constant(part)], to=TensorProto.FLOAT) for part in weight.parts)
             return self.add("Concat", [self.add("MatMul", [inputs.name, part]) for part in wide], axis=-1)

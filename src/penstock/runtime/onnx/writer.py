@@ -68,8 +68,9 @@ def check_supported(program: StageProgram) -> None:
 
 def write_model(
     ops: Sequence[Op], inputs: Sequence[str], outputs: Sequence[str], known: Mapping[str, Tensor], seen: Seen,
-    sizes: Mapping[str, int], *, others: Seen | None = None, packed: Mapping[str, Blocks | Halves] | None = None,
-    caches: Collection[str] = (), apart: Arrays | None = None,
+    sizes: Mapping[str, int], *, others: Seen | None = None,
+    packed: Mapping[tuple[str, ...], Blocks | Halves] | None = None, caches: Collection[str] = (),
+    apart: Arrays | None = None,
 ) -> onnx.ModelProto:  # fmt: skip
     """Write operations as an ONNX model.
 
@@ -106,7 +107,7 @@ def _check_writes(program: StageProgram) -> None:
 class _Writer:
     def __init__(
         self, inputs: Sequence[str], known: Mapping[str, Tensor], seen: Seen, sizes: Mapping[str, int], others: Seen,
-        packed: Mapping[str, Blocks | Halves], caches: Collection[str], apart: Arrays | None,
+        packed: Mapping[tuple[str, ...], Blocks | Halves], caches: Collection[str], apart: Arrays | None,
     ) -> None:  # fmt: skip
         self._seen, self._others, self._sizes = seen, others, sizes
         self._nodes = Nodes(packed=packed, apart=apart)

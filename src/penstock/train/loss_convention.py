@@ -14,7 +14,7 @@ A loss that fits none of these conventions depends on several rows jointly, and 
 import contextlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,20 +32,7 @@ Sample = Callable[[Sequence[int], Sequence[float]], tuple[Any, Any]]
 
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4}
 _COARSE = 3e-2  # tolerance for 16-bit numbers
-_KEPT = 8  # number of functions whose convention is cached
 _WAY_OUT = "return (sum, count), or use microbatches=1 and replicas=1"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MicrobatchRows:
-    """The rows of one microbatch: their number, and a function that returns outputs and labels of some rows.
-
-    `alone` is set if the microbatch is the whole batch.
-    """
-
-    count: int
-    sample: Sample
-    alone: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,107 +119,69 @@ def call_loss(loss_fn: LossFunction, output: Any, labels: Any) -> tuple[Tensor, 
     raise NotALossError(f"loss_fn must return a scalar or (sum, count); got {_described(result)}")
 
 
+class _DependsError(Exception):
+    """The loss of a batch cannot be computed from its microbatches."""
+
+
 class LossConvention:
-    """The convention of one loss function over rows, detected on first use, and checked if rows have unequal weights.
+    """A loss function with its convention over rows: detected on first use, and checked if rows have unequal weights.
 
     Example:
-        rows = MicrobatchRows(count=8, sample=sample, alone=False)
-        measured = LossConvention().measure(loss_fn, output, labels, rows)
+        convention = LossConvention(F.cross_entropy)
+        measured = convention.measure(output, labels, 8, sample, alone=False)
     """
 
-    def __init__(self) -> None:
+    def __init__(self, loss_fn: LossFunction) -> None:
+        self._loss_fn = loss_fn
         self._kind: str | None = None
 
-    def measure(self, loss_fn: LossFunction, output: Any, labels: Any, rows: MicrobatchRows) -> MeasuredLoss:
-        """Compute the loss of a microbatch."""
+    def measure(self, output: Any, labels: Any, rows: int, sample: Sample, *, alone: bool) -> MeasuredLoss:
+        """Compute the loss of a microbatch; `alone` is set if it is the whole batch."""
         try:
-            result = _run(loss_fn, output, labels, rows.count)
+            result = _run(self._loss_fn, output, labels, rows)
         except NotALossError as error:
             return _refused(str(error))
-        if result.count is None and rows.alone:
+        if result.count is None and alone:
             return MeasuredLoss(result.total, result.value, 1.0, "whole")
-        probe = _Probe(loss_fn, rows.sample, rows.count)
         if result.count is not None:
-            return self._measure_pair(result, probe)
+            return self._measure_pair(result, sample)
         kind, watch = self._kind, result.watch
         counted = watch.counts_labels and result.weight is not None
         ignored = bool(result.weights) and not any(result.weights)  # True if no label counts
         known = kind == "weighted" if counted else kind in {"mean", "sum"} and not result.weights and not watch.uneven
         if not ignored and not known:
             try:
-                kind = probe.kind_of(result)
+                kind = self._scalar_kind(result, sample)
             except _DependsError as error:
                 return _refused(f"{error}; {_WAY_OUT}")
             self._kind = "weighted" if kind == "nothing" else kind
-        measured = combined(result.total, kind, rows.count, result.weights, by_rows=result.watch.by_rows)
+        measured = combined(result.total, kind, rows, result.weights, by_rows=watch.by_rows)
         return replace(measured, divisors=(watch.divisor, watch.divisor_inside)) if kind == "sum" else measured
 
-    def _measure_pair(self, result: _Result, probe: "_Probe") -> MeasuredLoss:
+    def _measure_pair(self, result: _Result, sample: Sample) -> MeasuredLoss:
         count = result.count or 0.0
         if self._kind is None or result.watch.uneven or result.weights:
             try:
-                self._kind = probe.pair_kind(result)
+                self._kind = self._pair_kind(result, sample)
             except _DependsError as error:
                 return _refused(str(error))
         divisors = [*result.weights, *([float(result.rows)] if result.watch.by_rows else [])]
         ratios = tuple(divisor / count for divisor in divisors) if count else ()
         return MeasuredLoss(result.total, result.value, count, self._kind and "count", ratios)
 
-
-def combined(total: Tensor, kind: str | None, rows: int, weights: Sequence[float], *, by_rows: bool) -> MeasuredLoss:
-    """Weigh a microbatch's scalar loss by its convention and the recorded divisors."""
-    value = float(total.detach())
-    if kind == "sum":
-        return MeasuredLoss(total, value, 1.0, kind)
-    if weights and not any(weights):  # no label counts, and the loss is NaN
-        return MeasuredLoss(total.new_zeros(()), 0.0, 0.0, None if by_rows else "weighted", (0.0,) if by_rows else ())
-    if kind == "nothing":
-        return MeasuredLoss(total * 0, 0.0, 0.0, "weighted")
-    if kind == "weighted":
-        return MeasuredLoss(total * weights[0], value * weights[0], weights[0], kind)
-    return MeasuredLoss(total * rows, value * rows, float(rows), kind, tuple(weight / rows for weight in weights))
-
-
-@dataclass
-class Conventions:
-    """A cache of the conventions of recently used loss functions."""
-
-    _known: list[tuple[LossFunction, LossConvention]] = field(default_factory=list)
-
-    def of(self, loss_fn: LossFunction) -> LossConvention:
-        """Return the convention of a function object."""
-        for known, convention in self._known:
-            if known is loss_fn:
-                return convention
-        self._known = [(loss_fn, LossConvention()), *self._known][:_KEPT]
-        return self._known[0][1]
-
-
-class _DependsError(Exception):
-    """The loss of a batch cannot be computed from its microbatches."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Probe:
-    """A probe that runs a loss function on halves of a microbatch's rows."""
-
-    loss_fn: LossFunction
-    sample: Sample
-    rows: int
-
-    def kind_of(self, result: _Result) -> str | None:
+    def _scalar_kind(self, result: _Result, sample: Sample) -> str | None:
         """Return the convention of a scalar loss; raises `_DependsError` if it has none."""
         if result.watch.draws:
             raise _DependsError("loss_fn draws random numbers, so it cannot be checked for a mean over rows")
         if not math.isfinite(result.value):
             return None
-        whole, halves = self._runs(result, noisy=False)
+        whole, halves = self._runs(result, sample, noisy=False)
         fits = self._fits(whole, halves)
         # equal losses, or losses of 0 (for example of zero-initialized outputs), fit several conventions: perturb the
         # outputs
         if {"mean", "sum"} <= fits or _close(halves[0].value, halves[1].value, 0.2):
             with contextlib.suppress(_DependsError):
-                noisy = self._fits(*self._runs(result, noisy=True))
+                noisy = self._fits(*self._runs(result, sample, noisy=True))
                 fits = noisy if {"mean", "sum"} <= fits else fits & noisy
         if not fits:
             raise _DependsError("loss_fn must be a mean or a sum over rows, but it depends on several rows jointly")
@@ -242,12 +191,12 @@ class _Probe:
             return None if result.weight is None else "nothing"
         return "mean" if "mean" in fits else "sum"
 
-    def pair_kind(self, result: _Result) -> str | None:
+    def _pair_kind(self, result: _Result, sample: Sample) -> str | None:
         """Return "count" if both entries of a pair are sums, None if not decidable yet; raises `_DependsError`."""
         if not math.isfinite(result.value):
             return None
         try:
-            whole, halves = self._runs(result, noisy=False)
+            whole, halves = self._runs(result, sample, noisy=False)
         except _DependsError:
             return "count"
         tolerance = _tolerance(result.total)
@@ -279,33 +228,48 @@ class _Probe:
                     found.add("weighted")
         return found
 
-    def _runs(self, result: _Result, *, noisy: bool) -> tuple[_Result, list[_Result]]:
+    def _runs(self, result: _Result, sample: Sample, *, noisy: bool) -> tuple[_Result, list[_Result]]:
         """Return the results of the whole microbatch, computed again only if noisy, and of its halves.
 
         A single row and a perturbed copy of it serve as its halves.
         """
+
+        def run(rows: Sequence[int], noise: Sequence[float]) -> _Result:
+            try:
+                return _run(self._loss_fn, *sample(rows, noise), len(rows))
+            except (NotALossError, RunError) as error:
+                raise _DependsError(
+                    f"loss_fn fails when it is called with only some of a batch's rows ({error})"
+                ) from error
+
         # other threads draw from the same generator, so it is seeded only if the loss draws random numbers
         draws = seeded_generator(result.total.device, 0) if result.watch.draws else contextlib.nullcontext()
         with torch.no_grad(), draws:
             first = float(noisy)
-            if self.rows == 1:
-                one = self._run([0], [first]) if noisy else result
+            if result.rows == 1:
+                one = run([0], [first]) if noisy else result
                 try:
-                    return self._run([0, 0], [first, first + 1]), [one, self._run([0], [first + 1])]
+                    return run([0, 0], [first, first + 1]), [one, run([0], [first + 1])]
                 except _DependsError:  # e.g. outputs that are no longer probabilities
-                    return self._run([0, 0], [first, first]), [one, one]
-            middle = (self.rows + 1) // 2
-            noise = [first] * middle + [2 * first] * (self.rows - middle)
-            halves = [self._run(range(middle), noise[:middle]), self._run(range(middle, self.rows), noise[middle:])]
-            return (self._run(range(self.rows), noise) if noisy else result), halves
+                    return run([0, 0], [first, first]), [one, one]
+            middle = (result.rows + 1) // 2
+            noise = [first] * middle + [2 * first] * (result.rows - middle)
+            halves = [run(range(middle), noise[:middle]), run(range(middle, result.rows), noise[middle:])]
+            return (run(range(result.rows), noise) if noisy else result), halves
 
-    def _run(self, rows: Sequence[int], noise: Sequence[float]) -> _Result:
-        try:
-            return _run(self.loss_fn, *self.sample(rows, noise), len(rows))
-        except (NotALossError, RunError) as error:
-            raise _DependsError(
-                f"loss_fn fails when it is called with only some of a batch's rows ({error})"
-            ) from error
+
+def combined(total: Tensor, kind: str | None, rows: int, weights: Sequence[float], *, by_rows: bool) -> MeasuredLoss:
+    """Weigh a microbatch's scalar loss by its convention and the recorded divisors."""
+    value = float(total.detach())
+    if kind == "sum":
+        return MeasuredLoss(total, value, 1.0, kind)
+    if weights and not any(weights):  # no label counts, and the loss is NaN
+        return MeasuredLoss(total.new_zeros(()), 0.0, 0.0, None if by_rows else "weighted", (0.0,) if by_rows else ())
+    if kind == "nothing":
+        return MeasuredLoss(total * 0, 0.0, 0.0, "weighted")
+    if kind == "weighted":
+        return MeasuredLoss(total * weights[0], value * weights[0], weights[0], kind)
+    return MeasuredLoss(total * rows, value * rows, float(rows), kind, tuple(weight / rows for weight in weights))
 
 
 def _run(loss_fn: LossFunction, output: Any, labels: Any, rows: int) -> _Result:

@@ -14,10 +14,11 @@ from penstock.errors import UsageError
 from penstock.graph.call import build_output
 from penstock.graph.graph import Graph
 from penstock.train.batches import RowCut, sample_rows
-from penstock.train.loss_convention import Conventions, LossFunction, MeasuredLoss, MicrobatchRows
+from penstock.train.loss_convention import LossConvention, LossFunction, MeasuredLoss
 from penstock.train.own_loss import OwnLoss
 
 _EVEN = 1e-5
+_KEPT = 8  # number of functions whose convention is cached
 _NAMES = {
     "mean": "mean over rows", "weighted": "weighted mean", "sum": "sum", "count": "pair of sum and count",
     "whole": "batch's own",
@@ -25,7 +26,7 @@ _NAMES = {
 
 
 class Losses:
-    """Losses of microbatches, with a cache of each loss function's convention over rows.
+    """Losses of microbatches, with a cache of the conventions over rows of recent loss functions.
 
     Example:
         measured = losses.measure(F.cross_entropy, graph, outputs, sizes, labels, own=own, alone=False)
@@ -34,7 +35,7 @@ class Losses:
 
     def __init__(self, cut: RowCut) -> None:
         self._cut = cut
-        self._conventions = Conventions()
+        self._conventions: dict[int, LossConvention] = {}  # by the id of the function, which its convention holds
 
     def measure(
         self, loss_fn: LossFunction | None, graph: Graph, outputs: Sequence[Tensor], sizes: Sizes, labels: Any, *,
@@ -49,8 +50,10 @@ class Losses:
         def sample(rows: Sequence[int], noise: Sequence[float]) -> tuple[Any, Any]:
             return sample_rows(graph, outputs, sizes, rows, noise), self._cut.parts(labels, count, [rows])[0]
 
-        rows = MicrobatchRows(count=count, sample=sample, alone=alone)
-        measured = self._conventions.of(loss_fn).measure(loss_fn, output, labels, rows)
+        convention = self._conventions.setdefault(id(loss_fn), LossConvention(loss_fn))
+        if len(self._conventions) > _KEPT:
+            del self._conventions[next(iter(self._conventions))]
+        measured = convention.measure(output, labels, count, sample, alone=alone)
         return replace(measured, counts=_counts(labels, count)) if measured.divisors else measured
 
 

@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -21,20 +21,23 @@ from penstock.tracing.record import Recorder
 from penstock.transport.messages import DATA, Message
 
 Sizes = Mapping[str, int]
-# maps a microbatch's outputs of the last stage to the sum to minimize
-Head = Callable[[int, Sequence[Tensor], Sizes], Tensor | None]
 
 
 @dataclass(frozen=True, slots=True)
-class StepInput:
-    """One microbatch as seen by a process: its sizes, and the model inputs that were loaded here.
+class MicrobatchRows:
+    """The rows of one microbatch in training: sizes, the model's inputs by name, and labels.
 
     `rng_key` (seed, step and microbatch) determines its random numbers.
     """
 
     sizes: Sizes
-    own: Mapping[str, Tensor]
-    rng_key: str
+    inputs: Mapping[str, Tensor]
+    labels: Any
+    rng_key: str = ""
+
+
+# maps a microbatch, by number, and its outputs of the last stage to the sum to minimize
+Head = Callable[[int, MicrobatchRows, Sequence[Tensor]], Tensor | None]
 
 
 @dataclass(slots=True)
@@ -70,7 +73,7 @@ class TrainingStage:
     synchronizer: Synchronizer | None = None
     saw_leaves: Callable[[Sequence[Tensor]], None] = lambda _leaves: None
     trains: bool = True
-    step: Mapping[int, StepInput] = field(default_factory=dict)
+    step: Sequence[MicrobatchRows] = ()
     final: int = -1  # the microbatch whose backward is the last of the step
     direct: Sequence[Tensor] | None = None  # leaves that a step's loss depends on, but not through the outputs
     finite: list[Tensor] = field(default_factory=list)  # by microbatch, True if its outputs are; read at the end alone
@@ -96,7 +99,7 @@ class TrainingStage:
         """True if all outputs of the step are finite, as far as they were checked."""
         return not self.finite or bool(torch.stack(self.finite).all())
 
-    def begin(self, step: Mapping[int, StepInput], final: int = -1) -> None:
+    def begin(self, step: Sequence[MicrobatchRows], final: int = -1) -> None:
         """Start another step with its microbatches; `final` is the microbatch whose backward is last."""
         self.step = step
         self.final = final
@@ -131,7 +134,7 @@ class TrainingStage:
         if self.trains:
             for position in self.part.backward_inputs:
                 crossing[position].requires_grad_()
-        inputs = [*crossing, *(given.own[value.name] for value in self.part.own)]
+        inputs = [*crossing, *(given.inputs[value.name] for value in self.part.own)]
         kept = self._compute(self.runtime, microbatch, inputs, grad=self.trains and self.recompute is None)
         self.runtime.is_first = False
         if self.trains:
@@ -152,7 +155,7 @@ class TrainingStage:
         casting = torch.autocast(kind, dtype=self.autocast) if self.autocast else contextlib.nullcontext()
         with torch.set_grad_enabled(grad), casting:
             outputs = runtime(given.sizes, inputs)
-            loss = self.head(microbatch, outputs, given.sizes) if self.head else None
+            loss = self.head(microbatch, given, outputs) if self.head else None
         return _ForwardState(inputs, outputs, loss)
 
     def _check_finite(self, kept: _ForwardState) -> None:

@@ -3,7 +3,6 @@
 import enum
 import pathlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from penstock import trees
 from penstock.engine.placement import shares
-from penstock.engine.stages import Sizes
+from penstock.engine.stages import MicrobatchRows, Sizes
 from penstock.errors import RunError, UsageError
 from penstock.graph.call import as_call, bind_inputs, build_output
 from penstock.graph.graph import Graph, check_fixed
@@ -154,15 +153,6 @@ def _rebuilt(tree: Any, values: list[Any]) -> Any:
 WHOLE = "create the pipeline with microbatches=1 and one replica"
 
 
-@dataclass(frozen=True, slots=True)
-class Microbatch:
-    """A part of the rows: its sizes, the model's inputs by name, and its labels."""
-
-    sizes: Mapping[str, int]
-    inputs: Mapping[str, Tensor]
-    labels: Any
-
-
 def bind(graph: Graph, inputs: Any) -> tuple[dict[str, Tensor], dict[str, int]]:
     """Check inputs against the capture and return them by name, with their sizes; raises `UsageError`."""
     tensors, sizes = bind_inputs(graph, *as_call(inputs))
@@ -172,7 +162,7 @@ def bind(graph: Graph, inputs: Any) -> tuple[dict[str, Tensor], dict[str, int]]:
 
 def cut_rows(
     graph: Graph, tensors: Mapping[str, Tensor], sizes: Mapping[str, int], labels: Any, num_parts: int, cut: RowCut
-) -> list[Microbatch]:
+) -> list[MicrobatchRows]:
     """Split rows into `num_parts` microbatches that differ by at most one row."""
     dims = input_dims(graph) if num_parts > 1 else {}
     for dim in filter(None, dims.values()):
@@ -184,7 +174,7 @@ def cut_rows(
                 )
     parts = shares(sizes["batch"], num_parts)
     return [
-        Microbatch(
+        MicrobatchRows(
             {**sizes, "batch": len(rows)},
             {name: take_rows(x, dims.get(name), rows) for name, x in tensors.items()},
             labels_here,
@@ -193,7 +183,7 @@ def cut_rows(
     ]
 
 
-def largest(microbatches: Sequence[Microbatch]) -> dict[str, int]:
+def largest(microbatches: Sequence[MicrobatchRows]) -> dict[str, int]:
     """Return the largest size of each symbol."""
     return {name: max(m.sizes[name] for m in microbatches) for name in microbatches[0].sizes}
 

@@ -1,6 +1,6 @@
 """Evaluation during training: forward passes without gradients for losses, metrics and outputs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from penstock.engine.executor import run_schedule
 from penstock.engine.observer import Observer
 from penstock.engine.placement import Replica
-from penstock.engine.stages import Sizes, StepInput, TrainingStage
+from penstock.engine.stages import Head, MicrobatchRows, Sizes, TrainingStage
 from penstock.engine.wiring import GrowingChannels, training_links
 from penstock.graph.call import build_output
 from penstock.graph.cuts import Cut
@@ -20,7 +20,7 @@ from penstock.graph.stages import TrainingPart
 from penstock.group.world import World
 from penstock.plan.schedule.actions import forward_only
 from penstock.runtime.registry import EAGER
-from penstock.train.batches import WHOLE, Microbatch, RowCut, cut_rows, largest
+from penstock.train.batches import WHOLE, RowCut, cut_rows, largest
 from penstock.train.captured import Captured
 from penstock.train.held_tensors import HeldTensors
 from penstock.train.loss_convention import LossFunction, MeasuredLoss
@@ -28,9 +28,6 @@ from penstock.train.losses import Losses, described
 from penstock.train.own_loss import OwnLoss
 from penstock.train.row_exchange import StepInputs
 from penstock.transport.base import OUTPUTS, receive_tensor, send_tensor
-
-# callback that receives a microbatch's outputs on the last stage
-Use = Callable[[Microbatch, Sequence[Tensor]], None]
 
 
 class Evaluation:
@@ -55,12 +52,12 @@ class Evaluation:
         """Return each function's values on every microbatch, from a single forward pass over this replica's rows."""
         found: list[list[MeasuredLoss]] = [[] for _ in functions]
 
-        def head(microbatch: Microbatch, outputs: Sequence[Tensor]) -> None:
+        def head(_index: int, microbatch: MicrobatchRows, outputs: Sequence[Tensor]) -> None:
             alone = only_replica and microbatch.sizes["batch"] == given.sizes["batch"]
             for function, measured in zip(functions, found, strict=True):
-                measured.append(losses.measure(
-                    function, self.graph, outputs, microbatch.sizes, microbatch.labels, own=self._own_loss, alone=alone
-                ))  # fmt: skip
+                measured.append(
+                    losses.measure(function, self.graph, outputs, microbatch, own=self._own_loss, alone=alone)
+                )
 
         self._forward(given, head, cut)
         return [described(measured) for measured in found]
@@ -69,7 +66,7 @@ class Evaluation:
         """Return the model's output for this replica's rows, on the host of every process of the replica."""
         outputs: list[list[Tensor]] = []
 
-        def keep(_microbatch: Microbatch, tensors: Sequence[Tensor]) -> None:
+        def keep(_index: int, _microbatch: MicrobatchRows, tensors: Sequence[Tensor]) -> None:
             outputs.append([tensor.to("cpu", copy=True) for tensor in tensors])
 
         made = self._forward(given, keep, RowCut(), joins=True)
@@ -130,7 +127,7 @@ class Evaluation:
         )  # fmt: skip
         return channels, stages
 
-    def _spread(self, outputs: list[list[Tensor]], microbatches: Sequence[Microbatch]) -> list[list[Tensor]]:
+    def _spread(self, outputs: list[list[Tensor]], microbatches: Sequence[MicrobatchRows]) -> list[list[Tensor]]:
         """Send the last stage's outputs to the other processes of the replica."""
         transport, last = self._world.transport, self._replica.stages[-1]
         others = sorted(set(self._replica.devices) - {last})
@@ -149,7 +146,7 @@ class Evaluation:
             results.append(tensors)
         return results
 
-    def _forward(self, given: StepInputs, head: Use, cut: RowCut, *, joins: bool = False) -> list[Microbatch]:
+    def _forward(self, given: StepInputs, head: Head, cut: RowCut, *, joins: bool = False) -> list[MicrobatchRows]:
         """Run the forward passes; on the last stage `head` receives each microbatch's output.
 
         With `joins` the caller concatenates the outputs, so each must have the batch as a dimension.
@@ -164,18 +161,9 @@ class Evaluation:
             return []
         channels, stages = self._made
         channels.fit(largest(microbatches))
-
-        def finish(index: int, outputs: Sequence[Tensor], _sizes: Sizes) -> None:
-            head(microbatches[index], outputs)
-
         for stage in stages.values():
-            stage.head = finish if stage.index == len(self.parts) - 1 else None
-            stage.begin(
-                {
-                    index: StepInput(m.sizes, {value.name: m.inputs[value.name] for value in stage.part.own}, "")
-                    for index, m in enumerate(microbatches)
-                }
-            )
+            stage.head = head if stage.index == len(self.parts) - 1 else None
+            stage.begin(microbatches)
         actions = forward_only(sorted(stages), len(microbatches))
         run_schedule(actions, stages, channels.channels, Observer(stages))
         return microbatches

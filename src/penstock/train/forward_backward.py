@@ -8,11 +8,10 @@ from typing import Any
 from torch import Tensor
 
 from penstock.engine.executor import run_schedule
-from penstock.engine.stages import Sizes, StepInput
+from penstock.engine.stages import MicrobatchRows
 from penstock.graph.rows import check_rows
-from penstock.graph.stages import TrainingPart
 from penstock.group.world import World
-from penstock.train.batches import WHOLE, Microbatch, RowCut, cut_rows
+from penstock.train.batches import WHOLE, RowCut, cut_rows
 from penstock.train.input_gradients import give_back, with_leaves
 from penstock.train.loaded_batch import StepRows
 from penstock.train.loss_convention import MeasuredLoss
@@ -40,7 +39,7 @@ class ForwardBackward:
         self.computed_s = 0.0
         self._wanted: list[str] = []  # inputs that require a gradient
         self._losses: dict[int, MeasuredLoss] = {}
-        self._microbatches: list[Microbatch] = []
+        self._microbatches: list[MicrobatchRows] = []
         self._problem = ""  # reason why this step's rows cannot be trained on
         self._before: list[tuple[Tensor, Tensor]] = []  # buffers that a forward writes to, with their earlier values
 
@@ -54,17 +53,17 @@ class ForwardBackward:
         """True if this process had rows."""
         return bool(self._microbatches)
 
-    def head(self, microbatch: int, outputs: Sequence[Tensor], sizes: Sizes) -> Tensor:
+    def head(self, index: int, microbatch: MicrobatchRows, outputs: Sequence[Tensor]) -> Tensor:
         """Return a microbatch's loss, summed over its rows or counted labels and scaled, from the last stage's outputs.
 
         The loss and its count are recorded for `divisor`.
         """
-        now, step, labels = self._now, self._step, self._microbatches[microbatch].labels
+        now, step = self._now, self._step
         alone = len(self._microbatches) == 1 and len(now.placed.grid.replicas) == 1
         measured = self._all_losses.measure(
-            step.functions[0], now.captured.graph, outputs, sizes, labels, own=now.own_loss, alone=alone
+            step.functions[0], now.captured.graph, outputs, microbatch, own=now.own_loss, alone=alone
         )
-        self._losses[microbatch] = dataclasses.replace(measured, total=measured.total.detach())
+        self._losses[index] = dataclasses.replace(measured, total=measured.total.detach())
         return measured.total if step.scale == 1.0 or is_undivided([measured.kind]) else measured.total * step.scale
 
     def run(self, step: StepRows, now: PlacedStages) -> dict[str, Any]:
@@ -119,7 +118,11 @@ class ForwardBackward:
         self._wanted = [name for name, tensor in given.tensors.items() if tensor.requires_grad]
         tensors = {name: x.detach() if name in self._wanted else x for name, x in given.tensors.items()}
         tensors, labels = now.tensors.moved_here(tensors, given.labels, skipped=skipped)
-        self._microbatches = cut_rows(now.captured.graph, tensors, sizes, labels, count, self._row_cut) if count else []
+        microbatches = cut_rows(now.captured.graph, tensors, sizes, labels, count, self._row_cut) if count else []
+        key, first = f"seed {self._seed} step {rows.number} microbatch", now.placed.first_microbatch
+        self._microbatches = [
+            dataclasses.replace(m, rng_key=f"{key} {number}") for number, m in enumerate(microbatches, first)
+        ]
         if self._wanted:
             self._microbatches = with_leaves(self._microbatches, self._wanted)
         self._losses.clear()
@@ -151,24 +154,13 @@ class ForwardBackward:
         actions = now.placed.schedule(count)[now.placed.replica.devices.index(self._world.rank)]
         final = {action.stage: action.microbatch for action in actions if action.kind == "B"}
         for stage in now.stages.values():
-            stage.begin(self._inputs(stage.part), final.get(stage.index, -1))
+            stage.begin(self._microbatches, final.get(stage.index, -1))
         now.feed(self._microbatches, features)
         now.observer.begin()
         try:
             run_schedule(actions, now.stages, now.channels, now.observer)
         finally:
             now.direct.collect(now.last_stage)
-
-    def _inputs(self, part: TrainingPart) -> dict[int, StepInput]:
-        first, step = self._now.placed.first_microbatch, self._step
-        return {
-            index: StepInput(
-                microbatch.sizes,
-                {value.name: microbatch.inputs[value.name] for value in part.own},
-                f"seed {self._seed} step {step.number} microbatch {first + index}",
-            )
-            for index, microbatch in enumerate(self._microbatches)
-        }
 
     def _document(self) -> dict[str, Any]:
         """Return this process's document about the step."""

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from penstock import trees
+from penstock.engine.stages import MicrobatchRows
 from penstock.errors import UsageError
 from penstock.graph.rows import batch_dim
 from penstock.graph.stages import differentiable_values
 from penstock.tensors import HOST
-from penstock.train.batches import Microbatch
 from penstock.train.outcome import everywhere
 from penstock.train.placed_stages import PlacedStages
 from penstock.transport.base import INPUT_GRADIENTS, Transport
@@ -63,7 +63,7 @@ def _stops(now: PlacedStages, wanted: Sequence[str]) -> bool:
     )
 
 
-def with_leaves(microbatches: Sequence[Microbatch], wanted: Sequence[str]) -> list[Microbatch]:
+def with_leaves(microbatches: Sequence[MicrobatchRows], wanted: Sequence[str]) -> list[MicrobatchRows]:
     """Return the microbatches with leaves as these inputs."""
     return [
         replace(microbatch, inputs={
@@ -86,7 +86,7 @@ def check_same(gathered: Sequence[Mapping[str, Any]], names: Sequence[str]) -> N
 
 
 def give_back(
-    now: PlacedStages, inputs: Mapping[str, Tensor], wanted: Sequence[str], microbatches: Sequence[Microbatch],
+    now: PlacedStages, inputs: Mapping[str, Tensor], wanted: Sequence[str], microbatches: Sequence[MicrobatchRows],
     divisor: float, transport: Transport,
 ) -> None:  # fmt: skip
     """Run the caller's graph backward from the inputs, on every rank, with the gradients of the batch's loss."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock import trees
-from penstock.engine.stages import Sizes
+from penstock.engine.stages import MicrobatchRows
 from penstock.errors import UsageError
 from penstock.graph.call import build_output
 from penstock.graph.graph import Graph
@@ -29,7 +29,7 @@ class Losses:
     """Losses of microbatches, with a cache of the conventions over rows of recent loss functions.
 
     Example:
-        measured = losses.measure(F.cross_entropy, graph, outputs, sizes, labels, own=own, alone=False)
+        measured = losses.measure(F.cross_entropy, graph, outputs, microbatch, own=own, alone=False)
         document = described([measured])
     """
 
@@ -38,11 +38,12 @@ class Losses:
         self._conventions: dict[int, LossConvention] = {}  # by the id of the function, which its convention holds
 
     def measure(
-        self, loss_fn: LossFunction | None, graph: Graph, outputs: Sequence[Tensor], sizes: Sizes, labels: Any, *,
+        self, loss_fn: LossFunction | None, graph: Graph, outputs: Sequence[Tensor], microbatch: MicrobatchRows, *,
         own: OwnLoss, alone: bool,
     ) -> MeasuredLoss:  # fmt: skip
         """Return a microbatch's loss from the last stage's outputs; `alone` is set if it is the whole batch."""
-        output, count = build_output(graph, outputs, sizes), sizes["batch"]
+        sizes, labels, count = microbatch.sizes, microbatch.labels, microbatch.sizes["batch"]
+        output = build_output(graph, outputs, sizes)
         if loss_fn is None:
             return own.measure(output, count, alone=alone)
         own.forget()

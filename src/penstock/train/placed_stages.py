@@ -12,7 +12,7 @@ from penstock.engine.channels import LocalChannel
 from penstock.engine.counters import ACTIVATIONS
 from penstock.engine.gradients import Synchronizer
 from penstock.engine.observer import Observer
-from penstock.engine.stages import Head, TrainingStage
+from penstock.engine.stages import Head, MicrobatchRows, TrainingStage
 from penstock.engine.stall import TrainingWatch
 from penstock.engine.wiring import Channels, GrowingChannels, training_links
 from penstock.errors import UsageError
@@ -22,7 +22,7 @@ from penstock.runtime.registry import EAGER, RuntimeChoice
 from penstock.runtime.training import TrainingRuntime
 from penstock.tensors import HOST
 from penstock.train.arrangement import Arrangement
-from penstock.train.batches import Microbatch, largest
+from penstock.train.batches import largest
 from penstock.train.captured import Captured
 from penstock.train.evaluation import Evaluation
 from penstock.train.features import Features
@@ -90,14 +90,14 @@ class PlacedStages:
         """Index of the stage that computes the loss."""
         return self.placed.num_stages - 1
 
-    def open_channels(self, microbatches: Sequence[Microbatch]) -> bool:
+    def open_channels(self, microbatches: Sequence[MicrobatchRows]) -> bool:
         """Open larger channels if a microbatch is larger than all earlier ones; return whether any was opened."""
         opened = self._channels.fit(largest(microbatches))
         if opened and self._from_cache is not None:
             self.channels.receivers[self.placed.skipped, ACTIVATIONS] = self._from_cache
         return opened
 
-    def feed(self, microbatches: Sequence[Microbatch], features: Sequence[Tensor] | None) -> None:
+    def feed(self, microbatches: Sequence[MicrobatchRows], features: Sequence[Tensor] | None) -> None:
         """Pass the first running stage its inputs, as if the skipped stages before it had sent them.
 
         Without `features`, the skipped stages are computed here.
@@ -114,7 +114,7 @@ class PlacedStages:
             channel.put(Message(DATA, index, tuple(sizes[symbol] for symbol in symbols), outputs))
             begin = end
 
-    def _skipped_outputs(self, microbatch: Microbatch) -> list[Tensor]:
+    def _skipped_outputs(self, microbatch: MicrobatchRows) -> list[Tensor]:
         """Compute the skipped stages, all of which this process holds, on rows without cached outputs."""
         crossing: list[Tensor] = []
         kind, dtype = self.how.device.type, self.how.autocast

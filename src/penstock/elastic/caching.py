@@ -2,15 +2,9 @@
 
 from pathlib import Path
 
-from penstock.elastic.cache.frozen_cache import (
-    CachePlace,
-    Filling,
-    FrozenCache,
-    changes,
-    default_folder,
-    sizes_of_layers,
-)
-from penstock.elastic.cache.shard import copy_s_per_byte
+from penstock.elastic.cache.exchange import CachedFeatures
+from penstock.elastic.cache.frozen_cache import CachePlace, Filling, changes, default_folder, sizes_of_layers
+from penstock.elastic.cache.shard import Shard, copy_s_per_byte
 from penstock.elastic.decide import CacheCosts
 from penstock.elastic.options import ElasticOptions
 from penstock.errors import CacheError
@@ -18,7 +12,6 @@ from penstock.spec.profile import Profile
 from penstock.text import note
 from penstock.train.arrangement import Arrangement
 from penstock.train.captured import Captured
-from penstock.train.features import Features
 from penstock.train.loader import Loader
 from penstock.train.trainer import Trainer
 from penstock.wire import FEEDER
@@ -39,13 +32,10 @@ class Caching:
 
     def __init__(self, trainer: Trainer, whole: Captured, loader: Loader, options: ElasticOptions) -> None:
         self._trainer, self._whole, self._loader, self._options = trainer, whole, loader, options
-        self._cache: FrozenCache | None = None
+        self.layers = 0  # number of leading layers that are currently cached
+        self._shards: dict[int, Shard] = {}  # those of this machine, by rank
+        self._features: CachedFeatures | None = None  # of the current placement, if it reads the cache
         self._possible = options.cache
-
-    @property
-    def layers(self) -> int:
-        """Number of leading layers that are currently cached."""
-        return self._cache.layers if self._cache is not None else 0
 
     def look(self) -> None:
         """Check that samples do not change between two reads and all have the same size."""
@@ -93,33 +83,42 @@ class Caching:
             num_views=options.cache_views,
         )
         try:
-            cache = Filling(self._trainer, captured, self._loader, place, before=self._cache).run()
+            before = self._shards.get(self._trainer.world.rank)
+            filling = Filling(self._trainer, captured, self._loader, place, before=before, layers=self.layers)
+            shards = filling.run()
         except CacheError as error:
             self._give_up(f"{error}; training continues, and no further layers are cached")
             return False
         self.drop()
-        self._cache = cache
+        self.layers, self._shards = captured.frozen_layers, shards
         return True
 
-    def features(self, placed: Arrangement) -> Features | None:
+    def features(self, placed: Arrangement) -> CachedFeatures | None:
         """Return the source of inputs for a placement in which the cached layers do not run."""
-        if self._cache is None or not placed.skipped:
-            return None
-        return self._cache.features(self._trainer, placed, self._loader.epoch)
+        self._features, world = None, self._trainer.world
+        if self.layers and placed.skipped:
+            self._features = CachedFeatures(
+                world.transport, placed.grid, self._shards, skipped=placed.skipped, hosts=world.hosts,
+                num_views=self._options.cache_views, view=self._view,
+            )  # fmt: skip
+        return self._features
+
+    @property
+    def _view(self) -> int:
+        return self._loader.epoch % self._options.cache_views
 
     def begin_epoch(self) -> None:
         """Select the view of each sample for the epoch."""
-        if self._cache is not None and self._trainer.now.features is not None:
-            self._cache.show(self._trainer.now.features, self._loader.epoch)
+        if self._features is not None:
+            self._features.view = self._view
 
     def drop(self) -> None:
         """Release the cache; the caller must migrate before the next step, since the current placement reads it."""
-        if self._cache is None:
-            return
-        if self._trainer.now.features is not None:
-            self._trainer.now.features.close()
-        self._cache.close()
-        self._cache = None
+        if self._features is not None:
+            self._features.close()
+        for shard in self._shards.values():
+            shard.close()
+        self.layers, self._shards, self._features = 0, {}, None
 
     def _give_up(self, why: str) -> None:
         self._possible = False

@@ -1,4 +1,4 @@
-"""Cache of the outputs of frozen layers for every sample of a data set: filling, filling for more layers, release."""
+"""Filling of a cache of the outputs of frozen layers for every sample of a data set, at first or for more layers."""
 
 import contextlib
 import os
@@ -13,7 +13,6 @@ from torch import Tensor
 
 from penstock import trees
 from penstock.deploy.state import Held, Wanted, redistribute, room_for
-from penstock.elastic.cache.exchange import CachedFeatures
 from penstock.elastic.cache.shard import (
     Shard,
     ShardFile,
@@ -29,9 +28,7 @@ from penstock.graph.cuts import Cut, Cuts
 from penstock.graph.stages import TrainingPart, divide_for_training
 from penstock.runtime.registry import EAGER
 from penstock.tensors import digest, moved
-from penstock.train.arrangement import Arrangement
 from penstock.train.captured import Captured
-from penstock.train.features import Features
 from penstock.train.held_tensors import IN_FLIGHT
 from penstock.train.loader import Loader
 from penstock.train.trainer import Trainer
@@ -51,34 +48,6 @@ class CachePlace:
     limit_bytes: int | None
     stored: torch.dtype
     num_views: int = 1
-
-
-@dataclass(slots=True, kw_only=True)
-class FrozenCache:
-    """The outputs of a model's first `layers` layers, for the samples that this process owns."""
-
-    layers: int
-    shard: Shard
-    place: CachePlace
-    others: dict[int, Shard]  # other processes' shards on the same machine
-
-    def features(self, trainer: Trainer, placed: Arrangement, epoch: int) -> CachedFeatures:
-        """Return the source of inputs for a placement that starts after these layers."""
-        return CachedFeatures(
-            trainer.world.transport, placed.grid, {trainer.world.rank: self.shard, **self.others},
-            skipped=placed.skipped, hosts=trainer.world.hosts, num_views=self.place.num_views,
-            view=epoch % self.place.num_views,
-        )  # fmt: skip
-
-    def show(self, features: Features, epoch: int) -> None:
-        """Select the view of each sample for an epoch."""
-        if isinstance(features, CachedFeatures):
-            features.view = epoch % self.place.num_views
-
-    def close(self) -> None:
-        """Release the memory and the disk."""
-        for shard in (self.shard, *self.others.values()):
-            shard.close()
 
 
 def default_folder() -> Path:
@@ -129,40 +98,42 @@ def _digests_in(loaded: Any) -> list[str]:
 class Filling:
     """Fills a cache for a model with frozen layers; every process fills its own shard, in parallel.
 
-    `before` is the cache of fewer layers from which the computation continues. Every process creates this object and
-    calls `run`.
+    `before` is this process's shard of the cache of the first `layers` layers, from which the computation continues.
+    Every process creates this object and calls `run`.
 
     Example:
-        cache = Filling(trainer, captured, loader, place, before=None).run()
+        shards = Filling(trainer, captured, loader, place).run()
     """
 
     def __init__(
-        self, trainer: Trainer, captured: Captured, loader: Loader, place: CachePlace, *, before: FrozenCache | None
-    ) -> None:
+        self, trainer: Trainer, captured: Captured, loader: Loader, place: CachePlace, *,
+        before: Shard | None = None, layers: int = 0,
+    ) -> None:  # fmt: skip
         self._trainer, self._captured, self._loader, self._place = trainer, captured, loader, place
         self._before = before
-        self._layers = captured.frozen_layers
         cuts = Cuts(captured.graph)
         self._end = cuts.at(captured.frozen_end)
-        start = [cuts.find(captured.layers[before.layers - 1].name)] if before is not None else []
+        start = [cuts.find(captured.layers[layers - 1].name)] if before is not None else []
         parts = divide_for_training(captured.graph, [*start, self._end], captured.trainable)
         self._part: TrainingPart = parts[len(start)]
         rank, size = trainer.world.rank, trainer.world.transport.size
         self._num_all = loader.num_samples * place.num_views
         self._rows = range(rank, self._num_all, size)
 
-    def run(self) -> FrozenCache:
-        """Fill the cache; if a process fails, remove the cache and raise `CacheError` on every process."""
+    def run(self) -> dict[int, Shard]:
+        """Fill the cache, and return the shards of this machine by rank.
+
+        If a process fails, remove the cache and raise `CacheError` on every process.
+        """
         weights, layouts, rank = dict(self._weights()), self._layouts(), self._trainer.world.rank
         named = all_gather(self._trainer.world.transport, {"folder": secrets.token_hex(8)})
         folder = self._place.folder / named[FEEDER]["folder"]
         remove_abandoned(self._place.folder)
-        made: list[Shard] = []  # at most one shard
-        others: dict[int, Shard] = {}
+        shards: dict[int, Shard] = {}
         with contextlib.ExitStack() as named_files:
-            self._agree(lambda: made.append(self._fill(folder, layouts[rank], weights, named_files)))
-            self._agree(lambda: others.update(self._open_neighbours(folder, layouts)))
-        return FrozenCache(layers=self._layers, shard=made[0], place=self._place, others=others)
+            self._agree(lambda: shards.update({rank: self._fill(folder, layouts[rank], weights, named_files)}))
+            self._agree(lambda: shards.update(self._open_neighbours(folder, layouts)))
+        return shards
 
     def _layouts(self) -> list[ShardLayout]:
         """Return the layouts of all processes' shards."""
@@ -204,7 +175,7 @@ class Filling:
         limit = self._place.limit_bytes
         if limit is not None:
             # this process's part of the machine's limit, minus the old shard, which still exists during filling
-            limit = limit // self._neighbours() - (self._before.shard.layout.num_bytes if self._before else 0)
+            limit = limit // self._neighbours() - (self._before.layout.num_bytes if self._before else 0)
         file = named_files.enter_context(ShardFile(folder, layout, limit))
         for outputs in self._computed(weights):
             file.append(outputs)
@@ -225,7 +196,7 @@ class Filling:
         runtime = EAGER.load_training(self._part, weights, how.device)
         own = {value.name for value in self._part.own}
         for places in _batches(len(self._rows)):
-            crossing = self._before.shard.read(places) if self._before is not None else []
+            crossing = self._before.read(places) if self._before is not None else []
             given = self._inputs(self._samples(places)) if own or self._before is None else {}
             sizes = {"batch": len(places)}
             inputs = [*crossing, *(given[value.name] for value in self._part.own)]

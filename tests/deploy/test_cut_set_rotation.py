@@ -5,8 +5,6 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 from penstock.deploy.deployment import Deployment, deploy_pipeline
@@ -20,7 +18,6 @@ from penstock.graph.capture import capture
 from penstock.graph.cuts import Cuts
 from penstock.graph.program import StageProgram, states_of
 from penstock.graph.stages import divide
-from penstock.plan.schedule.round_robin import RoundRobin
 from penstock.transport.memory_network import MemoryNetwork
 from penstock.transport.messages import DATA, Format, Message
 from penstock.values import Size, Value
@@ -30,14 +27,6 @@ from tests.models import deit, gpt2
 from tests.worlds import memory_world
 
 ROWS = 2
-
-
-@given(st.lists(st.integers(), min_size=1, max_size=5), st.data())
-def test_the_number_alone_decides(items: list[int], data: st.DataObject) -> None:
-    order = data.draw(st.lists(st.integers(0, len(items) - 1), min_size=1, max_size=7))
-    turns = RoundRobin(items, order)
-    for microbatch in range(3 * len(order)):
-        assert turns[microbatch] == items[order[microbatch % len(order)]]
 
 
 @pytest.mark.parametrize("build", [deit, gpt2])

@@ -10,12 +10,11 @@ import torch
 from penstock.deploy.jobs import load_programs
 from penstock.deploy.state import load_state
 from penstock.engine.counters import ACTIVATIONS, GRADIENTS, Counters
-from penstock.engine.executor import OwnStages, serve_stream
+from penstock.engine.executor import OwnStages
 from penstock.engine.job import StagesJob
-from penstock.engine.observer import Observer, StageReport
-from penstock.engine.stages import ForwardStage
-from penstock.engine.wiring import Channels, Opening, feeder_links, open_channels
-from penstock.errors import ConnectionBroken, PenstockError, RunError, TransportError
+from penstock.engine.observer import StageReport
+from penstock.engine.wiring import Opening, feeder_links, open_channels
+from penstock.errors import ConnectionBroken, PenstockError, TransportError
 from penstock.plan.schedule.actions import forward_only
 from penstock.tracing.record import FEEDER_STAGE
 from penstock.transport.memory_network import MemoryNetwork
@@ -145,22 +144,9 @@ def test_a_broken_connection_stays_one(stages: Stages) -> None:
     assert isinstance(stages.error, ConnectionBroken)
 
 
-def test_a_schedule_that_ends_too_early_says_so(halves: Divided) -> None:
-    class Endless:
-        width = 1
-
-        def take(self) -> Message:
-            return data(0)
-
-        def put(self, _message: Message) -> int:
-            return 0
-
-        def release(self) -> None:
-            pass
-
-    weights = ModuleWeights(halves.model)
-    runtimes = load_programs(halves.programs[0], lambda s: load_state(halves.graph, s, weights))
-    stages, channels = {0: ForwardStage(runtimes)}, Channels()
-    channels.receivers[0, ACTIVATIONS] = channels.senders[0, ACTIVATIONS] = Endless()  # type: ignore[assignment]
-    with pytest.raises(RunError, match="schedule ended before the stream"):
-        serve_stream(forward_only([0], num_microbatches=1), stages, channels, Observer(stages))
+def test_a_schedule_that_ends_too_early_says_so(halves: Divided, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StagesJob, "schedule", lambda job, rank: forward_only(job.stages_of(rank), num_microbatches=1))
+    stages = Stages(halves)
+    stages.put(data(0))
+    assert "schedule ended before the stream" in stages.failure()
+    stages.close()

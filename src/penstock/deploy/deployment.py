@@ -2,7 +2,8 @@
 
 import queue
 import threading
-from collections.abc import Generator, Iterable, Mapping, Sequence
+import time
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from penstock.deploy.jobs import FromModules, Source, send_stages
 from penstock.deploy.policies import check_operators
 from penstock.deploy.run_options import RunOptions
 from penstock.engine.counters import ACTIVATIONS, Counters
-from penstock.engine.driver import JOIN_S, DeployedPipeline, Microbatch, stream_through
+from penstock.engine.driver import JOIN_S, DeployedPipeline, Microbatch
 from penstock.engine.executor import OwnStages
 from penstock.engine.job import StagesJob
 from penstock.engine.observer import StreamReport
@@ -21,7 +22,6 @@ from penstock.engine.wiring import feeder_links, go_direct, stream_links
 from penstock.errors import ConnectionBroken, TransportError
 from penstock.graph.program import StageProgram
 from penstock.group.world import World, assign_stages
-from penstock.plan.schedule.round_robin import RoundRobin
 from penstock.runtime.registry import RuntimeChoice
 from penstock.runtime.torch_settings import read_settings
 from penstock.tensors import HOST, find_device
@@ -75,7 +75,53 @@ class Deployment:
         are then ready for the next stream. Raises `UsageError` while another stream is running. A `KeyboardInterrupt`
         during a transfer abandons the pipelines, because the state of the transfer is unknown.
         """
-        return stream_through(RoundRobin(self.pipelines, self.order), microbatches)
+        first, report = self.pipelines[0], StreamReport()
+        for pipeline in self.pipelines:
+            pipeline.begin()
+            pipeline.report = report
+        try:
+            source = iter(microbatches)
+            yield from self._drive(first.tracer.loading(source) if first.tracer else source, report)
+        except (TransportError, KeyboardInterrupt) as error:
+            # the stages may be out of sync: an interrupt can occur in the middle of a send
+            self.world.health.report(error)
+            raise
+        finally:
+            report.stages = [stage for pipeline in self.pipelines for stage in pipeline.finish()]
+            if first.tracer is not None and report.stages:
+                traces = [first.tracer.own(), *(trace for pipeline in self.pipelines for trace in pipeline.traces)]
+                for pipeline in self.pipelines:
+                    pipeline.traces = traces
+
+    def _drive(self, source: Iterator[Microbatch], report: StreamReport) -> Generator[list[Tensor], None, None]:
+        """Feed microbatches round-robin and take results alternately, and update the report."""
+        begin, symbols = time.perf_counter(), self.pipelines[0].symbols
+        exhausted = False
+        fed = taken = 0
+        while not exhausted or taken < fed:
+            while not exhausted and self.pipeline_of(fed).has_room:
+                following = next(source, None)
+                if following is None:
+                    exhausted = True
+                    for pipeline in self.pipelines:
+                        pipeline.end()
+                    break
+                tensors, sizes = following
+                self.pipeline_of(fed).feed(tensors, [sizes[symbol] for symbol in symbols])
+                fed += 1
+                report.num_rows += sizes.get("batch", 1)
+                report.fed_s = time.perf_counter() - begin
+                if self.pipeline_of(taken).has_result:
+                    break  # yield the result before feeding the next microbatch: results never wait for a full pipeline
+            if taken < fed:
+                result = self.pipeline_of(taken).take()
+                taken += 1
+                report.took(time.perf_counter() - begin)
+                yield result
+
+    def pipeline_of(self, microbatch: int) -> DeployedPipeline:
+        """Return the pipeline of a microbatch, which depends only on its number in the stream."""
+        return self.pipelines[self.order[microbatch % len(self.order)]]
 
     def stage_states(self) -> list[StageState]:
         """Return the progress of each stage at the last heartbeat, two per second; for `LiveView`."""

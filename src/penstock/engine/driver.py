@@ -1,10 +1,9 @@
-"""The driver: feeds microbatches to one or several pipelines and takes their results; every wait is interruptible."""
+"""The driver's ends of a pipeline: feeds microbatches and takes their results; every wait is interruptible."""
 
 import json
 import queue
 import threading
-import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor
@@ -18,7 +17,6 @@ from penstock.engine.tracers import FeederTracer
 from penstock.engine.wiring import Channels
 from penstock.errors import ConnectionBroken, PenstockError, RunError, TransportError, UsageError
 from penstock.group.world import World
-from penstock.plan.schedule.round_robin import RoundRobin
 from penstock.tensors import HOST, copy_exactly
 from penstock.tracing.record import FEEDER_STAGE
 from penstock.tracing.trace import StreamTrace
@@ -281,60 +279,3 @@ class DeployedPipeline:
             raise
         except TransportError as error:
             raise TransportError(f"from the last stage to the driver: {error}") from error
-
-
-def stream_through(
-    pipelines: RoundRobin[DeployedPipeline], microbatches: Iterable[Microbatch]
-) -> Generator[list[Tensor], None, None]:
-    """Feed microbatches round-robin to parallel pipelines, and yield their results in order.
-
-    When this returns or raises, each pipeline has ended its stream. An exception of `microbatches` itself is raised
-    after microbatches in flight have been drained.
-    """
-    first = pipelines.items[0]
-    report = StreamReport()
-    for pipeline in pipelines.items:
-        pipeline.begin()
-        pipeline.report = report
-    try:
-        source = iter(microbatches)
-        yield from _drive(pipelines, first.symbols, first.tracer.loading(source) if first.tracer else source, report)
-    except (TransportError, KeyboardInterrupt) as error:
-        # the stages may be out of sync: an interrupt can occur in the middle of a send
-        first.world.health.report(error)
-        raise
-    finally:
-        report.stages = [stage for pipeline in pipelines.items for stage in pipeline.finish()]
-        if first.tracer is not None and report.stages:
-            traces = [first.tracer.own(), *(trace for pipeline in pipelines.items for trace in pipeline.traces)]
-            for pipeline in pipelines.items:
-                pipeline.traces = traces
-
-
-def _drive(
-    pipelines: RoundRobin[DeployedPipeline], symbols: Sequence[str], source: Iterator[Microbatch], report: StreamReport
-) -> Generator[list[Tensor], None, None]:
-    """Feed microbatches and take results alternately, and update the report."""
-    begin = time.perf_counter()
-    exhausted = False
-    fed = taken = 0
-    while not exhausted or taken < fed:
-        while not exhausted and pipelines[fed].has_room:
-            following = next(source, None)
-            if following is None:
-                exhausted = True
-                for pipeline in pipelines.items:
-                    pipeline.end()
-                break
-            tensors, sizes = following
-            pipelines[fed].feed(tensors, [sizes[symbol] for symbol in symbols])
-            fed += 1
-            report.num_rows += sizes.get("batch", 1)
-            report.fed_s = time.perf_counter() - begin
-            if pipelines[taken].has_result:
-                break  # yield the result before feeding the next microbatch: results never wait for a full pipeline
-        if taken < fed:
-            result = pipelines[taken].take()
-            taken += 1
-            report.took(time.perf_counter() - begin)
-            yield result

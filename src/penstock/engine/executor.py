@@ -81,16 +81,6 @@ def run_schedule(
     return None
 
 
-def serve_stream(actions: Iterable[Action], stages: Mapping[int, Stage], channels: Channels, observer: Observer) -> int:
-    """Run one stream; returns the kind of the message that ended it, END or CLOSE."""
-    observer.begin()
-    with torch.inference_mode():
-        kind = run_schedule(actions, stages, channels, observer)
-    if kind is None:
-        raise RunError("the schedule ended before the stream; it must have as many microbatches as the stream")
-    return kind
-
-
 @contextlib.contextmanager
 def _naming(action: Action) -> Iterator[None]:
     """Prefix a `RunError` with the action's stage and microbatch."""
@@ -180,7 +170,12 @@ class OwnStages:
 
     def serve_stream(self) -> int:
         """Run one stream; returns the kind of the message that ended it, END or CLOSE."""
-        return serve_stream(self.job.schedule(self.world.rank), self.stages, self.channels, self.observer)
+        self.observer.begin()
+        with torch.inference_mode():
+            kind = run_schedule(self.job.schedule(self.world.rank), self.stages, self.channels, self.observer)
+        if kind is None:
+            raise RunError("the schedule ended before the stream; it must have as many microbatches as the stream")
+        return kind
 
     def serve(self, ended: Callable[[], None] = lambda: None) -> None:
         """Run stream after stream until a CLOSE message, in a thread with the job's number of torch threads.

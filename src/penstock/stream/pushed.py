@@ -7,10 +7,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.engine.driver import DeployedPipeline, Microbatch
+from penstock.deploy.deployment import Deployment
+from penstock.engine.driver import Microbatch
 from penstock.errors import RunError, UsageError
 from penstock.graph.call import as_call, bind_inputs, build_output
-from penstock.plan.schedule.round_robin import RoundRobin
 from penstock.stream.streaming_pipeline import StreamingPipeline
 from penstock.tensors import copy_exactly
 
@@ -96,40 +96,40 @@ class PushedStream:
 
     def _stream(self) -> None:
         deployment = self._pipeline.deployment
-        pipelines = RoundRobin(deployment.pipelines, deployment.order)
-        for pipeline in pipelines.items:
+        for pipeline in deployment.pipelines:
             pipeline.begin(self._notify)
         fed = taken = 0
         changes = False
-        while self._wait(pipelines, fed, taken, changes=changes):
+        while self._wait(deployment, fed, taken, changes=changes):
             changes = self._pipeline.wants_change()
-            while not changes and self._waiting and pipelines[fed].has_room:
+            while not changes and self._waiting and deployment.pipeline_of(fed).has_room:
                 pushed = self._waiting.popleft()
                 self._fed.append(pushed)
                 tensors, sizes = pushed.microbatch
-                pipelines[fed].feed(tensors, [sizes[symbol] for symbol in self._pipeline.graph.symbols])
+                values = [sizes[symbol] for symbol in self._pipeline.graph.symbols]
+                deployment.pipeline_of(fed).feed(tensors, values)
                 fed += 1
-            if taken < fed and pipelines[taken].has_result:
-                tensors = pipelines[taken].take()
+            if taken < fed and deployment.pipeline_of(taken).has_result:
+                tensors = deployment.pipeline_of(taken).take()
                 taken += 1
                 pushed = self._fed.popleft()
                 _answer(pushed, build_output(self._pipeline.graph, tensors, pushed.microbatch[1]))
             if changes and taken == fed:
                 break
-        for pipeline in pipelines.items:
+        for pipeline in deployment.pipelines:
             pipeline.finish()
 
-    def _wait(self, pipelines: RoundRobin[DeployedPipeline], fed: int, taken: int, *, changes: bool) -> bool:
+    def _wait(self, deployment: Deployment, fed: int, taken: int, *, changes: bool) -> bool:
         """Wait briefly for an input or a result; return False once closed and drained."""
         with self._news:
-            may_feed = self._waiting and not changes and pipelines[fed].has_room
-            if may_feed or (taken < fed and pipelines[taken].has_result):
+            may_feed = self._waiting and not changes and deployment.pipeline_of(fed).has_room
+            if may_feed or (taken < fed and deployment.pipeline_of(taken).has_result):
                 return True
             if self._closing and not self._waiting and taken == fed:
                 return False
             self._news.wait(_LOOK_S)
         if taken < fed:
-            pipelines[taken].check()
+            deployment.pipeline_of(taken).check()
         return True
 
     def _notify(self) -> None:

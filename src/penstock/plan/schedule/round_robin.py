@@ -6,26 +6,8 @@ The item of a microbatch depends only on its number, so no messages are needed.
 import math
 from collections.abc import Sequence
 from itertools import count
-from typing import Generic, TypeVar
 
 from penstock.errors import PlanError
-
-T_co = TypeVar("T_co", covariant=True)
-
-
-class RoundRobin(Generic[T_co]):
-    """Several items; microbatch `m` uses item `order[m % len(order)]`.
-
-    >>> RoundRobin(["a", "b"], (0, 1, 0))[4]
-    'b'
-    """
-
-    def __init__(self, items: Sequence[T_co], order: Sequence[int] = (0,)) -> None:
-        self.items = tuple(items)
-        self.order = tuple(order)
-
-    def __getitem__(self, microbatch: int) -> T_co:
-        return self.items[self.order[microbatch % len(self.order)]]
 
 
 def round_robin(weights: Sequence[float], *, period: int = 100) -> tuple[int, ...]:

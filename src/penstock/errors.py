@@ -21,12 +21,17 @@ Each message is one line: the rule, the values, the next step. The command line 
 2 for a `UsageError` and 1 for the others.
 """
 
+import contextlib
+from collections.abc import Iterator
+
 # quoted text may be from an untrusted file
 _LONGEST = 1500
 
 
 class PenstockError(Exception):
     """Base of every error raised on purpose."""
+
+    everywhere = False  # True if every process raises it
 
     def __str__(self) -> str:
         """Return the message in one line, with unprintable characters of quoted text escaped."""
@@ -98,6 +103,16 @@ class OutOfMemory(RunError):  # noqa: N818 -- what happened is that it ran out
 
 class DeviceLost(RunError):  # noqa: N818 -- what happened is that it was lost
     """A process or machine stopped answering."""
+
+
+@contextlib.contextmanager
+def everywhere() -> Iterator[None]:
+    """Mark errors that every process raises, of a block or of a decorated function, so that none has to report them."""
+    try:
+        yield
+    except PenstockError as error:
+        error.everywhere = True
+        raise
 
 
 def exclude(option: str, given: object, reason: str) -> None:

@@ -143,7 +143,7 @@ class World:
         except TransportError as error:
             self.raise_cause(error)
         except Exception as error:
-            if not getattr(error, "everywhere", False):
+            if not (isinstance(error, PenstockError) and error.everywhere):
                 self.health.report(error)
             raise
 

@@ -1,10 +1,10 @@
-"""Check that all processes of a training run have the same model, settings, data, and values that the loss uses."""
+"""Agreement of a training run's processes: errors, model, settings, data, and values that the loss uses."""
 
 import dis
 import functools
 import hashlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import PurePath
 from types import CodeType, FunctionType, MethodType
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from penstock.errors import UsageError
+from penstock.errors import ModelError, UsageError, everywhere
 from penstock.group.world import World
 from penstock.runtime.torch_settings import differences, read_settings
 from penstock.tensors import HOST, digest
@@ -22,6 +22,29 @@ from penstock.train.arrangement import TrainOptions
 from penstock.train.batch_document import StandIn
 from penstock.train.captured import Captured
 from penstock.transport.collectives import all_gather
+
+
+def agreed(
+    together: Callable[[Callable[[], dict[str, Any]]], Sequence[Mapping[str, Any]]], work: Callable[[], Any],
+    kind: type[UsageError] = ModelError, named: Callable[[int, str], str] = lambda _rank, reason: reason,
+) -> list[Any]:  # fmt: skip
+    """Run `work` on every rank in one exchange and return the results of all; raise an error of one rank on all.
+
+    Other ranks learn of errors of `kind`, raised after all sends and receives; `named` adds the rank to the message.
+    """
+
+    def attempt() -> dict[str, Any]:
+        try:
+            return {"found": work(), "failed": ""}
+        except kind as error:
+            return {"found": None, "failed": str(error)}
+
+    gathered = together(attempt)
+    for rank, document in enumerate(gathered):
+        if document["failed"]:
+            with everywhere():
+                raise kind(named(rank, document["failed"]))
+    return [document["found"] for document in gathered]
 
 
 def identity_of(captured: Captured, options: TrainOptions, device: torch.device = HOST) -> list[Any]:

@@ -6,18 +6,20 @@ with the first of them.
 """
 
 import base64
+import contextlib
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from penstock.deploy.state import Held, TrainState, Wanted, redistribute, source_of
 from penstock.errors import ModelError, UsageError
+from penstock.train.agreement import agreed
 from penstock.train.checkpoint_folder import (
     CheckpointIndex,
     DataPosition,
@@ -35,12 +37,10 @@ from penstock.train.checkpoint_folder import (
 from penstock.train.held_tensors import holding
 from penstock.train.loader import Loader
 from penstock.train.named_optimizer import NamedOptimizer, load_schedulers, merged
-from penstock.train.outcome import everywhere
 from penstock.train.plain_values import encode
 from penstock.train.trainer import Trainer
 from penstock.wire import FEEDER
 
-_Found = TypeVar("_Found")
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 _SHOWS_S = 5.0  # timeout for a network file system to show another host's files
 
@@ -61,10 +61,15 @@ def save_checkpoint(
         _check_all_given(trainer, optimizers, schedulers)
     with trainer.world.explained():
         elastic = trainer.follower.state() if trainer.follower is not None else None
-    suffix, save = _agree(trainer, lambda: [next_suffix(folder) if trainer.world.rank == FEEDER else "", new_save()])
-    gathered, state = _write(trainer, _Place(folder, suffix, save), optimizers, schedulers, loaders)
-    _raise_first(gathered)
 
+    @_writing()
+    def begin() -> list[str]:
+        return [next_suffix(folder) if trainer.world.rank == FEEDER else "", new_save()]
+
+    suffix, save = agreed(trainer.together, begin)[FEEDER]
+    gathered, state = _write(trainer, _Place(folder, suffix, save), optimizers, schedulers, loaders)
+
+    @_writing()
     def finish() -> None:
         if trainer.world.rank == FEEDER:
             _check_shared(trainer, folder, [document["files"] for document in gathered])
@@ -72,7 +77,7 @@ def save_checkpoint(
             write_index(folder, index)
             drop_leftovers(folder, set(index.places.values()))
 
-    _agree(trainer, finish)
+    agreed(trainer.together, finish)
     if trainer.survivors is not None:
         trainer.survivors.saw_checkpoint(folder)
 
@@ -122,21 +127,22 @@ def _write(
         scalars, groups = encode(state.scalars(), "the optimizer's state"), named.groups(_each(schedulers))
         schedules = [scheduler_state(each, "save it yourself next to the checkpoint") for each in _each(schedulers)]
         own = _written_here(trainer, state, place.suffix)
-        failed, files = _attempt(lambda: write_stages(place.folder, own, place.save))
+        with _writing():
+            files = write_stages(place.folder, own, place.save)
         shapes = {
             name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
             for tensors in own.values()
             for name, tensor in tensors.items()
         }
         return {
-            "failed": failed, "files": files or {}, "shapes": shapes,
+            "files": files, "shapes": shapes,
             "places": {name: stage for stage, tensors in own.items() for name in tensors},
             "scalars": scalars, "groups": groups, "schedules": schedules,
             "loaders": [loader.state() for loader in loaders],
             "trained": [number for number, loader in enumerate(loaders) if loader.was_trained],
         }  # fmt: skip
 
-    return trainer.together(write), states[0]
+    return agreed(trainer.together, write), states[0]
 
 
 def load_checkpoint(
@@ -182,15 +188,8 @@ def _find_groups(
     trainer: Trainer, named: NamedOptimizer, index: CheckpointIndex
 ) -> Mapping[int, OptimizerGroup | None]:
     """Find the saved settings of each group; raises `UsageError` on all ranks if groups of one of them do not match."""
-    groups: Mapping[int, OptimizerGroup | None] = {}
-    failed = ""
-    try:
-        groups = named.saved_groups(index.groups)
-    except UsageError as error:
-        failed = str(error)
-    told = [document["failed"] for document in trainer.together(lambda: {"failed": failed}) if document["failed"]]
-    if told:
-        raise everywhere(UsageError(told[0]))
+    groups: dict[int, OptimizerGroup | None] = {}
+    agreed(trainer.together, lambda: groups.update(named.saved_groups(index.groups)), UsageError)
     return groups
 
 
@@ -280,26 +279,22 @@ def _host(trainer: Trainer, rank: int) -> str:
 
 def _read_everywhere(trainer: Trainer, folder: Path) -> CheckpointIndex:
     """Read and check the index on every rank; raises the first error on all ranks."""
-    index: CheckpointIndex | None = None
-    failed = ""
-    try:
-        index = read_index(folder)
-        check_whole(folder, index)
-    except ModelError as error:
-        failed = str(error)
-    gathered = trainer.together(lambda: {"failed": failed})
-    failures = [(rank, document["failed"]) for rank, document in enumerate(gathered) if document["failed"]]
-    if failures:
-        rank, reason = failures[0]
-        if rank != FEEDER:
-            reason = (
-                f"all hosts must share a checkpoint's folder, but {_host(trainer, rank)} cannot read it although "
-                f"{_host(trainer, FEEDER)} can: {reason}"
-            )
-        raise everywhere(ModelError(reason))
-    if index is None:
-        raise ModelError(f"{folder} cannot be read; use an earlier checkpoint")
-    return index
+    found: list[CheckpointIndex] = []
+
+    def read() -> None:
+        found[:] = [read_index(folder)]
+        check_whole(folder, found[0])
+
+    def named(rank: int, reason: str) -> str:
+        if rank == FEEDER:
+            return reason
+        return (
+            f"all hosts must share a checkpoint's folder, but {_host(trainer, rank)} cannot read it although "
+            f"{_host(trainer, FEEDER)} can: {reason}"
+        )
+
+    agreed(trainer.together, read, named=named)
+    return found[0]
 
 
 def _check_shapes(folder: Path, index: CheckpointIndex, tensors: Mapping[str, Tensor]) -> None:
@@ -327,30 +322,15 @@ def _check_names(trainer: Trainer, places: Mapping[str, str]) -> None:
         )
 
 
-def _attempt(write: Callable[[], _Found]) -> tuple[str, _Found | None]:
-    """Run a write; return the reason of a failure, and the result."""
+@contextlib.contextmanager
+def _writing() -> Iterator[None]:
+    """Replace any error of storage by a `ModelError`, since the other ranks wait for it."""
     try:
-        return "", write()
+        yield
     except UsageError as error:
-        return str(error), None
+        raise ModelError(str(error)) from error
     # catch any storage error, since the other ranks wait for a report
     except Exception as error:
-        return f"the checkpoint cannot be written: {reason_of(error)}; choose another folder or make room", None
-
-
-def _agree(trainer: Trainer, work: Callable[[], _Found]) -> Any:
-    """Run a step of writing on every rank and return rank 0's result; raises a failure on all ranks."""
-
-    def attempt() -> dict[str, Any]:
-        failed, found = _attempt(work)
-        return {"failed": failed, "found": found}
-
-    gathered = trainer.together(attempt)
-    _raise_first(gathered)
-    return gathered[FEEDER]["found"]
-
-
-def _raise_first(gathered: Sequence[Mapping[str, Any]]) -> None:
-    failed = [document["failed"] for document in gathered if document["failed"]]
-    if failed:
-        raise everywhere(ModelError(failed[0]))
+        raise ModelError(
+            f"the checkpoint cannot be written: {reason_of(error)}; choose another folder or make room"
+        ) from error

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from torch.amp import GradScaler
 
-from penstock.errors import UsageError
-from penstock.train.outcome import everywhere
+from penstock.errors import UsageError, everywhere
 from penstock.train.trainer import Trainer
 
 _active: "weakref.WeakSet[Trainer]" = weakref.WeakSet()
@@ -64,12 +63,11 @@ def _any_infinite(trainer: Trainer, scaler: GradScaler, infinite: bool) -> bool:
         told = trainer.together(lambda: {"infinite": infinite, "scale": scaler.get_scale()})
     names, scales = trainer.world.names, [each["scale"] for each in told]
     if other := next((rank for rank, scale in enumerate(scales) if scale != scales[0]), None):
-        raise everywhere(
-            UsageError(
+        with everywhere():
+            raise UsageError(
                 f"a GradScaler must have one scale on all ranks; got {scales[0]:g} on {names[0]} and {scales[other]:g} "
                 f"on {names[other]}: create, load and update it on every rank"
             )
-        )
     return any(each["infinite"] for each in told)
 
 

@@ -16,11 +16,10 @@ from torch import Tensor
 
 from penstock import trees
 from penstock.engine.stages import MicrobatchRows
-from penstock.errors import UsageError
+from penstock.errors import UsageError, everywhere
 from penstock.graph.rows import batch_dim
 from penstock.graph.stages import differentiable_values
 from penstock.tensors import HOST
-from penstock.train.outcome import everywhere
 from penstock.train.placed_stages import PlacedStages
 from penstock.transport.base import INPUT_GRADIENTS, Transport
 from penstock.transport.collectives import all_reduce
@@ -73,15 +72,14 @@ def with_leaves(microbatches: Sequence[MicrobatchRows], wanted: Sequence[str]) -
     ]  # fmt: skip
 
 
+@everywhere()
 def check_same(gathered: Sequence[Mapping[str, Any]], names: Sequence[str]) -> None:
     """Raise `UsageError` on all ranks unless the same inputs require gradients everywhere."""
     wanted = [document["wanted"] for document in gathered]
     if other := next((rank for rank, each in enumerate(wanted) if each != wanted[0]), None):
-        raise everywhere(
-            UsageError(
-                f"inputs that require a gradient must be the same on all ranks; got {wanted[0]} on {names[0]} and "
-                f"{wanted[other]} on {names[other]}"
-            )
+        raise UsageError(
+            f"inputs that require a gradient must be the same on all ranks; got {wanted[0]} on {names[0]} and "
+            f"{wanted[other]} on {names[other]}"
         )
 
 

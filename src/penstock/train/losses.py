@@ -1,7 +1,7 @@
 """Losses of one process's microbatches, computed by their convention and checked for agreement between processes."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from penstock import trees
 from penstock.engine.stages import MicrobatchRows
-from penstock.errors import UsageError
+from penstock.errors import UsageError, everywhere
 from penstock.graph.call import build_output
 from penstock.graph.graph import Graph
 from penstock.train.batches import RowCut, sample_rows
@@ -81,31 +81,28 @@ def _counts(labels: Any, rows: int) -> tuple[float, ...]:
     return tuple(found)
 
 
-def check_agreed(gathered: Sequence[Mapping[str, Any]], mark: Callable[[UsageError], Exception]) -> None:
-    """Check that all microbatches have one convention; raises `UsageError`, passed through `mark`, if they do not."""
+@everywhere()
+def check_agreed(gathered: Sequence[Mapping[str, Any]]) -> None:
+    """Raise `UsageError` on every process unless all microbatches have one convention."""
     refused = next((document["refused"] for document in gathered if document["refused"]), "")
     if refused:
-        raise mark(UsageError(refused))
+        raise UsageError(refused)
     kinds = sorted({kind for document in gathered for kind in document["kinds"]})
     if len(kinds) > 1:
-        raise mark(
-            UsageError(
-                f"loss_fn is a {' and a '.join(_NAMES[kind] for kind in kinds)} in microbatches of one batch; "
-                "return (sum, count), or use microbatches=1 and replicas=1"
-            )
+        raise UsageError(
+            f"loss_fn is a {' and a '.join(_NAMES[kind] for kind in kinds)} in microbatches of one batch; "
+            "return (sum, count), or use microbatches=1 and replicas=1"
         )
-    _check_divisors([document for document in gathered if document["divisors"]], mark)
+    _check_divisors([document for document in gathered if document["divisors"]])
     ratios = [ratio for document in gathered for ratio in document["ratios"]]
     if ratios and any(not _same(ratios[0], other) for other in ratios):
-        raise mark(
-            UsageError(
-                "loss_fn gives rows unequal weights, so a batch's loss is not the mean of its microbatches' losses; "
-                "return (sum, count), or use microbatches=1 and replicas=1"
-            )
+        raise UsageError(
+            "loss_fn gives rows unequal weights, so a batch's loss is not the mean of its microbatches' losses; "
+            "return (sum, count), or use microbatches=1 and replicas=1"
         )
 
 
-def _check_divisors(gathered: Sequence[Mapping[str, Any]], mark: Callable[[UsageError], Exception]) -> None:
+def _check_divisors(gathered: Sequence[Mapping[str, Any]]) -> None:
     """Raise `UsageError` if sums of several replicas are divided by numbers that count the rows of each."""
     if len(gathered) < 2:
         return
@@ -117,11 +114,9 @@ def _check_divisors(gathered: Sequence[Mapping[str, Any]], mark: Callable[[Usage
     )
     if differ or own:
         found = " and ".join(f"{each[-1]:g}" for each in divisors)
-        raise mark(
-            UsageError(
-                f"loss_fn divides a sum by {found} in the replicas, counts of their own rows, but sums of replicas are "
-                "added; count inside loss_fn and return (sum, count)"
-            )
+        raise UsageError(
+            f"loss_fn divides a sum by {found} in the replicas, counts of their own rows, but sums of replicas are "
+            "added; count inside loss_fn and return (sum, count)"
         )
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.deploy.state import Held, TrainState, Wanted, redistribute, source_of
-from penstock.errors import UsageError, exclude
+from penstock.errors import UsageError, everywhere, exclude
 from penstock.graph.encoding import DTYPES
 from penstock.train.arrangement import Arrangement
 from penstock.train.captured import Captured
@@ -18,7 +18,6 @@ from penstock.train.features import Features
 from penstock.train.held_tensors import IN_FLIGHT, HeldTensors, interleaved
 from penstock.train.named_optimizer import NamedOptimizer
 from penstock.train.optimizers import nothing
-from penstock.train.outcome import everywhere
 from penstock.train.placed_stages import PlacedStages
 from penstock.train.plain_values import decode, encode
 from penstock.train.trainer import Trainer
@@ -134,29 +133,32 @@ def _gather(trainer: Trainer, optimizer: torch.optim.Optimizer, tensors: HeldTen
     slots: dict[str, Any] = {}
     scalars: dict[str, Any] = {}
     gathered = all_gather(trainer.world.transport, mine)
-    for rank, document in enumerate(gathered):
-        if document["count"] != mine["count"]:
-            raise everywhere(
-                UsageError(
-                    f"the optimizer has {mine['count']} groups of parameters on "
-                    f"{trainer.world.names[trainer.world.rank]} and {document['count']} on "
-                    f"{trainer.world.names[rank]}, so parameters cannot move between these processes; "
-                    "use the same groups everywhere, empty if a process has no parameters for one"
-                )
-            )
-        if document["settings"] != mine["settings"]:
-            raise everywhere(
-                UsageError(
-                    f"a group of the optimizer has other settings on {trainer.world.names[trainer.world.rank]} than on "
-                    f"{trainer.world.names[rank]}, so parameters cannot move between these processes: "
-                    f"{mine['settings']} and {document['settings']}; use the same groups everywhere, "
-                    "empty if a process has none for one"
-                )
-            )
+    _check_same_groups(gathered, mine, trainer.world.names, trainer.world.rank)
+    for document in gathered:
         groups |= document["groups"]
         slots |= document["slots"]
         scalars |= decode(document["scalars"])
     return _Told(groups, slots, scalars)
+
+
+@everywhere()
+def _check_same_groups(
+    gathered: Sequence[Mapping[str, Any]], mine: Mapping[str, Any], names: Sequence[str], rank: int
+) -> None:
+    """Raise `UsageError` on every process unless an optimizer has the same groups with the same settings on all."""
+    for other, document in zip(names, gathered, strict=True):
+        if document["count"] != mine["count"]:
+            raise UsageError(
+                f"the optimizer has {mine['count']} groups of parameters on {names[rank]} and {document['count']} on "
+                f"{other}, so parameters cannot move between these processes; use the same groups everywhere, empty if "
+                "a process has no parameters for one"
+            )
+        if document["settings"] != mine["settings"]:
+            raise UsageError(
+                f"a group of the optimizer has other settings on {names[rank]} than on {other}, so parameters cannot "
+                f"move between these processes: {mine['settings']} and {document['settings']}; use the same groups "
+                "everywhere, empty if a process has none for one"
+            )
 
 
 def _remember_groups(trainer: Trainer, told: Sequence[_Told]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from penstock.errors import PenstockError, RunError, UsageError
+from penstock.errors import RunError, UsageError, everywhere
 from penstock.train.loss_convention import MeasuredLoss
 from penstock.train.losses import check_agreed, described, total_count, total_loss
 
@@ -54,6 +54,7 @@ class LossTensor(Tensor):
         return self.as_subclass(Tensor).__reduce_ex__(protocol)
 
 
+@everywhere()
 def mean_loss(gathered: Sequence[Mapping[str, Any]], step: int, last_stage: int) -> float:
     """Return the loss of the whole batch, added up in the order of replicas and microbatches.
 
@@ -61,43 +62,32 @@ def mean_loss(gathered: Sequence[Mapping[str, Any]], step: int, last_stage: int)
     process, so that none waits and training can continue.
     """
     check_same_rows(gathered)
-    check_agreed(gathered, everywhere)
+    check_agreed(gathered)
     loss, total = total_loss(gathered), total_count(gathered)
     if not math.isfinite(loss):
         stages = [stage for document in gathered for stage in document["nonfinite"]]
         where = f"stage {min(stages)}" if stages else f"stage {last_stage}, in the loss itself"
-        raise everywhere(
-            RunError(
-                f"the loss of step {step} is {loss}: the first numbers that are not finite came from {where}; "
-                "lower the learning rate, clip gradients, or look at this batch"
-            )
+        raise RunError(
+            f"the loss of step {step} is {loss}: the first numbers that are not finite came from {where}; "
+            "lower the learning rate, clip gradients, or look at this batch"
         )
     if not total:
-        raise everywhere(
-            RunError(f"the loss of step {step} is undefined: no label of the batch counts; leave such batches out")
-        )
+        raise RunError(f"the loss of step {step} is undefined: no label of the batch counts; leave such batches out")
     used = {name for document in gathered for name in document["used"]}
     unused = sorted({name for document in gathered for name in document["unused"]} - used)
     if unused and step == 0:
-        raise everywhere(
-            RunError(
-                f"{len(unused)} parameters do not contribute to the loss, first {unused[0]}; freeze them with "
-                "requires_grad_(False), or use their output"
-            )
+        raise RunError(
+            f"{len(unused)} parameters do not contribute to the loss, first {unused[0]}; freeze them with "
+            "requires_grad_(False), or use their output"
         )
     return loss / total
 
 
+@everywhere()
 def check_same_rows(gathered: Sequence[Mapping[str, Any]]) -> None:
     """Raise `UsageError` on every process if ranks of a replica would compute with different random numbers."""
     if problem := next((document["problem"] for document in gathered if document["problem"]), ""):
-        raise everywhere(UsageError(problem))
-
-
-def everywhere(error: PenstockError) -> PenstockError:
-    """Mark an error that every process raises, so that none has to report it."""
-    error.everywhere = True  # type: ignore[attr-defined]
-    return error
+        raise UsageError(problem)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

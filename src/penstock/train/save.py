@@ -2,14 +2,13 @@
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from penstock.deploy.state import Held, Wanted, redistribute
 from penstock.errors import ModelError
-from penstock.train.outcome import everywhere
+from penstock.train.agreement import agreed
 from penstock.train.trainer import Trainer
 from penstock.transport.base import STATE
 from penstock.wire import FEEDER
@@ -82,17 +81,14 @@ def save_model(trainer: Trainer, path: Path, metadata: Mapping[str, str] | None 
     Raises `ModelError` on every process if the file cannot be written.
     """
 
-    def write() -> dict[str, Any]:
-        message = ""
+    def write() -> None:
         weights = GatheredWeights(trainer)
-        if trainer.world.rank == FEEDER:
-            try:
+        try:
+            if trainer.world.rank == FEEDER:
                 save_weights(weights, path, metadata=metadata)
-            except ModelError as error:
-                message = str(error)
+        except ModelError:
+            weights.finish()  # all of it is sent
+            raise
         weights.finish()
-        return {"failed": message}
 
-    gathered = trainer.together(write)
-    if gathered[FEEDER]["failed"]:
-        raise everywhere(ModelError(gathered[FEEDER]["failed"]))
+    agreed(trainer.together, write)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from penstock.deploy.run_options import CutOptions, RunOptions
 from penstock.engine.observer import Observer, StageSeconds
 from penstock.engine.wiring import go_direct
-from penstock.errors import DeviceLost, RunError, TransportError, UsageError
+from penstock.errors import DeviceLost, RunError, TransportError, UsageError, everywhere
 from penstock.group.calls import ADVICE, Calls
 from penstock.group.world import World
 from penstock.runtime.torch_settings import check_no_autocast
@@ -30,7 +30,7 @@ from penstock.train.loaded_batch import RecentBatches, StepRows
 from penstock.train.loss_convention import LossFunction
 from penstock.train.losses import Losses, check_agreed, total_count, total_loss
 from penstock.train.optimizers import is_empty
-from penstock.train.outcome import LossTensor, StepReport, TrainingChange, check_same_rows, everywhere, mean_loss
+from penstock.train.outcome import LossTensor, StepReport, TrainingChange, check_same_rows, mean_loss
 from penstock.train.placed_stages import Computing, PlacedStages
 from penstock.train.row_exchange import RowExchange
 from penstock.train.training_tracer import TrainingTracer, training_facts
@@ -197,9 +197,8 @@ class Trainer:
         self.exchange.mark(self.now.placed)
         loss = mean_loss(gathered, step, self.now.last_stage)
         if set.intersection(*(set(document["empty"]) for document in gathered)):
-            raise everywhere(
-                UsageError("an optimizer has no parameters on any rank; check how its parameters are chosen")
-            )
+            with everywhere():
+                raise UsageError("an optimizer has no parameters on any rank; check how its parameters are chosen")
         check_same(gathered, self.world.names)
         self._num_checked = len(self.optimizers)
         if self.follower is not None:
@@ -351,7 +350,7 @@ def evaluate_all(
     found = []
     for index in range(len(functions)):
         documents = [document["measures"][index] for document in gathered]
-        check_agreed(documents, everywhere)
+        check_agreed(documents)
         found.append((total_loss(documents), total_count(documents)))
     return found
 

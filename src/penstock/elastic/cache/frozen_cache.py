@@ -3,8 +3,9 @@
 import contextlib
 import os
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from penstock.graph.cuts import Cut, Cuts
 from penstock.graph.stages import TrainingPart, divide_for_training
 from penstock.runtime.registry import EAGER
 from penstock.tensors import digest, moved
+from penstock.train.agreement import agreed
 from penstock.train.captured import Captured
 from penstock.train.held_tensors import IN_FLIGHT
 from penstock.train.loader import Loader
@@ -130,9 +132,11 @@ class Filling:
         folder = self._place.folder / named[FEEDER]["folder"]
         remove_abandoned(self._place.folder)
         shards: dict[int, Shard] = {}
+        names, together = self._trainer.world.names, self._trainer.together
+        agree = partial(agreed, together, kind=CacheError, named=lambda rank, reason: f"{names[rank]}: {reason}")
         with contextlib.ExitStack() as named_files:
-            self._agree(lambda: shards.update({rank: self._fill(folder, layouts[rank], weights, named_files)}))
-            self._agree(lambda: shards.update(self._open_neighbours(folder, layouts)))
+            agree(lambda: shards.update({rank: self._fill(folder, layouts[rank], weights, named_files)}))
+            agree(lambda: shards.update(self._open_neighbours(folder, layouts)))
         return shards
 
     def _layouts(self) -> list[ShardLayout]:
@@ -148,19 +152,6 @@ class Filling:
             ShardLayout(owner=rank, num_rows=len(range(rank, self._num_all, size)), columns=columns)
             for rank in range(size)
         ]
-
-    def _agree(self, work: Callable[[], None]) -> None:
-        """Run one part of the work; raises `CacheError` on every process if it fails on any."""
-        world, problem = self._trainer.world, ""
-        try:
-            work()
-        except CacheError as error:
-            problem = str(error)
-        gathered = all_gather(world.transport, {"problem": problem})
-        failed = [(rank, document["problem"]) for rank, document in enumerate(gathered) if document["problem"]]
-        if failed:
-            rank, reason = failed[0]
-            raise CacheError(f"{world.names[rank]}: {reason}")
 
     def _open_neighbours(self, folder: Path, layouts: Sequence[ShardLayout]) -> dict[int, Shard]:
         """Open the shards of the other processes on this machine for reading."""

@@ -72,7 +72,7 @@ class Exchanges:
         """Switch to the group after the one in which `error` occurred; raises `error` if the run forms none."""
         began_s = time.monotonic()
         while True:
-            if getattr(error, "everywhere", False):
+            if error.everywhere:
                 raise error
             following = self._following.newest(error)
             if following.membership is self._world.membership:

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from penstock.deploy.run_options import OnLoss
-from penstock.errors import DeviceLost, PenstockError, PlanError, UsageError
+from penstock.errors import DeviceLost, PenstockError, PlanError, UsageError, everywhere
 from penstock.group.board import Verdict
 from penstock.group.regroup import wait_for_newcomers
 from penstock.text import counted, note
@@ -26,7 +26,7 @@ from penstock.train.checkpoint_folder import read_index
 from penstock.train.features import JoinPlace
 from penstock.train.migration import Prepared, gather_groups, prepare
 from penstock.train.named_optimizer import NamedOptimizer, restore_settings
-from penstock.train.outcome import TrainingChange, everywhere
+from penstock.train.outcome import TrainingChange
 from penstock.train.plain_values import decode
 from penstock.train.survival.exchanges import Exchanges, Objects
 from penstock.train.survival.rearrange import choose_grid, cuts_here, lost_names, read_grid, write_grid
@@ -185,15 +185,14 @@ class Survivors:
         trainer = self._trainer
         mine = msgspec.to_builtins(self._continuation()) if trainer.world.rank == FEEDER else {}
         told = self._told = msgspec.convert(all_gather(trainer.world.transport, mine)[FEEDER], _Continuation)
-        if told.problem:
-            raise everywhere(DeviceLost(f"{self._exchanges.why}; {told.problem}"))
-        if told.lost and told.checkpoint is None:
-            raise everywhere(
-                DeviceLost(
+        with everywhere():
+            if told.problem:
+                raise DeviceLost(f"{self._exchanges.why}; {told.problem}")
+            if told.lost and told.checkpoint is None:
+                raise DeviceLost(
                     f"{self._exchanges.why}; no other process held {told.lost}, and no checkpoint to restore was "
                     "found: save checkpoints regularly, or use replicas"
                 )
-            )
         if self._joins:
             self._check_alike()
         trainer.known_groups[:] = told.groups
@@ -295,15 +294,14 @@ class Survivors:
     def _go_back(self) -> dict[str, Any]:
         """Restore all state from the last checkpoint; a running call continues with the batch after the checkpoint."""
         trainer, folder, batch = self._trainer, self._going_back, self._trainer.data.trained
-        if folder is None:
-            raise everywhere(DeviceLost(f"{self._exchanges.why}; no checkpoint to restore was found; start again"))
-        if batch is None:
-            raise everywhere(
-                DeviceLost(
+        with everywhere():
+            if folder is None:
+                raise DeviceLost(f"{self._exchanges.why}; no checkpoint to restore was found; start again")
+            if batch is None:
+                raise DeviceLost(
                     f"{self._exchanges.why}; the run was not training on a batch of pipe.loader, so it cannot go back "
                     "to the checkpoint by itself; start the run again from it"
                 )
-            )
         index = read_index(folder)
         load_checkpoint(trainer, folder, trainer.optimizers, trainer.schedulers)
         place = index.loaders[index.trained] if index.trained is not None else None

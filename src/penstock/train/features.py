@@ -1,6 +1,6 @@
 """Interfaces of extensions that change a training run: epoch followers, cached outputs of frozen layers."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -28,28 +28,6 @@ class JoinPlace:
     epoch: int
     batch: int
     loads: bool
-
-
-class Together(Protocol):
-    """Exchange of objects between processes, some of which may be lost or join."""
-
-    def together(
-        self, work: Callable[[], dict[str, Any]], undo: Callable[[], None] = lambda: None, *, admits: bool = False
-    ) -> list[dict[str, Any]]:
-        """Run `work` and return the objects of all ranks; `work` is repeated if the group has changed.
-
-        `work` must contain all sends and receives of the call; `undo` reverts the changes of a failed attempt. With
-        `admits`, newcomers join before the call.
-        """
-
-    def place(self) -> "JoinPlace | None":
-        """Return, once, the place at which a newcomer continues."""
-
-    def saw_checkpoint(self, folder: Any) -> None:
-        """Record a complete checkpoint."""
-
-    def close(self) -> None:
-        """Stop following new groups."""
 
 
 class Follower(Protocol):

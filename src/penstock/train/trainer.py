@@ -4,7 +4,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from penstock.train.agreement import check_alike, identity_of
 from penstock.train.arrangement import Arrangement, TrainOptions, arrange
 from penstock.train.batches import RowCut
 from penstock.train.captured import Captured
-from penstock.train.features import Follower, Together
+from penstock.train.features import Follower
 from penstock.train.forward_backward import ForwardBackward
 from penstock.train.input_gradients import check_same, check_wanted
 from penstock.train.loaded_batch import RecentBatches, StepRows
@@ -35,6 +35,9 @@ from penstock.train.placed_stages import Computing, PlacedStages
 from penstock.train.row_exchange import RowExchange
 from penstock.train.training_tracer import TrainingTracer, training_facts
 from penstock.transport.collectives import all_gather
+
+if TYPE_CHECKING:
+    from penstock.train.survival.survivors import Survivors
 
 
 class Trainer:
@@ -78,7 +81,7 @@ class Trainer:
         self.data = RecentBatches()
         self.exchange = RowExchange(self.world)
         self.follower: Follower | None = None  # hook that may change the placement between epochs
-        self.survivors: Together | None = None  # set if the run survives lost processes
+        self.survivors: Survivors | None = None  # set if the run survives lost processes
         self.changes: list[TrainingChange] = []  # changes of the process group so far
         self.schedulers: list[Any] = []  # learning-rate schedulers that the caller registered
         self.optimizers: list[torch.optim.Optimizer] = []

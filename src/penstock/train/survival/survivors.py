@@ -60,7 +60,7 @@ class _Continuation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class Survivors:
-    """One process's recovery from lost ranks in a training run; implements `Together` for its trainer.
+    """One process's recovery from lost ranks in a training run.
 
     `begun` is the initial placement of the run. A process that `joins` holds no tensors yet.
 
@@ -86,7 +86,11 @@ class Survivors:
     def together(
         self, work: Callable[[], dict[str, Any]], undo: Callable[[], None] = lambda: None, *, admits: bool = False
     ) -> Objects:
-        """Run `work` and return the objects of all ranks; see `Together`."""
+        """Run `work` and return the objects of all ranks; `work` is repeated if the group has changed.
+
+        `work` must contain all sends and receives of the call; `undo` reverts the changes of a failed attempt. With
+        `admits`, newcomers join before the call.
+        """
         if self._exchanges.inside:  # part of a switch to another group, which is repeated as a whole
             return all_gather(self._trainer.world.transport, work())
         while True:

@@ -263,7 +263,7 @@ def test_a_step_that_fails_leaves_buffers_as_they_were() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     rows = [(torch.full((3,), float(row)), row % 2) for row in range(8)]
     with penstock.Pipeline(model, torch.zeros(2, 3), microbatches=2) as pipe:
-        pipe.trainer.survivors = Alone(pipe.trainer)
+        pipe.trainer.survivors = Alone(pipe.trainer)  # type: ignore[assignment]
         tried: list[int] = []
 
         def fails_later(output: Tensor, labels: Tensor) -> Tensor:

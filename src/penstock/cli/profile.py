@@ -1,10 +1,9 @@
 """`penstock profile`: measured costs of a model on this kind of device."""
 
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -48,31 +47,19 @@ def profile(
     json: opt.JsonFile = None,
 ) -> None:
     """Time the parts of a model between possible cuts, and messages; write a profile for `penstock plan`."""
-    from penstock.deploy.state import load_state, with_packings
-    from penstock.engine.reference import calibrate
-    from penstock.graph.capture import capture
-    from penstock.measure.costs import Timing
-    from penstock.measure.hosts import measure_messages
-    from penstock.measure.profiler import measure_loader, measure_runtimes, profile_graph, script_bytes, worker_bytes
-    from penstock.recipes.profiled import profile_generation, profile_task
+    from penstock.recipes.profiled import profile_generation, profile_model, profile_task
     from penstock.runtime.registry import parse_runtime
     from penstock.tensors import HOST, find_device
-    from penstock.zoo.data.image_names import open_images
-    from penstock.zoo.models.models import load_model
 
     sizes = opt.parse_numbers(rows, "--rows")
     choices = [parse_runtime(name) for name in runtime or ()]
     for choice in choices:
         choice.check_machine()
     kept = opt.cache_dtype(cache_dtype)
-    opt.only_for("inference", {"--runtime": choices and (training or data)}, "only eager trains, so leave it out")
-    if generate:
-        others = {"--data": data, "--length": length, "--training": training, "--images": images}
-        opt.only_for("whole rows", others, without="--generate")
-    else:
-        opt.only_for("generation", {"--max-length": max_length, "--cache-dtype": kept != "model"}, "add --generate")
-        opt.only_for("text as data", {"--length": not data and length}, "add --data")
-        opt.only_for("inference, and data for training", {"--images": data and images}, without="--data")
+    _check({
+        "--training": training, "--data": data, "--length": length, "--images": images, "--generate": generate,
+        "--max-length": max_length, "--cache-dtype": kept != "model", "--runtime": choices,
+    })  # fmt: skip
     place = find_device(device)
     if place != HOST:
         opt.only_for("the CPU", {"--runtime": choices}, f"{device} is measured on the runtime eager; leave it out")
@@ -83,40 +70,38 @@ def profile(
                 model, slots=sizes, max_length=max_length or 512, cache_dtype=kept, runtimes=choices, weights=weights,
                 pretrained=pretrained, seed=seed, threads=threads, repeats=repeats, device=place,
             )  # fmt: skip
-        _show(console, made, output, json)
-        return
-    if data is not None:
+    elif data is not None:
         settings = make_settings({
             "model": model, "data": data, "length": length or 128, "threads": threads, "pretrained": pretrained,
             "seed": seed, "weights": str(weights) if weights else None, "device": device,
         })  # fmt: skip
         with working(f"measuring training of {model} at {rows} rows"):
             made = profile_task(settings, rows=sizes, repeats=repeats)
-        _show(console, made, output, json)
-        return
-    found = None if images is None else open_images(images)
-    with working("capturing the model") as say:
-        zoo = load_model(model, weights=weights, pretrained=pretrained, seed=seed)
-        graph = capture(zoo.module.train(training), zoo.example_args, zoo.example_kwargs)
-        base_bytes = worker_bytes()
-        more_bytes = script_bytes(base_bytes)
-        say("measuring messages")
-        messages = measure_messages()
-        loader_s_per_row = 0.0 if found is None else measure_loader(zoo, found)
-        say(f"measuring the model at {rows} rows")
-        calibration_s = calibrate(threads=threads) if place == HOST else 0.0  # the reference work is for CPUs
-        load = partial(load_state, graph, weights=zoo.weights)
-        made = profile_graph(
-            graph, load, rows=sizes, threads=threads, repeats=repeats,
-            training=training, messages=messages, device=place,
-        )  # fmt: skip
-        packed = with_packings(graph, zoo.weights, runtime or ())
-        columns = measure_runtimes(packed, load, choices, Timing(made.rows, threads, repeats))
-    made = msgspec.structs.replace(
-        made, model=model, loader_s_per_row=loader_s_per_row, calibration_s=calibration_s, base_bytes=base_bytes,
-        script_bytes=more_bytes, runtimes=columns,
-    )  # fmt: skip
+    else:
+        with working("capturing the model") as say:
+            made = profile_model(
+                model, rows=sizes, training=training, images=images, device=place, runtimes=choices, weights=weights,
+                pretrained=pretrained, seed=seed, threads=threads, repeats=repeats, say=say,
+            )  # fmt: skip
     _show(console, made, output, json)
+
+
+def _check(given: Mapping[str, object]) -> None:
+    """Raise `UsageError` for options that have no effect together."""
+
+    def only_for(purpose: str, names: str, way: str = "", without: str = "") -> None:
+        opt.only_for(purpose, {name: given[name] for name in names.split()}, way, without=without)
+
+    if given["--training"] or given["--data"]:
+        only_for("inference", "--runtime", "only eager trains, so leave it out")
+    if given["--generate"]:
+        only_for("whole rows", "--data --length --training --images", without="--generate")
+        return
+    only_for("generation", "--max-length --cache-dtype", "add --generate")
+    if given["--data"]:
+        only_for("inference, and data for training", "--images", without="--data")
+    else:
+        only_for("text as data", "--length", "add --data")
 
 
 def _show(console: Console, made: Profile, output: Path, json: Path | None) -> None:

@@ -1,8 +1,8 @@
-"""Profiles of a model that trains on data, and of a model that generates."""
+"""Profiles of a model: of its calls, of training on data, and of generation."""
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -24,7 +24,14 @@ from penstock.measure.backward import Loss
 from penstock.measure.costs import Timing
 from penstock.measure.counts import counted_profile, units_in_bytes
 from penstock.measure.hosts import measure_messages
-from penstock.measure.profiler import measure_rows, measure_runtimes, profile_graph, script_bytes, worker_bytes
+from penstock.measure.profiler import (
+    measure_loader,
+    measure_rows,
+    measure_runtimes,
+    profile_graph,
+    script_bytes,
+    worker_bytes,
+)
 from penstock.recipes.data_formats import make_task
 from penstock.recipes.settings import FitSettings
 from penstock.recipes.tasks import Task, logits_of
@@ -32,9 +39,44 @@ from penstock.runtime.registry import EAGER, RuntimeChoice, parse_runtime
 from penstock.spec.plan import CacheDtype, Generation, Precision
 from penstock.spec.profile import Profile, RuntimeColumn
 from penstock.tensors import HOST, find_device
+from penstock.zoo.data.image_names import open_images
 from penstock.zoo.models.language import is_language_model
 from penstock.zoo.models.models import ZooModel, load_model
 from penstock.zoo.weights.weights import Weights
+
+
+def profile_model(
+    name: str, *, rows: Sequence[int], training: bool = False, images: str | None = None, device: torch.device = HOST,
+    runtimes: Sequence[RuntimeChoice] = (), weights: Path | None = None, pretrained: bool = False, seed: int = 0,
+    threads: int = 1, repeats: int = 7, say: Callable[[str], object] = lambda _text: None,
+) -> Profile:  # fmt: skip
+    """Measure the costs of a model's calls, with `training` forward and backward; `say` receives each next step.
+
+    With `images`, reading and preprocessing them is measured too.
+
+    Example:
+        profile_model("timm:vit_tiny_patch16_224", rows=(1, 2, 4))
+    """
+    found = None if images is None else open_images(images)
+    zoo = load_model(name, weights=weights, pretrained=pretrained, seed=seed)
+    graph = capture(zoo.module.train(training), zoo.example_args, zoo.example_kwargs)
+    base_bytes = worker_bytes()
+    more_bytes = script_bytes(base_bytes)
+    say("measuring messages")
+    messages = measure_messages()
+    loader_s_per_row = 0.0 if found is None else measure_loader(zoo, found)
+    say(f"measuring the model at {','.join(map(str, rows))} rows")
+    calibration_s = calibrate(threads=threads) if device == HOST else 0.0  # the reference work is for CPUs
+    load = partial(load_state, graph, weights=zoo.weights)
+    made = profile_graph(
+        graph, load, rows=rows, threads=threads, repeats=repeats, training=training, messages=messages, device=device
+    )
+    packed = with_packings(graph, zoo.weights, [str(runtime) for runtime in runtimes])
+    columns = measure_runtimes(packed, load, runtimes, Timing(made.rows, threads, repeats))
+    return msgspec.structs.replace(
+        made, model=name, loader_s_per_row=loader_s_per_row, calibration_s=calibration_s, base_bytes=base_bytes,
+        script_bytes=more_bytes, runtimes=columns,
+    )  # fmt: skip
 
 
 def profile_task(settings: FitSettings, *, rows: Sequence[int], repeats: int = 7) -> Profile:

@@ -79,14 +79,10 @@ def fits(
         say(f"planning for {counted(len(cluster.devices), 'machine')}")
         found = fit(costs, cluster, request, rows)
     what = "slots of a lane" if costs.generation else "rows of a microbatch"
-    if found.reason:
-        console.print(found.reason, markup=False, soft_wrap=True)
-        more = counted(found.more, "machine") if found.more else "no number of machines"
-        console.print(f"{more} more like {found.like} would do", markup=False, soft_wrap=True)
-    else:
+    if not found.reason:
         console.print(_table(found.stages))
-        for line in _lines(found, what, request, measured=profile is not None):
-            console.print(line, markup=False, soft_wrap=True)
+    for line in _lines(found, what, request, measured=profile is not None):
+        console.print(line, markup=False, soft_wrap=True)
     opt.write_json(json, {"model": model, "fits": not found.reason, **asdict(found)})
     if found.reason:
         raise typer.Exit(1)
@@ -154,6 +150,11 @@ def _table(stages: list[StageNeeds]) -> Table:
 
 
 def _lines(found: Fit, what: str, request: PlanRequest, *, measured: bool) -> Iterator[str]:
+    if found.reason:
+        yield found.reason
+        more = counted(found.more, "machine") if found.more else "no number of machines"
+        yield f"{more} more like {found.like} would do"
+        return
     step = f", {request.num_microbatches} microbatches a step" if request.num_microbatches else ""
     yield f"{found.rows} {what}{step}; at most {found.most_rows} fit"
     if any(stage.recomputed for stage in found.stages):

@@ -234,16 +234,7 @@ class Generator:
         config = read_config(self.model, generation_config, kwargs)
         if (input_ids is None) == (inputs is None):
             raise UsageError("generate takes prompts as input_ids or as inputs, not both; give one of them")
-        input_ids = torch.as_tensor(inputs if input_ids is None else input_ids)
-        if attention_mask is not None:
-            attention_mask = torch.as_tensor(attention_mask)
-        elif config.pad_token_id is not None and config.pad_token_id not in ends_of(config):
-            attention_mask = input_ids.ne(config.pad_token_id)
-        if input_ids.dim() != 2 or (attention_mask is not None and attention_mask.shape != input_ids.shape):
-            raise UsageError(
-                f"input_ids and attention_mask must have the same shape [B, L]; got {list(input_ids.shape)} and "
-                f"{None if attention_mask is None else list(attention_mask.shape)}"
-            )
+        input_ids, shown = _padded(inputs if input_ids is None else input_ids, attention_mask, config)
         if streamer is not None and len(input_ids) > 1:
             raise UsageError(f"a streamer takes one prompt at a time, not {len(input_ids)}")
         count = config.num_return_sequences or 1
@@ -252,8 +243,7 @@ class Generator:
         if config.max_new_tokens is None and config.max_length is not None:
             # max_length counts padding, which requests do not have
             config.max_new_tokens = config.max_length - (len(start_of(self.model, config)) or input_ids.shape[1])
-        shown = attention_mask if attention_mask is not None else torch.ones_like(input_ids)
-        shown = shown.repeat_interleave(count, 0).bool()
+        shown = shown.repeat_interleave(count, 0)
         requests: list[Request] = []
         try:
             for number, (row, seen) in enumerate(zip(prompts, shown, strict=True)):
@@ -332,6 +322,20 @@ class Generator:
                 "a prompt of text needs a tokenizer; create the generator with one, or give the prompt as tokens"
             )
         return list(self.tokenizer(prompt)["input_ids"])
+
+
+def _padded(given: Any, attention_mask: Any, config: Any) -> tuple[Tensor, Tensor]:
+    """Return prompts [B, L] as a tensor, and where they are no padding; raises `UsageError` if shapes differ."""
+    tokens = torch.as_tensor(given)
+    shown = torch.ones_like(tokens) if attention_mask is None else torch.as_tensor(attention_mask)
+    if attention_mask is None and config.pad_token_id is not None and config.pad_token_id not in ends_of(config):
+        shown = tokens.ne(config.pad_token_id)
+    if tokens.dim() != 2 or shown.shape != tokens.shape:
+        raise UsageError(
+            f"input_ids and attention_mask must have the same shape [B, L]; got {list(tokens.shape)} and "
+            f"{None if attention_mask is None else list(shown.shape)}"
+        )
+    return tokens, shown.bool()
 
 
 def _caches_of(

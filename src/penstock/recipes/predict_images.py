@@ -45,20 +45,8 @@ def predict_images(asked: PredictSettings, world: World | None = None) -> tuple[
         survival = OnLoss(
             asked.on_loss or "stop", wait_s=asked.wait_for, profile=asked.costs, cluster=asked.from_cluster
         )
-        with working("loading the model"):
-            zoo = load_model(
-                asked.model, weights=asked.weights, pretrained=asked.pretrained, seed=asked.seed,
-                preprocess=asked.preprocess,
-            )  # fmt: skip
-            chosen, source = _open_set(asked)
-        zoo.pictures()
-        check_head(zoo)
-        labels = match_labels(zoo, chosen, asked.class_order)
+        zoo, labels, source = _load(asked)
         chosen = labels.images
-        if asked.labels is not None and labels.reason is not None:
-            raise UsageError(f"the labels of {asked.labels} cannot be compared: {labels.reason}")
-        if zoo.is_random:
-            note(f"{asked.model} has random weights (seed {asked.seed}); give --pretrained or --weights")
         plan = read_plan(asked.plan) if asked.plan else None
         microbatch_size = asked.microbatch_size if plan is None else plan.microbatch_rows
         about = PredictionRun(
@@ -100,6 +88,24 @@ def predict_images(asked: PredictSettings, world: World | None = None) -> tuple[
     if not tally.failed:
         return summary, None
     return summary, f"{len(tally.failed)} of {len(chosen)} images failed, the first one: {tally.failed[0].error}"
+
+
+def _load(asked: PredictSettings) -> tuple[ZooModel, Labels, str]:
+    """Return the model, the images with their labels as classes of the model, and the name of the images."""
+    with working("loading the model"):
+        zoo = load_model(
+            asked.model, weights=asked.weights, pretrained=asked.pretrained, seed=asked.seed,
+            preprocess=asked.preprocess,
+        )  # fmt: skip
+        chosen, source = _open_set(asked)
+    zoo.pictures()
+    check_head(zoo)
+    labels = match_labels(zoo, chosen, asked.class_order)
+    if asked.labels is not None and labels.reason is not None:
+        raise UsageError(f"the labels of {asked.labels} cannot be compared: {labels.reason}")
+    if zoo.is_random:
+        note(f"{asked.model} has random weights (seed {asked.seed}); give --pretrained or --weights")
+    return zoo, labels, source
 
 
 def _open_set(asked: PredictSettings) -> tuple[ImageSet, str]:

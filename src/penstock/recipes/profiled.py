@@ -66,7 +66,7 @@ def profile_model(
     messages = measure_messages()
     loader_s_per_row = 0.0 if found is None else measure_loader(zoo, found)
     say(f"measuring the model at {','.join(map(str, rows))} rows")
-    calibration_s = calibrate(threads=threads) if device == HOST else 0.0  # the reference work is for CPUs
+    calibration_s = _calibration_s(threads, device)
     load = partial(load_state, graph, weights=zoo.weights)
     made = profile_graph(
         graph, load, rows=rows, threads=threads, repeats=repeats, training=training, messages=messages, device=device

@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import psutil
 import pytest
 
 from penstock.errors import RunError, UsageError
-from penstock.group import board, launcher
+from penstock.group.board import wait_for_server
 from penstock.group.entry import under_torchrun
 from penstock.group.launcher import (
     Launched,
@@ -86,12 +85,11 @@ def test_a_process_that_not_even_a_kill_ends_is_named_and_not_waited_for(
     module.write_text(SLEEP)
     workers = LocalWorkers("some_worker", [[], []])
     (pid, other), process = workers.pids, workers._processes[0]
-    monkeypatch.setattr(launcher, "_KILLED_S", 0.3)
     with monkeypatch.context() as patch:
         patch.setattr(process, "kill", lambda: None)  # as if it waited for a disk
         begin = time.perf_counter()
         with pytest.warns(UserWarning, match=f"0.3 s, but worker process {pid} did not"):
-            workers.stop(0.2)
+            workers.stop(0.2, killed_s=0.3)
         assert time.perf_counter() - begin < 5.0
     assert not psutil.pid_exists(other)
     process.kill()
@@ -127,11 +125,11 @@ def test_workers_do_not_import_what_lies_in_the_current_folder(tmp_path: Path) -
     assert (found.status, found.stdout) == (0, "fine\n"), found.stderr
 
 
-def test_a_worker_in_the_current_folder_is_found(module: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module.write_text("import some_neighbour, sys; sys.exit(some_neighbour.STATUS)")
-    module.with_name("some_neighbour.py").write_text("STATUS = 5")
-    monkeypatch.chdir(module.parent)
-    monkeypatch.setattr(sys, "path", ["", *sys.path[1:]])
+def test_a_worker_in_the_current_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "some_worker.py").write_text("import some_neighbour, sys; sys.exit(some_neighbour.STATUS)")
+    (tmp_path / "some_neighbour.py").write_text("STATUS = 5")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend("")
     workers = LocalWorkers("some_worker", [[]])
     assert wait_for_exit(workers).status == 5
     workers.stop(0.0)
@@ -201,11 +199,10 @@ def test_one_process_of_mpi_is_alone() -> None:
     assert launcher_variables({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}) == {}
 
 
-def test_a_rank_that_waits_says_for_whom(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(board, "_TELL_S", 0.1)
+def test_a_rank_that_waits_says_for_whom(capsys: pytest.CaptureFixture[str]) -> None:
     port = free_port()
     with pytest.raises(RunError, match=f"127.0.0.1:{port}"):
-        board.wait_for_server("127.0.0.1", port, 0.5)
+        wait_for_server("127.0.0.1", port, 0.5, tell_s=0.1)
     assert capsys.readouterr().err.count(f"waiting for rank 0 at 127.0.0.1:{port}") == 1
 
 

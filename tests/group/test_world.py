@@ -13,7 +13,6 @@ import pytest
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from penstock.errors import ConnectionBroken, DeviceLost, RunError, TransportError
-from penstock.group import entry
 from penstock.group.entry import join_torchrun, under_torchrun
 from tests.processes import free_port, run_ranks
 from tests.worlds import memory_world
@@ -38,14 +37,18 @@ def test_a_port_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
             join_torchrun()
 
 
-def test_one_process_is_a_world_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(entry, "_serving", {})
-    torchrun_variables(monkeypatch, free_port())
-    monkeypatch.setenv("PENSTOCK_HOST", "board")
-    world = join_torchrun()
-    assert (world.rank, world.devices, world.names) == (0, [0], ["rank 0 on board"])
+def join_alone(_rank: int, _store: Store, port: int) -> list[Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        torchrun_variables(patch, port)
+        patch.setenv("PENSTOCK_HOST", "board")
+        world = join_torchrun()
     world.close()
     world.close()
+    return [world.rank, world.devices, world.names]
+
+
+def test_one_process_is_a_world_too(tmp_path: Path) -> None:
+    assert run_ranks(join_alone, 1, 60.0, tmp_path, free_port()) == [[0, [0], ["rank 0 on board"]]]
 
 
 def join_twice(rank: int, _store: Store, port: int) -> dict[str, Any]:
@@ -63,10 +66,8 @@ def test_processes_join_again_without_torchrun(tmp_path: Path) -> None:
     assert [len(names) for result in results for names in result["names"]] == [2] * 4
 
 
-@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="open files are counted in /proc")
-def test_joining_again_and_again_leaves_no_files_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(entry, "_serving", {})
-    torchrun_variables(monkeypatch, free_port())
+def count_open_files(_rank: int, _store: Store, port: int) -> list[int]:
+    """Return the number of open files after two worlds, and after ten more."""
 
     def join(times: int, wanted: int = 0, within_s: float = 5.0) -> int:
         """Join so often, and count the files that stay open: on a busy machine connections take their time to close."""
@@ -79,8 +80,16 @@ def test_joining_again_and_again_leaves_no_files_open(monkeypatch: pytest.Monkey
             fewest = min(fewest, len(list(Path("/proc/self/fd").iterdir())))
         return fewest
 
-    first = join(2, within_s=1.0)
-    assert join(10, first + 1) <= first + 1
+    with pytest.MonkeyPatch.context() as patch:
+        torchrun_variables(patch, port)
+        first = join(2, within_s=1.0)
+        return [first, join(10, first + 1)]
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="open files are counted in /proc")
+def test_joining_again_and_again_leaves_no_files_open(tmp_path: Path) -> None:
+    ((first, last),) = run_ranks(count_open_files, 1, 60.0, tmp_path, free_port())
+    assert last <= first + 1
 
 
 def test_an_error_while_a_world_closes_leaves_nothing_else_open(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,12 +71,11 @@ class Ending:
         return [self._exits.pop(0)] if self._exits else []
 
 
-def test_only_the_first_process_ends_a_run_that_outlives_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "_GRACE_S", 0.3)
+def test_only_the_first_process_ends_a_run_that_outlives_others() -> None:
     lost, first = WorkerExit(3, -signal.SIGKILL), WorkerExit(0, 0)
 
     def watched(*exits: WorkerExit, outlives: bool) -> RunError | None:
-        return launch._watch(Ending(*exits), outlives=outlives)  # type: ignore[arg-type]
+        return launch._watch(Ending(*exits), outlives=outlives, grace_s=0.3)  # type: ignore[arg-type]
 
     assert watched(lost, first, outlives=True) is None
     assert "rank 3" in str(watched(lost, first, outlives=False))

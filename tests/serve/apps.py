@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import httpx
@@ -18,20 +20,24 @@ from tests.generate.tokens import save_model
 
 
 class App:
-    """An application that answers requests one after the other."""
+    """An application that answers requests one after the other, each with these headers."""
 
-    def __init__(self, app: Any, service: TextService) -> None:
-        self.app, self.service, self.generator = app, service, service.generator
-        self.headers: dict[str, str] = {}
+    def __init__(self, served: Served, service: TextService, headers: Mapping[str, str]) -> None:
+        self.app, self.served, self.headers = make_app(served), served, headers
+        self.service, self.generator = service, service.generator
+
+    def changed(self, headers: Mapping[str, str] | None = None, **options: Any) -> "App":
+        """Return an application of the same model with other headers, or with other options of `Served`."""
+        return App(replace(self.served, **options), self.service, self.headers if headers is None else headers)
 
     def request(self, method: str, path: str, **options: Any) -> httpx.Response:
-        async def run() -> httpx.Response:
-            transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
-            headers = self.headers
-            async with httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=headers) as client:
-                return await client.request(method, path, **options)
+        return asyncio.run(self.send(method, path, **options))
 
-        return asyncio.run(run())
+    async def send(self, method: str, path: str, **options: Any) -> httpx.Response:
+        transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
+        headers = dict(self.headers)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=headers) as client:
+            return await client.request(method, path, **options)
 
     def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
         return self.request("POST", path, json=body, **options)
@@ -50,10 +56,10 @@ class App:
         return found
 
 
-def app_fixture(*, ends: bool = True, **options: Any) -> Any:
+def app_fixture(*, ends: bool = True, headers: Mapping[str, str] = MappingProxyType({}), **options: Any) -> Any:
     """Return a fixture of a module: the application of a small model, in one stage in this process.
 
-    The model's answers end if it `ends`; `options` are those of `Served`.
+    The model's answers end if it `ends`; each request has the `headers`; `options` are those of `Served`.
     """
 
     @pytest.fixture(scope="module")
@@ -72,6 +78,6 @@ def app_fixture(*, ends: bool = True, **options: Any) -> Any:
             )  # fmt: skip
             service.trial.start()
             with contextlib.closing(service.trial):
-                yield App(make_app(served), service)
+                yield App(served, service, headers)
 
     return app

@@ -133,9 +133,18 @@ def test_templates_have_limits(app: App, monkeypatch: pytest.MonkeyPatch, templa
 USER = {"role": "user", "content": "water"}
 
 
-def test_a_full_queue_refuses_before_any_work(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app.service.admission, "most_waiting", -2)
-    monkeypatch.setattr(app.service, "_encoded", None)
-    monkeypatch.setattr(app.service, "_chat_tokens", None)
-    assert app.post("/v1/completions", {"prompt": "a"}).status_code == 429
-    assert app.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}).status_code == 429
+def test_a_full_queue_refuses_before_any_work(app: App) -> None:
+    long_text = "water " * MANY  # tokenized, it would be refused with 400
+    bodies = {
+        "/v1/completions": {"prompt": long_text},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": long_text}]},
+    }
+
+    async def run() -> list[int]:
+        held = app.service.admission.enter("another", 2 + 8)  # all slots, and the whole queue
+        answers = [await app.send("POST", path, json=body) for path, body in bodies.items()]
+        for ticket in held:
+            ticket.leave()
+        return [answer.status_code for answer in answers]
+
+    assert asyncio.run(run()) == [429, 429]

@@ -30,8 +30,9 @@ async def app(scope: dict[str, Any], receive: Any, send: Any) -> None:
 
 
 @asynccontextmanager
-async def listening() -> AsyncIterator[int]:
-    kind: Any = type("_Protocol", (server._Protocol,), {"waiting": {}})
+async def listening(*, head_s: float = 60.0, reader_s: float = 60.0, most: int = 2048) -> AsyncIterator[int]:
+    limits = {"client_s": {"head": head_s, "reader": reader_s}, "most_connections": most}
+    kind: Any = type("_Protocol", (server._Protocol,), {"waiting": {}, **limits})
     config, state = uvicorn.Config(app, log_config=None, access_log=False, ws="none", lifespan="off"), ServerState()
     made = await asyncio.get_running_loop().create_server(lambda: kind(config, state, {}), "127.0.0.1", 0)
     async with made:
@@ -70,11 +71,9 @@ async def is_closed(pair: Pair, within_s: float) -> bool:
      (b"GET / HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n1",),
      (b"GET / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n1",)],
 )  # fmt: skip
-def test_every_head_has_a_deadline(monkeypatch: pytest.MonkeyPatch, parts: tuple[bytes, ...]) -> None:
-    monkeypatch.setattr(server, "_CLIENT_S", {"head": 0.3, "reader": 60.0})
-
+def test_every_head_has_a_deadline(parts: tuple[bytes, ...]) -> None:
     async def run() -> None:
-        async with listening() as port:
+        async with listening(head_s=0.3) as port:
             held = await ask(port, *parts)
             assert await is_closed(held, 2)
             held[1].close()
@@ -82,11 +81,9 @@ def test_every_head_has_a_deadline(monkeypatch: pytest.MonkeyPatch, parts: tuple
     asyncio.run(run())
 
 
-def test_single_bytes_extend_no_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "_CLIENT_S", {"head": 0.3, "reader": 60.0})
-
+def test_single_bytes_extend_no_deadline() -> None:
     async def run() -> None:
-        async with listening() as port:
+        async with listening(head_s=0.3) as port:
             _, writer = await ask(port, GET)
             for byte in b"GET /" + b"a" * 200:
                 writer.write(bytes([byte]))
@@ -100,11 +97,9 @@ def test_single_bytes_extend_no_deadline(monkeypatch: pytest.MonkeyPatch) -> Non
     asyncio.run(run())
 
 
-def test_an_answer_that_is_not_read_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "_CLIENT_S", {"head": 60.0, "reader": 0.3})
-
+def test_an_answer_that_is_not_read_has_a_deadline() -> None:
     async def run() -> None:
-        async with listening() as port:
+        async with listening(reader_s=0.3) as port:
             slow, held = (
                 await ask(port, GET.replace(b"/", b"/long", 1)),
                 await ask(port, GET.replace(b"/", b"/long", 1)),
@@ -121,11 +116,9 @@ def test_an_answer_that_is_not_read_has_a_deadline(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("parts", [(), (GET, b"G"), (HALF,), (GET.replace(b"/", b"/long", 1),), (GET * 50, HALF)])
-def test_connections_that_wait_give_way_to_newcomers(monkeypatch: pytest.MonkeyPatch, parts: tuple[bytes, ...]) -> None:
-    monkeypatch.setattr(server, "_MOST_CONNECTIONS", 5)
-
+def test_connections_that_wait_give_way_to_newcomers(parts: tuple[bytes, ...]) -> None:
     async def run() -> None:
-        async with listening() as port:
+        async with listening(most=5) as port:
             held = [await ask(port, *parts) for _ in range(12)]
             reader, writer = await ask(port, GET)
             assert (await reader.read(15)).startswith(b"HTTP/1.1 200")

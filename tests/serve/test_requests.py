@@ -10,15 +10,10 @@ from openai.types.chat import ChatCompletionMessage
 from penstock.serve.options import IGNORED
 from tests.serve.apps import App, app_fixture
 
-app = app_fixture(keys=["a-key-of-this-test"], origins=["https://a.example"])
-
-
-@pytest.fixture(autouse=True)
-def with_key(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "headers", {"api-key": "a-key-of-this-test"})
-
-
+KEY = "a-key-of-this-test"
 USER = {"role": "user", "content": "water"}
+
+app = app_fixture(keys=[KEY], origins=["https://a.example"], headers={"api-key": KEY})
 
 
 @pytest.mark.parametrize(
@@ -108,10 +103,8 @@ def test_an_unknown_field_is_named_once_for_each_client(app: App, capsys: pytest
     assert IGNORED not in app.post("/v1/completions", {"prompt": "a"}).headers
 
 
-def test_a_strict_server_refuses_unknown_fields(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
-    (route,) = (each for each in app.app.routes if getattr(each, "path", None) == "/v1/completions")
-    monkeypatch.setattr(route.endpoint.__self__._ignored, "_strict", True)
-    error = wrong(app, "/v1/completions", {"prompt": "a", "best_guess": 1})
+def test_a_strict_server_refuses_unknown_fields(app: App) -> None:
+    error = wrong(app.changed(strict=True), "/v1/completions", {"prompt": "a", "best_guess": 1})
     assert error["param"] == "best_guess"
 
 
@@ -179,26 +172,24 @@ def test_a_schema_in_other_places(app: App) -> None:
 
 @pytest.mark.parametrize(
     ("headers", "status"),
-    [({"api-key": "a-key-of-this-test"}, 200), ({"x-api-key": "a-key-of-this-test"}, 200),
-     ({"authorization": "Bearer a-key-of-this-test"}, 200), ({"api-key": "another"}, 401),
-     ({"authorization": "Bearer no", "api-key": "a-key-of-this-test"}, 401)],
+    [({"api-key": KEY}, 200), ({"x-api-key": KEY}, 200), ({"authorization": f"Bearer {KEY}"}, 200),
+     ({"api-key": "another"}, 401), ({"authorization": "Bearer no", "api-key": KEY}, 401)],
 )  # fmt: skip
-def test_keys_in_other_headers(app: App, headers: dict[str, str], status: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "headers", headers)
-    assert app.request("GET", "/v1/models").status_code == status
+def test_keys_in_other_headers(app: App, headers: dict[str, str], status: int) -> None:
+    assert app.changed(headers).request("GET", "/v1/models").status_code == status
 
 
-def test_pages_of_an_origin_may_ask(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_of_an_origin_may_ask(app: App) -> None:
     own, other = {"origin": "https://a.example"}, {"origin": "https://b.example"}
     asked = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
     name = "access-control-allow-origin"
     assert app.request("GET", "/v1/models", headers=own).headers[name] == own["origin"]
     assert name not in app.request("GET", "/v1/models", headers=other).headers
-    monkeypatch.setattr(app, "headers", {})
-    before = app.request("OPTIONS", "/v1/completions", headers=own | asked)
+    keyless = app.changed({})
+    before = keyless.request("OPTIONS", "/v1/completions", headers=own | asked)
     assert (before.status_code, before.headers[name]) == (200, own["origin"])
-    assert app.request("OPTIONS", "/v1/completions", headers=other | asked).status_code == 400
-    refused = app.request("GET", "/v1/models", headers=own)
+    assert keyless.request("OPTIONS", "/v1/completions", headers=other | asked).status_code == 400
+    refused = keyless.request("GET", "/v1/models", headers=own)
     assert (refused.status_code, refused.headers[name]) == (401, own["origin"])  # the page can read the error
 
 

@@ -29,13 +29,12 @@ async def pieces(come: asyncio.Event, error: Exception | None = None) -> AsyncGe
 
 
 @pytest.mark.parametrize("chat", [True, False])
-def test_comments_while_no_token_comes(chat: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "KEEP_ALIVE_S", 0.05)
+def test_comments_while_no_token_comes(chat: bool) -> None:
     choices = [RequestedAnswer(index=0, prompt=[1], options={})]
 
     async def read(error: Exception | None = None) -> list[str]:
         documents, come, found = Documents("small", choices, chat=chat), asyncio.Event(), []
-        async for event in streams.events(documents, pieces(come, error), usage=True):
+        async for event in streams.events(documents, pieces(come, error), usage=True, keep_alive_s=0.05):
             found.append(event)
             if len(found) == 2:
                 come.set()
@@ -51,9 +50,7 @@ def test_comments_while_no_token_comes(chat: bool, monkeypatch: pytest.MonkeyPat
     assert json.loads(failed[-1].removeprefix("data: "))["error"]["message"] == "late"
 
 
-def test_headers_come_while_the_request_waits_for_a_slot(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "KEEP_ALIVE_S", 0.05)
-
+def test_headers_come_while_the_request_waits_for_a_slot(app: App) -> None:
     async def run() -> list[Any]:
         held = app.service.admission.enter("another", 2)
         sent: asyncio.Queue[Any] = asyncio.Queue()

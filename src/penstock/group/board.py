@@ -86,12 +86,12 @@ def nobody_listens(address: str, port: int) -> bool:
     return False
 
 
-def wait_for_server(address: str, port: int, timeout_s: float) -> None:
+def wait_for_server(address: str, port: int, timeout_s: float, *, tell_s: float = _TELL_S) -> None:
     """Wait until the rendezvous, of rank 0 or of torchrun's agent, listens on its port.
 
     Raises `RunError` after the timeout.
     """
-    deadline, next_s = time.monotonic() + timeout_s, time.monotonic() + _TELL_S
+    deadline, next_s = time.monotonic() + timeout_s, time.monotonic() + tell_s
     while True:
         try:
             reach(address, port, 5.0)

@@ -70,10 +70,10 @@ class Meeting:
     def __init__(
         self, rendezvous: Rendezvous, rank: int, size: int, *, prefix: str,
         watch: Callable[[], None] = lambda: None, join_s: float = JOIN_S, again: bool = False,
-        own: str | None = None, silence_s: float = SILENCE_S,
+        own: str | None = None, silence_s: float = SILENCE_S, store_s: float = STORE_S, name_s: float = _NAME_S,
     ) -> None:  # fmt: skip
         self._rank, self._size, self._prefix, self._links = rank, size, prefix, rendezvous.links
-        self._join_s, self._named, self._doing = join_s, "", f"connecting {size} processes"
+        self._join_s, self._name_s, self._named, self._doing = join_s, name_s, "", f"connecting {size} processes"
         # for each rank with another torch version: the operators that differ from those of this process
         self.unlike: Mapping[int, frozenset[str]] = {}
         address = rendezvous.address
@@ -84,7 +84,7 @@ class Meeting:
             host=host_name(), address=address, board_port=self.board.port, bandwidth_bytes_per_s=_bandwidth(),
             again=again, silence_s=silence_s,
         )  # fmt: skip
-        store = PatientStore(rendezvous.connect, STORE_S)
+        store = PatientStore(rendezvous.connect, store_s)
         with contextlib.ExitStack() as where_it_fails:
             where_it_fails.callback(close_store, self.board)
             try:
@@ -152,7 +152,7 @@ class Meeting:
         """Wait briefly for the other ranks; raises `RunError` naming late ones after the deadline."""
         watch()
         missing = ", ".join(str(rank) for rank in range(self._size) if rank not in found)
-        if missing != self._named and time.monotonic() > deadline - self._join_s + _NAME_S:
+        if missing != self._named and time.monotonic() > deadline - self._join_s + self._name_s:
             self._say(f"{self._doing}, waiting for rank {missing}")
             self._named = missing
         if time.monotonic() > deadline:

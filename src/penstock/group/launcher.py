@@ -140,7 +140,7 @@ class LocalWorkers:
         """Return a worker that has exited, the one with the lowest index, or None while all are running."""
         return next(iter(self.exits()), None)
 
-    def stop(self, grace_s: float) -> None:
+    def stop(self, grace_s: float, *, killed_s: float = _KILLED_S) -> None:
         """Close the workers' standard input, which ends them, and kill those that still run after `grace_s` seconds.
 
         A worker that survives the kill, because it waits in the kernel, is named in a warning and abandoned.
@@ -152,11 +152,11 @@ class LocalWorkers:
         killed = _running(self._processes, grace_s)
         for process in killed:
             process.kill()  # also ends a stopped process
-        stuck = ", ".join(str(process.pid) for process in _running(killed, _KILLED_S))
+        stuck = ", ".join(str(process.pid) for process in _running(killed, killed_s))
         self._processes = []
         if stuck:
             warnings.warn(
-                f"a killed process must exit within {_KILLED_S:g} s, but worker process {stuck} did not; use ps -o "
+                f"a killed process must exit within {killed_s:g} s, but worker process {stuck} did not; use ps -o "
                 "pid,stat,wchan,args to see what it waits for, for example a disk that does not answer",
                 stacklevel=2,
             )

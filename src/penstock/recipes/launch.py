@@ -224,7 +224,7 @@ def _run_local(settings: FitSettings, plan: Plan | None, file: Path) -> RunError
             folder.close()
 
 
-def _watch(workers: LocalWorkers, *, outlives: bool) -> RunError | None:
+def _watch(workers: LocalWorkers, *, outlives: bool, grace_s: float = _GRACE_S) -> RunError | None:
     """Wait for all processes to exit; if the run `outlives` lost processes, only the first one's exit ends the run."""
     running = dict(enumerate(workers.pids))
     killed_before = num_killed()
@@ -238,7 +238,7 @@ def _watch(workers: LocalWorkers, *, outlives: bool) -> RunError | None:
             if exit_.status:
                 problem = problem or explain_exit(exit_, killed_before)
             if exit_.status or outlives:
-                deadline = min(deadline, time.monotonic() + _GRACE_S)
+                deadline = min(deadline, time.monotonic() + grace_s)
     return problem
 
 

@@ -9,7 +9,7 @@ import signal
 import socket
 import ssl
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, ClassVar
@@ -154,13 +154,15 @@ class _Protocol(H11Protocol):
     """
 
     waiting: ClassVar[dict["_Protocol", str]]  # connections that wait for their clients, and addresses; longest first
+    client_s: ClassVar[Mapping[str, float]] = _CLIENT_S
+    most_connections: ClassVar[int] = _MOST_CONNECTIONS
     _waits_for: str | None = None
     _due: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._look()
-        if len(self.connections) > _most_connections():
+        if len(self.connections) > _within_files(self.most_connections):
             most, _ = Counter(self.waiting.values()).most_common(1)[0]
             next(each for each, address in self.waiting.items() if address == most)._close()
 
@@ -200,18 +202,18 @@ class _Protocol(H11Protocol):
         self._waits_for, self._due = what, None
         if what is not None:
             self.waiting[self] = self.client[0] if self.client else ""
-        if what in _CLIENT_S:
-            self._due = self.loop.call_later(_CLIENT_S[what], self._close)
+        if what is not None and what in self.client_s:
+            self._due = self.loop.call_later(self.client_s[what], self._close)
 
     def _close(self) -> None:
         self._wait_for(None)
         self.transport.abort()
 
 
-def _most_connections() -> int:
+def _within_files(most: int) -> int:
     """Return the limit on connections; the other file descriptors are for stages and files."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return _MOST_CONNECTIONS if soft == resource.RLIM_INFINITY else min(_MOST_CONNECTIONS, soft // 2)
+    return most if soft == resource.RLIM_INFINITY else min(most, soft // 2)
 
 
 def addresses(host: str, listener: socket.socket) -> Sequence[Any]:

@@ -41,7 +41,7 @@ class Events(StreamingResponse):
 
 
 async def events(
-    documents: Documents, pieces: AsyncGenerator[Piece, None], *, usage: bool
+    documents: Documents, pieces: AsyncGenerator[Piece, None], *, usage: bool, keep_alive_s: float = KEEP_ALIVE_S
 ) -> AsyncGenerator[str, None]:
     """Yield the events of an answer, and comments while none arrives, so that proxies keep the connection."""
     begun = False
@@ -50,7 +50,7 @@ async def events(
             while True:
                 coming = asyncio.ensure_future(anext(pieces))
                 try:
-                    while not (await asyncio.wait({coming}, timeout=KEEP_ALIVE_S))[0]:
+                    while not (await asyncio.wait({coming}, timeout=keep_alive_s))[0]:
                         yield ": waiting\n\n"
                     piece = await coming
                 finally:

@@ -14,7 +14,6 @@ import psutil
 import pytest
 
 from penstock.cluster.lab import Lab, LabSpec, lab_session, processes
-from penstock.cluster.lab import run as run_module
 from penstock.cluster.lab.cgroups import CgroupsV1, CgroupsV2, MemoryUse, MemoryWatch, explain, quota
 from penstock.cluster.lab.machine import Machine, find_cgroups, this_machine
 from penstock.cluster.lab.network import RecordingShell, SystemShell, up_commands
@@ -431,13 +430,12 @@ def test_a_run_lets_go_of_its_helpers_when_a_process_does_not_end(
 
     monkeypatch.setattr(processes, "Guard", Helper)
     monkeypatch.setattr(processes, "Awake", Helper)
-    monkeypatch.setattr(run_module, "_DRAIN_S", 0.2)
     monkeypatch.setattr(processes, "start_process", start)
     lab = Lab(make_spec("lab", 1), machine)
     lab.up()
     shell_of(machine).answers["ip netns list"] = "penstock.lab (id: 0)\npenstock.lab.host0\n"
     (tmp_path / "cgroup/penstock.lab/host0/memory.events").write_text("oom_kill 0\n")
-    run = lab.start(["sleep", "60"], grace_s=0.1)
+    run = lab.start(["sleep", "60"], grace_s=0.1, drain_s=0.2)
     run.terminate()
     assert helpers == ["made", "made", "released", "released"]
     with pytest.raises(RunError, match=rf"but {started[0].pid} of host0 did not; see what it waits for"):
@@ -450,11 +448,10 @@ def asked_to_end() -> None:
         signal.raise_signal(number)
 
 
-def test_a_program_keeps_its_own_signals(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "_WAY_OUT_S", 0.2)
+def test_a_program_keeps_its_own_signals() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as under nohup
     try:
-        with pytest.raises(SystemExit) as left, ended_by_signals():
+        with pytest.raises(SystemExit) as left, ended_by_signals(way_out_s=0.2):
             asked_to_end()
         assert left.value.code == 143
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -14,7 +15,6 @@ import pytest
 
 from penstock.cli.main import main
 from penstock.cluster.lab import HostSpec, LabSpec
-from penstock.cluster.ssh import remote
 from penstock.cluster.ssh.check import check_hosts
 from penstock.cluster.ssh.push import push
 from penstock.cluster.ssh.remote import hosts_of
@@ -166,12 +166,12 @@ def test_the_first_that_fails_ends_the_others(machines: SshLab) -> None:
     assert not any(of_machine(f"board{index}", "worker") for index in range(NUM_HOSTS))
 
 
-def test_a_machine_that_is_not_there(machines: SshLab, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "_CONNECT_S", 2)
+def test_a_machine_that_is_not_there(machines: SshLab) -> None:
     machines.lab.cut("board1")
     try:
         cluster = read_cluster(machines.cluster)
-        found = {each.name: each for each in check_hosts(cluster, hosts_of(cluster), "cluster.toml")}
+        hosts = [replace(host, connect_s=2) for host in hosts_of(cluster)]
+        found = {each.name: each for each in check_hosts(cluster, hosts, "cluster.toml")}
     finally:
         machines.lab.restore("board1")
     assert found["board0"].reached

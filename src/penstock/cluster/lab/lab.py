@@ -17,7 +17,7 @@ from penstock.cluster.lab import network
 from penstock.cluster.lab.machine import Machine, this_machine
 from penstock.cluster.lab.network import delete_command, host_namespace, lab_namespaces, switch_namespace
 from penstock.cluster.lab.processes import Target, check_root, choose_cores, ended_by_signals, root_folder
-from penstock.cluster.lab.run import GRACE_S, LabRun
+from penstock.cluster.lab.run import DRAIN_S, GRACE_S, LabRun
 from penstock.cluster.lab.spec import LabSpec, check_bandwidth, check_cpu, check_fit, read_lab
 from penstock.cluster.output import EndTogether, Output, print_line
 from penstock.errors import ClusterError, PenstockError
@@ -133,12 +133,13 @@ class Lab:
     def start(
         self, command: Sequence[str], *, on: Sequence[str] | None = None, env: Mapping[str, str] | None = None,
         nproc_per_host: int = 1, port: int = DEFAULT_PORT, output: Output = print_line,
-        end_together: EndTogether = True, grace_s: float = GRACE_S,
+        end_together: EndTogether = True, grace_s: float = GRACE_S, drain_s: float = DRAIN_S,
     ) -> LabRun:  # fmt: skip
         """Start a command on every host, or on the hosts in `on`, with torchrun's environment.
 
         With `end_together`, all processes are ended when one fails: SIGTERM, then SIGKILL after `grace_s`. With "first"
         they are ended only when the process of the first host exits, with "first-failed" only when that process fails.
+        Killed processes and their output have `drain_s` seconds to end.
         Raises `ClusterError` if the lab is not up, a host is unknown or still busy, or the command is empty.
         """
         if not command:
@@ -153,7 +154,7 @@ class Lab:
             self._require_idle(target.host)
         return LabRun(
             self._machine.cgroups, targets, command, env=env or {}, nproc_per_host=nproc_per_host, port=port,
-            output=output, end_together=end_together, grace_s=grace_s,
+            output=output, end_together=end_together, grace_s=grace_s, drain_s=drain_s,
         )  # fmt: skip
 
     def cut(self, host: str) -> None:

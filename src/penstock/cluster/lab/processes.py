@@ -235,7 +235,7 @@ class Awake:
 
 
 @contextlib.contextmanager
-def ended_by_signals() -> Iterator[None]:
+def ended_by_signals(*, way_out_s: float = _WAY_OUT_S) -> Iterator[None]:
     """Convert a termination signal to `SystemExit` with the usual exit status for that signal, such as 143.
 
     A second signal neither interrupts the cleanup nor changes the exit status; a closing terminal sends several.
@@ -263,7 +263,7 @@ def ended_by_signals() -> Iterator[None]:
             signal.signal(number, end)
         yield
     finally:
-        late = _end_later(time.monotonic() + _WAY_OUT_S)
+        late = _end_later(time.monotonic() + way_out_s)
         for number in taken:
             signal.signal(number, late if ending else signal.SIG_DFL)
 

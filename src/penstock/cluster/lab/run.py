@@ -26,7 +26,7 @@ _LOOK_EVERY_S = 0.05
 _LOOK_AT_MEMORY_EVERY_S = 0.1
 GRACE_S = 5.0
 # how long pipes may stay open after all processes that could write to them have exited
-_DRAIN_S = 5.0
+DRAIN_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +50,10 @@ class LabRun:
     def __init__(
         self, cgroups: Cgroups, targets: Sequence[Target], command: Sequence[str], *, env: Mapping[str, str],
         nproc_per_host: int, port: int, output: Output, end_together: EndTogether, grace_s: float,
+        drain_s: float = DRAIN_S,
     ) -> None:  # fmt: skip
         self._cgroups, self._targets, self._output = cgroups, targets, output
-        self._end_together, self._grace_s = end_together, grace_s
+        self._end_together, self._grace_s, self._drain_s = end_together, grace_s, drain_s
         self._members: list[_Member] = []
         self._watches = {target.host: MemoryWatch() for target in targets}
         self._kills_before = {target.host: self._oom_kills(target) for target in targets}
@@ -118,7 +119,7 @@ class LabRun:
     def terminate(self) -> None:
         """End all processes, first with SIGTERM, and return when none is left; no error if the run has ended."""
         self._ending.set()
-        self._done.wait(self._grace_s + _DRAIN_S + 30)
+        self._done.wait(self._grace_s + self._drain_s + 30)
 
     def __enter__(self) -> "LabRun":
         return self
@@ -212,7 +213,7 @@ class LabRun:
     def _end_all_now(self) -> None:
         with self._helpers:
             self._signal_all(signal.SIGKILL)
-            deadline = time.monotonic() + _DRAIN_S
+            deadline = time.monotonic() + self._drain_s
             stuck = [member for member in self._members if not _ends(member.process, deadline)]
             kill_processes([path for target in self._targets for path in target.directories])
             # the last process may have exited or run out of memory since the last call; if the lab is being stopped,
@@ -223,11 +224,11 @@ class LabRun:
             for member in self._members:
                 for pump in member.pumps:
                     if pump.ident is not None:  # a signal may arrive before the thread is started
-                        pump.join(timeout=_DRAIN_S)
+                        pump.join(timeout=self._drain_s)
             if stuck:
                 named = ", ".join(f"{member.process.pid} of {member.target.host}" for member in stuck)
                 raise RunError(
-                    f"a killed process must exit within {_DRAIN_S:g} s, but {named} did not; "
+                    f"a killed process must exit within {self._drain_s:g} s, but {named} did not; "
                     "see what it waits for with ps -o pid,stat,wchan,args, then run penstock lab down"
                 )
 

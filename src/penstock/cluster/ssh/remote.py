@@ -40,6 +40,7 @@ class Host:
     folder: str = FOLDER
     venv: str = ""
     python: str = "python3"
+    connect_s: int = _CONNECT_S
 
     @property
     def environment(self) -> str:
@@ -57,7 +58,7 @@ class Host:
         >>> Host("board0", "pi@board0").command("echo", "a b")[-2:]
         ['pi@board0', "echo 'a b'"]
         """
-        patience = ("-o", f"ConnectTimeout={_CONNECT_S}")
+        patience = ("-o", f"ConnectTimeout={self.connect_s}")
         return [*shlex.split(os.environ.get(SSH) or "ssh"), *_OPTIONS, *patience, self.target, shlex.join(words)]
 
 

@@ -257,5 +257,5 @@ def communicators(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     made = Communicators()
     monkeypatch.setattr(wiring, "connect_nccl", made.connect)
-    monkeypatch.setattr(wiring, "_describe", made.describe)
+    monkeypatch.setattr(wiring, "describe_gpu", made.describe)
     return made

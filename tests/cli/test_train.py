@@ -4,12 +4,13 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from penstock.errors import DeviceLost, RunError
-from penstock.recipes import loop
 from penstock.recipes.settings import SETTINGS
+from penstock.train.training_pipeline import TrainingPipeline
 from tests.processes import run_python
 from tests.recipes.test_fit import VIT
 
@@ -87,24 +88,27 @@ def test_a_run_that_ends_early_reports_how_to_continue(
         "--threads", 1, "--steps", 4, "-o", tmp_path / "run",
     ]  # fmt: skip
     ending: list[BaseException] = [DeviceLost("rank 1 is lost")]
+    train_step = TrainingPipeline.train_step
 
-    def ends(*_: object) -> None:
-        raise ending[-1]
+    def ends(pipe: TrainingPipeline, *given: Any) -> Any:
+        if ending:
+            raise ending[-1]
+        return train_step(pipe, *given)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(loop.TrainingLoop, "_note", ends)
-        status, _, err = penstock(*given)
-        assert (status, err.splitlines()[-1]) == (
-            1,
-            f"error: rank 1 is lost; no checkpoint was written yet; remove {tmp_path / 'run'}, or choose another "
-            "--output, and start again",
-        )
+    monkeypatch.setattr(TrainingPipeline, "train_step", ends)
+    status, _, err = penstock(*given)
+    assert (status, err.splitlines()[-1]) == (
+        1,
+        f"error: rank 1 is lost; no checkpoint was written yet; remove {tmp_path / 'run'}, or choose another "
+        "--output, and start again",
+    )
     for more in ([], ["--resume"]):
         status, _, err = penstock(*given, *more)
         assert (status, "remove the folder, or choose another --output" in err) == (2, True)
     shutil.rmtree(tmp_path / "run")
+    lost = ending.pop()
     assert penstock(*given)[0] == 0
-    monkeypatch.setattr(loop.TrainingLoop, "_note", ends)
+    ending.append(lost)
     again = [*given, "--steps", 6, "--resume"]
     assert penstock(*again)[2].endswith("error: rank 1 is lost; continue with --resume from step 4\n")
     ending.append(RunError("the disk is full; free space and continue with --resume"))

@@ -3,7 +3,7 @@
 import errno
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from penstock.elastic.cache.frozen_cache import Filling
 from penstock.elastic.cache.shard import Shard, ShardLayout
-from penstock.errors import CacheError, RunError
+from penstock.errors import RunError
 from tests.elastic.trainings import (
     SAMPLES,
     Outcome,
@@ -161,16 +160,14 @@ def test_a_neighbour_whose_folder_is_not_seen(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Containers may have one name and folders of their own."""
-    real = Filling._open_neighbours
+    real = Shard.open
 
-    def elsewhere(filling: Filling, folder: Path, layouts: Sequence[ShardLayout]) -> dict[int, Shard]:
-        if filling._trainer.world.rank == 1:
-            raise CacheError(f"{folder}/shard-0 holds no cache")
-        return real(filling, folder, layouts)
+    def elsewhere(folder: Path, layout: ShardLayout) -> Shard:
+        return real(folder / "elsewhere" if layout.owner == 0 else folder, layout)
 
-    monkeypatch.setattr(Filling, "_open_neighbours", elsewhere)
+    monkeypatch.setattr(Shard, "open", elsewhere)
     assert_same(expected(), run(tmp_path, hosts=["a", "a"]))
-    assert any("shard-0 holds no cache" in said and "no further layers are cached" in said for said in notes(capfd))
+    assert any("0.rows holds no cache" in said and "no further layers are cached" in said for said in notes(capfd))
     assert not list(tmp_path.iterdir())
 
 

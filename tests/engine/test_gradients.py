@@ -1,6 +1,7 @@
 """Sums over ranks: the same bits everywhere, in any number of ranks, while others are not ready yet."""
 
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +9,9 @@ import torch
 from penstock.engine.gradients import Synchronizer, Weight, make_buckets
 from penstock.errors import ConnectionBroken, RunError
 from penstock.group.world import World
+from penstock.transport.base import Transport
 from penstock.transport.collectives import all_gather, all_reduce
+from penstock.transport.faulty import FaultyTransport
 from penstock.transport.memory_network import MemoryNetwork
 from tests.trainers import in_threads
 
@@ -71,8 +74,8 @@ def test_sums_of_leaves_that_become_final_one_by_one() -> None:
     assert (first["alone"][0], second["alone"][0]) == (1.0, 2.0)
 
 
-def _one_bucket() -> Synchronizer:
-    synchronizer = Synchronizer(MemoryNetwork(2).transports[0], [weight("a")], ["a"])
+def _one_bucket(kind: type[Synchronizer] = Synchronizer, transport: Transport | None = None) -> Synchronizer:
+    synchronizer = kind(transport or MemoryNetwork(2).transports[0], [weight("a")], ["a"])
     synchronizer.begin()
     return synchronizer
 
@@ -83,22 +86,27 @@ class _Unusual(BaseException):
 
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("error", [MemoryError("no room"), KeyError("odd"), _Unusual()])
-def test_what_ends_a_thread_ends_the_wait_for_it(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise error
+def test_what_ends_a_thread_ends_the_wait_for_it(error: BaseException) -> None:
+    class Failing(FaultyTransport):
+        def receive(self, *_: object) -> Any:
+            raise error
 
-    monkeypatch.setattr("penstock.engine.gradients.all_reduce", fail)
-    synchronizer = _one_bucket()
+    synchronizer = _one_bucket(transport=Failing(MemoryNetwork(2).transports[0], []))
     synchronizer.flush()
     with pytest.raises(type(error)):
         synchronizer.finish()
     synchronizer.close()
 
 
+class _Idle(Synchronizer):
+    """A synchronizer whose threads end at once."""
+
+    def _work(self) -> None: ...
+
+
 @pytest.mark.timeout(20)
-def test_threads_that_are_gone_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Synchronizer, "_work", lambda _self: None)
-    synchronizer = _one_bucket()
+def test_threads_that_are_gone_are_not_waited_for() -> None:
+    synchronizer = _one_bucket(_Idle)
     synchronizer.flush()
     with pytest.raises(RunError, match="no thread is left"):
         synchronizer.finish()

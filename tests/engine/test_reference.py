@@ -2,14 +2,15 @@
 
 import hashlib
 import threading
+from typing import Any, cast
 
 import pytest
 import torch
 
 from penstock.deploy.state import load_state
-from penstock.engine import reference
 from penstock.engine.reference import measure_baseline
 from penstock.runtime.eager import Runtime
+from penstock.runtime.registry import StageRuntime
 from penstock.tracing.record import RECORDING_BYTES
 from penstock.transport.messages import DATA, Message
 from penstock.zoo.weights.weights import ModuleWeights
@@ -35,23 +36,31 @@ def test_a_copy_gives_the_same_from_weights_of_its_own() -> None:
     assert all(a.data_ptr() != b.data_ptr() for a, b in pairs if isinstance(a, torch.Tensor))
 
 
+class Counted:
+    """A stage's runtime that lists itself, and each of its copies, when it runs."""
+
+    def __init__(self, runtime: Runtime, ran: list["Counted"]) -> None:
+        self._runtime, self._ran = runtime, ran
+        self.program, self.device, self.weight_bytes = runtime.program, runtime.device, runtime.weight_bytes
+
+    def copied(self) -> "Counted":
+        return Counted(self._runtime.copied(), self._ran)
+
+    def __call__(self, sizes: Any, inputs: Any) -> list[torch.Tensor]:
+        self._ran.append(self)
+        return self._runtime(sizes, inputs)
+
+
 @pytest.mark.parametrize(("room", "expected"), [(2**26, 4), (2, 3), (1, 2), (0, 1)])
-def test_copies_stand_in_for_the_other_stages(monkeypatch: pytest.MonkeyPatch, room: int, expected: int) -> None:
-    runtime = first_stage()
-    ran: list[int] = []
-    run = Runtime.__call__
-
-    def counted(self: Runtime, *args: object) -> list[torch.Tensor]:
-        ran.append(id(self))
-        return run(self, *args)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(Runtime, "__call__", counted)
-    monkeypatch.setattr(reference, "_ALONE_S", 0.0)
-    if room < 2**20:
-        monkeypatch.setattr(reference, "SCRATCH_BYTES", room * runtime.weight_bytes)
+def test_copies_stand_in_for_the_other_stages(room: int, expected: int) -> None:
+    ran: list[Counted] = []
+    runtime = Counted(first_stage(), ran)
     message = Message(DATA, 0, (2,), list(tower_inputs(1)[0]))
     with torch.inference_mode():
-        alone = measure_baseline(7, [runtime], {0: message}, {0: 1}, others=3)
+        alone = measure_baseline(
+            7, [cast(StageRuntime, runtime)], {0: message}, {0: 1}, others=3, alone_s=0.0,
+            scratch_bytes=room * runtime.weight_bytes,
+        )  # fmt: skip
     assert alone.stage == 7
     assert alone.seconds > 0
     assert len(set(ran)) == expected

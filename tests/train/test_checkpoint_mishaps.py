@@ -18,7 +18,6 @@ from torch import nn
 
 from penstock.errors import ModelError, UsageError
 from penstock.group.world import World
-from penstock.train import checkpoint
 from penstock.train.captured import Captured
 from penstock.train.checkpoint import load_checkpoint, save_checkpoint
 from penstock.train.trainer import Trainer
@@ -202,10 +201,7 @@ def test_a_shape_that_is_not_the_files_is_refused_before_memory_is_taken(capture
         _alone(captured, forge)
 
 
-def test_a_folder_that_hosts_do_not_share_is_named(
-    captured: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(checkpoint, "_SHOWS_S", 0.2, raising=False)
+def test_a_folder_that_hosts_do_not_share_is_named(captured: Captured, tmp_path: Path) -> None:
     errors: list[str] = []
     lock = threading.Lock()
 
@@ -213,7 +209,7 @@ def test_a_folder_that_hosts_do_not_share_is_named(
         world.hosts = ["host-a", "host-b"]
         trainer = make_trainer(captured, world, stages=2)
         try:
-            save_checkpoint(trainer, tmp_path / f"disk-of-{world.rank}" / "one")
+            save_checkpoint(trainer, tmp_path / f"disk-of-{world.rank}" / "one", shows_s=0.2)
         except ModelError as error:
             with lock:
                 errors.append(str(error))

@@ -23,6 +23,7 @@ import penstock
 from penstock.errors import UsageError
 from penstock.group.world import World
 from penstock.train.captured import Captured
+from penstock.train.data_order import SampledOrder
 from penstock.train.loader import Loader, WorkerStart
 from tests.models import seeded
 from tests.trainers import in_threads, make_trainer
@@ -141,10 +142,16 @@ def test_a_dataloader_and_settings_beside_it_are_refused() -> None:
         pipe.loader(DataLoader(DATA, batch_size=2), shuffle=True)
 
 
-def test_an_order_of_many_rows_goes_in_parts(captured: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.train.data_order._PART", 3)
-    expected = [[0, 1], [2, 3], [4, 5], [6]]
-    assert epochs_of(captured, lambda: DataLoader(DATA, batch_sampler=expected)) == [expected, expected]
+def test_an_order_of_many_rows_goes_in_parts(captured: Captured) -> None:
+    expected = [[number] * 300_000 for number in (1, 2, 3)]  # more than one document may have
+
+    def script(world: World) -> bool:
+        trainer = make_trainer(captured, world, replicas=2)
+        found = SampledOrder(DataLoader(DATA, batch_sampler=expected), trainer).batches(epoch=0)
+        trainer.close()
+        return found == expected
+
+    assert in_threads(2, script) == [True, True]
 
 
 def model() -> torch.nn.Module:

@@ -14,9 +14,9 @@ import pytest
 from PIL import Image
 
 from penstock.errors import DataError
-from penstock.zoo.data import archives, image_set
+from penstock.zoo.data.archives import open_archive
 from penstock.zoo.data.image_names import open_images
-from penstock.zoo.data.image_set import ImageSet
+from penstock.zoo.data.image_set import MAX_FILE_BYTES, ImageSet
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_a_zip_is_read_from_threads_and_copies(folder: Path) -> None:
             assert found == found[:6] * 10
 
 
-def test_what_is_wrong_in_a_zip(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_wrong_in_a_zip(folder: Path) -> None:
     path = zipped(folder, zipfile.ZIP_STORED)
     whole = path.read_bytes()
     with zipfile.ZipFile(path, "a") as archive:
@@ -90,14 +90,16 @@ def test_what_is_wrong_in_a_zip(folder: Path, monkeypatch: pytest.MonkeyPatch) -
     path.write_bytes(whole[:-30])
     with pytest.raises(DataError, match="not a whole zip file"):
         open_images(path)
-    path.write_bytes(whole)
-    monkeypatch.setattr(archives, "MAX_FILE_BYTES", 10)
-    with pytest.raises(DataError, match="more than the 10 bytes"):
-        open_images(path).read(0)
-    monkeypatch.setattr(archives, "_MAX_MEMBERS", 2)
+
+
+def test_archive_has_limits(folder: Path) -> None:
+    path = zipped(folder)
     with pytest.raises(DataError, match="more than 2 files"):
-        open_images(path)
-    assert image_set.MAX_FILE_BYTES > 10
+        open_archive(path, most=2)
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("huge.png", bytes(MAX_FILE_BYTES + 1))
+    with pytest.raises(DataError, match=f"more than the {MAX_FILE_BYTES} bytes"):
+        open_images(path).read(0)
 
 
 def _fails(images: ImageSet, row: int) -> bool:

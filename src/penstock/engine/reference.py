@@ -27,15 +27,17 @@ _BYTE_ROUNDS = 8
 
 def measure_baseline(
     stage: int, runtimes: Sequence[StageRuntime], kept: Mapping[int, Message], num_run: Mapping[int, int], *,
-    others: int = 0,
+    others: int = 0, alone_s: float = _ALONE_S, scratch_bytes: int = SCRATCH_BYTES,
 ) -> Alone:  # fmt: skip
     """Rerun a stage on kept microbatches, one for each of its programs, without any messages.
 
     `num_run` has the microbatches that each program ran, its weight. Programs are measured sequentially, so the memory
-    for it does not grow with their number: at most `SCRATCH_BYTES`.
+    for it does not grow with their number: at most `scratch_bytes`.
     """
     weights = [num_run[program] for program in kept]
-    measured = [_measure(runtimes[n], message, others, _ALONE_S / len(kept)) for n, message in kept.items()]
+    measured = [
+        _measure(runtimes[n], message, others, alone_s / len(kept), scratch_bytes) for n, message in kept.items()
+    ]
     seconds, cpu_s = (
         sum(weight * each[part] for weight, each in zip(weights, measured, strict=True)) / sum(weights)
         for part in (0, 1)
@@ -43,14 +45,16 @@ def measure_baseline(
     return Alone(stage, seconds, cpu_s)
 
 
-def _measure(runtime: StageRuntime, message: Message, others: int, least_s: float) -> tuple[float, float]:
+def _measure(
+    runtime: StageRuntime, message: Message, others: int, least_s: float, scratch_bytes: int
+) -> tuple[float, float]:
     """Return the seconds and the CPU seconds of one run after the `others` have filled the caches.
 
     A device that runs the whole model returns to a stage after all other stages. Copies of this stage stand in for them
     if they fit into memory, and memory reads for the rest: repeating one stage with warm caches would be faster than
     any real model.
     """
-    alike, rest = _with_copies(runtime, others)
+    alike, rest = _with_copies(runtime, others, scratch_bytes)
     for copy in alike[1:]:
         _run(copy, message)  # the first run of each copy sets size-dependent state
     count, took_s, took_cpu_s = 0, 0.0, 0.0
@@ -72,13 +76,13 @@ def _run(runtime: StageRuntime, message: Message) -> None:
     synchronize(runtime.device)
 
 
-def _with_copies(runtime: StageRuntime, others: int) -> tuple[list[StageRuntime], Tensor | None]:
+def _with_copies(runtime: StageRuntime, others: int, scratch_bytes: int) -> tuple[list[StageRuntime], Tensor | None]:
     size = max(1, runtime.weight_bytes)
-    num_copies = min(others, SCRATCH_BYTES // size)
+    num_copies = min(others, scratch_bytes // size)
     copies = [copy for _ in range(num_copies) if (copy := runtime.copied()) is not None]
     if not others or len(copies) < num_copies:  # a user's module may not be copied
         return [runtime], None
-    rest_bytes = min((others - num_copies) * size, SCRATCH_BYTES - num_copies * size)
+    rest_bytes = min((others - num_copies) * size, scratch_bytes - num_copies * size)
     rest = torch.zeros(rest_bytes // 8, dtype=torch.int64) if rest_bytes >= 8 and num_copies < others else None
     return [runtime, *copies], rest
 

@@ -26,7 +26,7 @@ from penstock.tensors import HOST
 from penstock.tracing.record import FEEDER_STAGE, Recorder, Track
 from penstock.transport.base import WORD_BYTES, Transport, link_tag, receive_bytes, send_bytes, training_set
 from penstock.transport.messages import Format
-from penstock.transport.nccl import NcclTransport, connect_nccl
+from penstock.transport.nccl import NcclTransport, connect_nccl, describe_gpu
 from penstock.values import Value
 from penstock.wire import DEPTH, FEEDER
 
@@ -221,7 +221,7 @@ def go_direct(world: World, ranks: Collection[int], device: torch.device) -> boo
     ranks, each with NCCL and a GPU of its own, and the run has no key; `host` never uses it; `nccl` requires it. Raises
     `UsageError` on all these ranks if NCCL is required but not usable.
     """
-    mine = _describe(device) if world.rank in ranks else {}
+    mine = describe_gpu(device) if world.rank in ranks else {}
     others, host = sorted(set(ranks) - {FEEDER}), world.transport.inner
     if world.rank == FEEDER:
         told = {rank: json.loads(receive_bytes(world.transport, rank, limit=WORD_BYTES)) for rank in others}
@@ -275,9 +275,3 @@ def why_not(devices: Mapping[str, Mapping[str, str]]) -> str:
             return f"NCCL needs a GPU for each process, but {seen[device['gpu']]} and {name} share one"
         seen[device["gpu"]] = name
     return ""
-
-
-def _describe(device: torch.device) -> dict[str, str]:
-    """Describe the physical GPU of this process and its NCCL; empty strings if missing."""
-    gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
-    return {"gpu": gpu, "nccl": "yes" if torch.distributed.is_nccl_available() else ""}

@@ -46,8 +46,9 @@ _SHOWS_S = 5.0  # timeout for a network file system to show another host's files
 
 
 def save_checkpoint(
-    trainer: Trainer, folder: Path, optimizers: Optimizers = None, schedulers: Any = None, *loaders: Loader
-) -> None:
+    trainer: Trainer, folder: Path, optimizers: Optimizers = None, schedulers: Any = None, *loaders: Loader,
+    shows_s: float = _SHOWS_S,
+) -> None:  # fmt: skip
     """Write a checkpoint to a shared folder (a collective call).
 
     The checkpoint includes the position in the data of the loader that was trained on, and of each given loader.
@@ -72,7 +73,7 @@ def save_checkpoint(
     @_writing()
     def finish() -> None:
         if trainer.world.rank == FEEDER:
-            _check_shared(trainer, folder, [document["files"] for document in gathered])
+            _check_shared(trainer, folder, [document["files"] for document in gathered], shows_s)
             index = _index(trainer, state, gathered, elastic, save)
             write_index(folder, index)
             drop_leftovers(folder, set(index.places.values()))
@@ -256,9 +257,9 @@ def _merged(gathered: Sequence[Mapping[str, Any]], key: str) -> dict[str, Any]:
     return {name: value for document in gathered for name, value in document[key].items()}
 
 
-def _check_shared(trainer: Trainer, folder: Path, files: Sequence[Mapping[str, int]]) -> None:
+def _check_shared(trainer: Trainer, folder: Path, files: Sequence[Mapping[str, int]], shows_s: float) -> None:
     """Check that this process sees the files of all ranks; raises `ModelError` naming the host of a missing file."""
-    deadline = time.monotonic() + _SHOWS_S
+    deadline = time.monotonic() + shows_s
     for rank, written in enumerate(files):
         for file in written:
             while not (folder / file).exists():

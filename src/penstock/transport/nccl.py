@@ -61,6 +61,12 @@ def connect_nccl(store: Store, place: int) -> Communicator:
     return communicator
 
 
+def describe_gpu(device: torch.device) -> dict[str, str]:
+    """Describe the physical GPU of this process and its NCCL; empty strings if missing."""
+    gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+    return {"gpu": gpu, "nccl": "yes" if torch.distributed.is_nccl_available() else ""}
+
+
 @contextlib.contextmanager
 def _errors_left_to_us() -> Iterator[None]:
     """Keep a group created in the block from ending the process if a peer is lost: the verdict reports that."""

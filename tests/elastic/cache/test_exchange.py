@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.elastic.cache import exchange
 from penstock.elastic.cache.exchange import CachedFeatures, owner_of, place_of
 from penstock.elastic.cache.shard import Shard, ShardFile
 from penstock.engine.placement import Grid, Replica
 from penstock.errors import ConnectionBroken, TransportError
+from penstock.transport.faulty import Fault, FaultyTransport
 from penstock.transport.memory_network import MemoryNetwork
 from tests.elastic.cache.shards import layout_of, rows
 from tests.fewer import examples
@@ -41,15 +40,15 @@ def fill(folder: Path, size: int, num_rows: int, **changed: Any) -> list[Shard]:
 
 def exchange_rows(
     folder: Path, grid: Grid, size: int, work: Work, *, hosts: Sequence[str] = (), num_views: int = 1,
-    network: MemoryNetwork | None = None, **changed: Any,
+    network: MemoryNetwork | None = None, faults: Sequence[Fault] = (), **changed: Any,
 ) -> list[Any]:  # fmt: skip
     """Have every rank do its work on the rows of 14 samples."""
-    network = network or MemoryNetwork(size)
+    transports = [FaultyTransport(transport, faults) for transport in (network or MemoryNetwork(size)).transports]
     shards = fill(folder, size, SAMPLES * num_views, **changed)
 
     def one(rank: int) -> Any:
         alike = {r: shards[r] for r in range(size) if r == rank or (hosts and hosts[r] == hosts[rank])}
-        features = CachedFeatures(network.transports[rank], grid, alike, skipped=1, hosts=hosts, num_views=num_views)
+        features = CachedFeatures(transports[rank], grid, alike, skipped=1, hosts=hosts, num_views=num_views)
         try:
             return work(features, rank)
         finally:
@@ -163,62 +162,36 @@ def test_rows_that_are_stored_smaller_arrive_as_they_were(tmp_path: Path) -> Non
     assert torch.equal(found[0][1], numbers)
 
 
-def test_processes_of_one_machine_send_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    network = MemoryNetwork(2)
-    sent: list[int] = []
-
-    def counted(send: Callable[..., Any], *arguments: Any) -> Any:
-        sent.append(1)
-        return send(*arguments)
-
-    for transport in network.transports:
-        monkeypatch.setattr(transport, "send", partial(counted, transport.send))
-    for hosts, count in ((["a", "a"], 0), (["a", "b"], 2), ([], 2)):
-        sent.clear()
-        found = exchange_rows(
-            tmp_path / str(len(hosts)) / "".join(hosts), PAIR, 2,
-            lambda features, _: features.outputs([1, 2, 3, 4], None), hosts=hosts, network=network,
-        )  # fmt: skip
+@pytest.mark.parametrize(("hosts", "sends"), [(["a", "a"], False), (["a", "b"], True), ([], True)])
+def test_processes_of_one_machine_send_nothing(tmp_path: Path, hosts: list[str], sends: bool) -> None:
+    """A rank that sends loses its connections."""
+    found = exchange_rows(
+        tmp_path, PAIR, 2, lambda features, _: features.outputs([1, 2, 3, 4], None), hosts=hosts,
+        faults=[Fault(kind="close", rank=rank, message=0) for rank in range(2)],
+    )  # fmt: skip
+    if sends:
+        assert all(isinstance(each, ConnectionBroken) for each in found)
+    else:
         check(found[0], [1, 2])
         check(found[1], [3, 4])
-        assert len(sent) == count, hosts
 
 
-def test_rows_that_are_damaged_on_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = exchange._pack
-
-    def damage(columns: Sequence[Tensor]) -> Tensor:
-        packed = real(columns)
-        packed[-3] ^= 16
-        return packed
-
-    monkeypatch.setattr(exchange, "_pack", damage)
-    found = exchange_rows(tmp_path, ONE_OF_THREE, 3, lambda features, _: features.outputs([4, 3], None))
+def test_rows_that_are_damaged_on_the_way(tmp_path: Path) -> None:
+    damage = [Fault(kind="corrupt", rank=1, message=0)]
+    found = exchange_rows(tmp_path, ONE_OF_THREE, 3, lambda features, _: features.outputs([4, 3], None), faults=damage)
     assert isinstance(found[0], TransportError)
     assert "cached rows from rank 1 are damaged" in str(found[0])
     assert not isinstance(found[1], BaseException)
 
 
-def test_a_batch_that_is_fetched_ahead_fails_when_it_is_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real, calls = exchange._unpack, []
-
-    def fail(*arguments: Any) -> list[Tensor]:
-        calls.append(1)
-        if len(calls) > 1:
-            raise TransportError("damaged")
-        return real(*arguments)
-
-    monkeypatch.setattr(exchange, "_unpack", fail)
-
+def test_a_batch_that_is_fetched_ahead_fails_when_it_is_asked_for(tmp_path: Path) -> None:
     def work(features: CachedFeatures, rank: int) -> Any:
         first = features.outputs([4, 3], [1, 6])
         if rank == 0:
             check(first, [4, 3])
         return features.outputs([1, 6], None)
 
-    found = exchange_rows(tmp_path, ONE_OF_THREE, 3, work)
+    found = exchange_rows(tmp_path, ONE_OF_THREE, 3, work, faults=[Fault(kind="corrupt", rank=1, message=1)])
     assert isinstance(found[0], TransportError)
 
 

@@ -28,7 +28,7 @@ _LABEL = ".cls"  # WebDataset's suffix of labels
 _DAMAGES = (tarfile.TarError, zipfile.BadZipFile, lzma.LZMAError, zlib.error, OSError, EOFError)
 
 
-def open_archive(path: Path) -> ImageSet:
+def open_archive(path: Path, *, most: int = _MAX_MEMBERS) -> ImageSet:
     """Open a .tar, compressed or not, or a .zip of images, or a .tar of CIFAR's binary files, without unpacking it.
 
     Files of WebDataset named .cls are the labels of the images with the same name.
@@ -36,12 +36,12 @@ def open_archive(path: Path) -> ImageSet:
     >>> open_archive(Path("cifar10-test.tar")).classes[0]  # doctest: +SKIP
     'airplane'
 
-    Raises `DataError` if the archive is damaged or contains no images.
+    Raises `DataError` if the archive is damaged, contains no images, or has more than `most` files.
     """
     if path.name.lower().endswith(".zip"):
         members = _ZipMembers(path)
-        return _labelled(path, members.contents(), members.reader, members.read)
-    found = _contents(path)
+        return _labelled(path, members.contents(most), members.reader, members.read)
+    found = _contents(path, most)
     places = found.files
     records = [
         RecordFile(name=name, source=path, offset=offset, num_bytes=num_bytes)
@@ -118,7 +118,7 @@ def _label(path: Path, name: str, num_bytes: int, read: Callable[[str], bytes]) 
     return text
 
 
-def _contents(path: Path) -> _Contents:
+def _contents(path: Path, most: int) -> _Contents:
     """Read the headers of a tar archive; links to files in it are files, too."""
     found, links = _Contents(), {}
     places = found.files
@@ -137,7 +137,7 @@ def _contents(path: Path) -> _Contents:
                     links[name] = posixpath.normpath(member.linkname)
                 elif member.issym():
                     links[name] = posixpath.normpath(posixpath.join(posixpath.dirname(name), member.linkname))
-                _check_number(path, len(places) + len(links))
+                _check_number(path, len(places) + len(links), most)
     except _DAMAGES as problem:
         raise DataError(f"{path} is not a whole tar file ({one_line(problem)}); copy it again") from problem
     for name, target in links.items():
@@ -150,9 +150,9 @@ def _contents(path: Path) -> _Contents:
     return found
 
 
-def _check_number(path: Path, num_members: int) -> None:
-    if num_members > _MAX_MEMBERS:
-        raise DataError(f"{path} holds more than {_MAX_MEMBERS} files; divide it")
+def _check_number(path: Path, num_members: int, most: int) -> None:
+    if num_members > most:
+        raise DataError(f"{path} holds more than {most} files; divide it")
 
 
 class _LimitedHeader(tarfile.TarInfo):
@@ -177,12 +177,12 @@ class _ZipMembers:
     def __reduce__(self) -> tuple[Any, ...]:
         return _ZipMembers, (self._path,)
 
-    def contents(self) -> _Contents:
+    def contents(self, most: int) -> _Contents:
         """Return the files and folders of the archive; symbolic links are left out."""
         found = _Contents()
         with self._lock:
             members = self._opened().infolist()
-        _check_number(self._path, len(members))
+        _check_number(self._path, len(members), most)
         for member in members:
             if member.is_dir():
                 found.folders.append(member.filename)

@@ -19,6 +19,7 @@ import pytest
 from hypothesis import settings
 
 from tests import warm
+from tests.disks import Disk
 from tests.fewer import FULL, examples
 
 # a shell starts what runs in its background with interrupts ignored, and `nohup` what it runs with hang-ups: so would
@@ -247,6 +248,39 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> Any:
 
         monkeypatch.setattr(memory_network.MemoryTransport, name, on_host)
     return pretend.pretend()[0]
+
+
+@pytest.fixture
+def pretended_gpu(monkeypatch: pytest.MonkeyPatch, pretended: Any) -> Any:
+    """The pretended device, which is also found when devices are looked for; checkpoints need that it is not."""
+    from tests import pretend
+
+    monkeypatch.setattr(pretend.module, "available", True)
+    return pretended
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
+    """The calls of the system to files, which can be made to fail."""
+    return Disk(monkeypatch)
+
+
+@pytest.fixture
+def temporary(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The test's folder, as that of temporary files."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def set_bfloat16(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+    """Set whether the processor has instructions for bfloat16."""
+    from penstock.runtime import bfloat16
+
+    def set_(has: bool) -> None:
+        monkeypatch.setattr(bfloat16, "has_bfloat16", lambda: has)
+
+    return set_
 
 
 @pytest.fixture

@@ -37,7 +37,7 @@ def test_what_fails_and_what_time_is_left_for(tmp_path: Path, monkeypatch: pytes
         yield {"section": "cut", "tiny": tiny}
         raise RuntimeError("no such kernel\nand more")
 
-    monkeypatch.setattr(gpu, "SECTIONS", {**gpu.SECTIONS, "cut": fails})
+    monkeypatch.setitem(gpu.SECTIONS, "cut", fails)
     status, found = rows(tmp_path, "--device", "cpu", "--only", "cut")
     assert (status, found[1:]) == (1, [{"section": "cut", "failed": "RuntimeError: no such kernel"}])
     status, found = rows(tmp_path, "--device", "cpu", "--only", "cut", "--seconds", "0")

@@ -21,8 +21,8 @@ def test_a_wrong_number_is_a_miss(monkeypatch: pytest.MonkeyPatch, capsys: pytes
         yield gpu_check.Row("a sum", gpu_check.error(torch.ones(4), torch.ones(4) + 1e-3), gpu_check.GRADIENTS)
         yield gpu_check.Row("no number", gpu_check.error(torch.ones(4), torch.full((4,), torch.nan)), gpu_check.OUTPUTS)
 
-    monkeypatch.setattr(gpu_check, "CHECKS", {"wrong": wrong})
-    assert gpu_check.main(["--device", "cpu"]) == 1
+    monkeypatch.setitem(gpu_check.CHECKS, "wrong", wrong)
+    assert gpu_check.main(["wrong", "--device", "cpu"]) == 1
     assert capsys.readouterr().out.count("MISSED") == 2
 
 

@@ -131,10 +131,7 @@ MODELS: dict[str, Any] = {
 
 @pytest.mark.usefixtures("one_thread")  # as the stages, since sums have other last bits with more
 @pytest.mark.parametrize(("name", "processes"), [("bert", 2), ("unet", 2), ("unet", 1)])
-def test_streams_through_a_device_as_one_process_there(
-    name: str, processes: int, pretended: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pretend.module, "available", True)
+def test_streams_through_a_device_as_one_process_there(name: str, processes: int, pretended_gpu: torch.device) -> None:
     make, given = MODELS[name]
     model = make().eval()
     args, kwargs = ((), given) if isinstance(given, dict) else ((given,), {})
@@ -154,11 +151,11 @@ def test_streams_through_a_device_as_one_process_there(
         results = list(deployment.stream(fed))
         deployment.close()
     program = divide(graph, [])[0]
-    alone = Runtime(program, {s.value.name: load_state(graph, s, weights) for s in program.states}, pretended)
+    alone = Runtime(program, {s.value.name: load_state(graph, s, weights) for s in program.states}, pretended_gpu)
     for (inputs, sizes), outputs in zip(fed, results, strict=True):
         with torch.no_grad():
             reference = model(**dict(zip(kwargs, inputs, strict=True))) if kwargs else model(*inputs)
-            expected = alone(sizes, [tensor.to(pretended) for tensor in inputs])
+            expected = alone(sizes, [tensor.to(pretended_gpu) for tensor in inputs])
         assert {output.device for output in outputs} == {HOST}
         assert all(torch.equal(a, b.cpu()) for a, b in zip(outputs, expected, strict=True))
         torch.testing.assert_close(outputs[0], reference[0] if kwargs else reference)
@@ -169,11 +166,10 @@ def test_streams_through_a_device_as_one_process_there(
 
 
 @pytest.fixture
-def cuda(pretended: torch.device, monkeypatch: pytest.MonkeyPatch) -> RuntimeChoice:
+def cuda(pretended_gpu: torch.device, monkeypatch: pytest.MonkeyPatch) -> RuntimeChoice:
     """The runtime of a GPU, which is the pretended one."""
-    monkeypatch.setattr(pretend.module, "available", True)
     monkeypatch.setitem(RUNTIMES, "cuda", replace(RUNTIMES["cuda"], device=pretend.NAME))
-    assert RuntimeChoice("cuda").place() == pretended
+    assert RuntimeChoice("cuda").place() == pretended_gpu
     return RuntimeChoice("cuda")
 
 

@@ -1,5 +1,7 @@
 """What the tests of the command line share."""
 
+import io
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,10 +29,15 @@ def photos(tmp_path: Path) -> Path:
 def penstock(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> Callable[..., tuple[int, str, str]]:
-    """Run the command line in this process and an empty folder; gives exit status, output and errors."""
+    """Run the command line in this process and an empty folder, with text that a person types.
+
+    Gives exit status, output and errors.
+    """
     monkeypatch.chdir(tmp_path)  # a verb without --output writes here
 
-    def run(*arguments: object) -> tuple[int, str, str]:
+    def run(*arguments: object, typed: str | None = None) -> tuple[int, str, str]:
+        if typed is not None:
+            monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
         status = main([str(argument) for argument in arguments])
         captured = capsys.readouterr()
         return status, captured.out, captured.err

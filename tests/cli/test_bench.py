@@ -85,13 +85,11 @@ def test_the_peer_runs_beside_it(penstock: Run, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("verb", ["bench --stages 1", "profile -o x.json", "compress --max-drop 0.1 --data digits"])
 def test_a_runtime_that_this_processor_lacks_is_refused_first(
-    verb: str, penstock: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    verb: str, penstock: Run, set_bfloat16: Callable[[bool], None]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("penstock.runtime.bfloat16.has_bfloat16", lambda: False)
-    monkeypatch.setattr("penstock.zoo.models.models.load_model", None)
+    set_bfloat16(False)
     name, *options = verb.split()
-    status, _, err = penstock(name, SMALL, *options, "--runtime", "eager:bfloat16")
+    status, _, err = penstock(name, "timm:no_such_model", *options, "--runtime", "eager:bfloat16")
     assert (status, "avx512_bf16" in err) == (1, True), err
 
 

@@ -57,10 +57,9 @@ def test_training_and_what_does_not_fit(penstock: Run, boards: Path, tmp_path: P
     assert not json.loads((tmp_path / "fits.json").read_text())["fits"]
 
 
-def test_the_memory_of_a_gpu(penstock: Run, pretended: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pretend.module, "available", True)
+def test_the_memory_of_a_gpu(penstock: Run, pretended_gpu: torch.device) -> None:
     status, out, _ = penstock("fits", VIT, "--device", pretend.NAME)
-    assert (status, pretended) == (1, torch.device(pretend.NAME, 0))
+    assert (status, pretended_gpu) == (1, torch.device(pretend.NAME, 0))
     assert "the largest memory is 55.5 kB" in out
 
 
@@ -103,10 +102,9 @@ def test_profile_gives_the_rate(penstock: Run, tmp_path: Path) -> None:
 
 
 def test_other_runtimes_are_not_profiled_on_a_gpu(
-    penstock: Run, pretended: torch.device, monkeypatch: pytest.MonkeyPatch
+    penstock: Run, pretended_gpu: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pretend.module, "available", True)
     monkeypatch.setattr(RuntimeChoice, "check_machine", lambda _choice: None)
-    status, _, err = penstock("profile", VIT, "--device", pretended.type, "--runtime", "eager:bfloat16")
+    status, _, err = penstock("profile", VIT, "--device", pretended_gpu.type, "--runtime", "eager:bfloat16")
     assert (status, len(err.strip().splitlines())) == (2, 1)
     assert "--runtime" in err

@@ -154,20 +154,18 @@ def test_a_choice_with_a_seed_is_the_same_again(penstock: Run, folder: Path) -> 
     assert first != other
 
 
-def test_a_conversation(penstock: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO("w5 w6\nw7\n\n"))
-    status, out, _ = penstock("chat", f"hf:{folder}", "--max-new-tokens", 6, "--max-length", 64)
+def test_a_conversation(penstock: Run, folder: Path) -> None:
+    options = ["--max-new-tokens", 6, "--max-length", 64]
+    status, out, _ = penstock("chat", f"hf:{folder}", *options, typed="w5 w6\nw7\n\n")
     assert status == 0
     first = answers(folder, ["user w5 w6"], 6)[0].strip()
     second = answers(folder, [f"user w5 w6 assistant {first} user w7"], 6)[0].strip()
     assert out.splitlines() == [first, second]
 
 
-def test_a_conversation_that_is_too_long_is_one_line(
-    penstock: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO(" ".join(["w5"] * 70) + "\nw7\n\n"))
-    status, out, err = penstock("chat", f"hf:{folder}", "--max-new-tokens", 6, "--max-length", 64)
+def test_a_conversation_that_is_too_long_is_one_line(penstock: Run, folder: Path) -> None:
+    typed = " ".join(["w5"] * 70) + "\nw7\n\n"
+    status, out, err = penstock("chat", f"hf:{folder}", "--max-new-tokens", 6, "--max-length", 64, typed=typed)
     assert status == 0
     assert "64" in err
     assert out.splitlines() == [answer.strip() for answer in answers(folder, ["user w7"], 6)]

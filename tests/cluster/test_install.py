@@ -1,6 +1,5 @@
 """Which build of PyTorch a machine gets, and what is refused before anything is installed."""
 
-import os
 import platform
 import shutil
 import subprocess
@@ -21,21 +20,28 @@ Machine = Callable[..., list[list[str]]]
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
-    """A machine with a kind of processor, perhaps a GPU and uv; gives the commands that are run on it."""
+    """A machine with a kind of processor, perhaps a GPU and uv; gives the commands that are run on it.
+
+    `usual` is the status of the usual index by uv, `pip` that of any other command.
+    """
     commands: list[list[str]] = []
+    programs = tmp_path / "programs"
+    programs.mkdir()
 
     def make(
-        processor: str, *, gpu: bool = False, uv: int | None = None, usual: int = 0, free: float = 64e9
+        processor: str, *, gpu: bool = False, uv: int | None = None, usual: int = 0, pip: int = 0, free: float = 64e9
     ) -> list[list[str]]:
         def run(command: list[str], **_: Any) -> SimpleNamespace:
             commands.append(command)
-            status = uv if "--torch-backend" in command else usual if "uv" in command[0] else 0
+            status = uv if "--torch-backend" in command else usual if command[0].endswith("/uv") else pip
             return SimpleNamespace(returncode=status, stderr="error: no route\n")
 
-        monkeypatch.setenv("HOME", str(tmp_path))
-        monkeypatch.setattr(platform, "machine", lambda: processor)
+        if uv is not None:
+            (programs / "uv").touch(mode=0o755)
+        monkeypatch.setenv("PATH", str(programs))
         monkeypatch.setattr(install, "has_gpu", lambda: gpu)
-        monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/uv" if name == "uv" and uv is not None else None)
+        monkeypatch.setenv("HOME", str(tmp_path / "home"))
+        monkeypatch.setattr(platform, "machine", lambda: processor)
         monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
         monkeypatch.setattr(subprocess, "run", run)
         return commands
@@ -54,7 +60,7 @@ def test_a_gpu_has_its_build(machine: Machine, processor: str) -> None:
 def test_uv_knows_the_index_of_cpu_builds(machine: Machine, processor: str) -> None:
     commands = machine(processor, uv=0, free=3e9)
     assert "uv" in main("env", WANTED)
-    assert commands[-1][0] == "/usr/bin/uv"
+    assert Path(commands[-1][0]).name == "uv"
     assert commands[-1][-5:] == ["--torch-backend", "cpu", *WANTED]
 
 
@@ -107,7 +113,7 @@ def test_a_card_without_room_is_refused_before_anything_is_made(
         main("env", WANTED)
     assert f"{free / 1e6:.0f} MB" in str(refused.value)
     assert commands == []
-    assert os.listdir(tmp_path) == []
+    assert not (tmp_path / "home").exists()
 
 
 @pytest.mark.parametrize(("name", "value"), [("maxsize", 2**31 - 1), ("version_info", (3, 9, 1))])
@@ -121,11 +127,8 @@ def test_a_python_that_cannot_have_it(machine: Machine, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("processor", ["x86_64", "aarch64"])
-def test_an_installation_that_fails_ends_with_one_line(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch, processor: str
-) -> None:
-    machine(processor)
-    monkeypatch.setattr(subprocess, "run", lambda _command, **_: SimpleNamespace(returncode=3, stderr=""))
+def test_an_installation_that_fails_ends_with_one_line(machine: Machine, processor: str) -> None:
+    machine(processor, pip=3)
     with pytest.raises(SystemExit) as refused:
         main("env", WANTED)
     assert "status 3" in str(refused.value)

@@ -1,7 +1,6 @@
 """What happens to a training's cache: where it cannot be, goes wrong, is another's, or is of data that changes."""
 
 import errno
-import os
 import threading
 from collections.abc import Callable
 from functools import cache
@@ -15,6 +14,7 @@ from torch.utils.data import Dataset
 
 from penstock.elastic.cache.shard import Shard, ShardLayout
 from penstock.errors import RunError
+from tests.disks import Disk
 from tests.elastic.trainings import (
     SAMPLES,
     Outcome,
@@ -46,24 +46,8 @@ def notes(capsys: pytest.CaptureFixture[str]) -> list[str]:
     return capsys.readouterr().err.replace("\n", " ").split("note: ")[1:]
 
 
-def no_room(monkeypatch: pytest.MonkeyPatch, only: str, *, after: int) -> None:
-    """Let the disk be full for one process's shard, after so many files."""
-    real, calls = os.posix_fallocate, []
-
-    def refuse(descriptor: int, offset: int, length: int) -> None:
-        if only in os.readlink(f"/proc/self/fd/{descriptor}"):
-            calls.append(length)
-            if len(calls) > after:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        real(descriptor, offset, length)
-
-    monkeypatch.setattr(os, "posix_fallocate", refuse)
-
-
-def test_a_disk_that_is_full_on_one_process(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    no_room(monkeypatch, "shard-1", after=0)
+def test_a_disk_that_is_full_on_one_process(disk: Disk, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    disk.fail("posix_fallocate", errno.ENOSPC, only="shard-1")
     found = run(tmp_path, 3, hosts=["a", "b", "a"])
     assert_same(expected(), found)
     assert not any(change.cached for change in found.changes)
@@ -75,10 +59,10 @@ def test_a_disk_that_is_full_on_one_process(
 
 
 def test_a_disk_that_becomes_full_leaves_the_cache_that_is_there(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    disk: Disk, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     freeze = [0, 2, 4]
-    no_room(monkeypatch, "shard-0", after=1)
+    disk.fail("posix_fallocate", errno.ENOSPC, only="shard-0", after=1)
     found = train_elastically(vit(), 2, images(), freeze, epochs=6, folder=tmp_path)
     assert_same(alone(vit(), images(), freeze, epochs=6), found)
     assert [change.cached for change in found.changes] == [False, *[True] * 5]
@@ -87,13 +71,8 @@ def test_a_disk_that_becomes_full_leaves_the_cache_that_is_there(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_write_that_fails_in_the_midst(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    def refuse(*_: Any) -> int:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(os, "pwrite", refuse)
+def test_a_write_that_fails_in_the_midst(disk: Disk, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    disk.fail("pwrite", errno.EIO)
     assert_same(expected(), run(tmp_path))
     assert "Input/output error" in notes(capfd)[0]
     assert not list(tmp_path.iterdir())
@@ -125,18 +104,9 @@ def test_a_folder_that_cannot_be_used(
     assert files_in(folder) == []
 
 
-def test_a_folder_that_may_not_be_written(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_that_may_not_be_written(disk: Disk, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """As root every folder may be; so the system is made to refuse."""
-    real = Path.mkdir
-
-    def refuse(self: Path, *arguments: Any, **named: Any) -> None:
-        if self.is_relative_to(tmp_path):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self))
-        real(self, *arguments, **named)
-
-    monkeypatch.setattr(Path, "mkdir", refuse)
+    disk.fail("mkdir", errno.EACCES, only=str(tmp_path))
     assert_same(expected(), run(tmp_path))
     assert "Permission denied" in notes(capfd)[0]
 

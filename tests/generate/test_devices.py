@@ -34,18 +34,16 @@ def _check(model: Any, wanted: list[list[int]], given: list[list[int]], **option
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_tokens_on_a_device_and_from_it(name: str, pretended: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "available", True)
+def test_tokens_on_a_device_and_from_it(name: str, pretended_gpu: torch.device) -> None:
     model, given = decoder(name), prompts(5, 33)
     wanted = [expected(model, prompt, max_new_tokens=10, do_sample=False) for prompt in given]
-    _check(model, wanted, given, device=pretended)
-    _check(_put(copy.deepcopy(model), pretended), wanted, given)
+    _check(model, wanted, given, device=pretended_gpu)
+    _check(_put(copy.deepcopy(model), pretended_gpu), wanted, given)
 
 
-def test_chunks_are_longer_on_a_gpu(pretended: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "available", True)
+def test_chunks_are_longer_on_a_gpu(pretended_gpu: torch.device) -> None:
     model, (prompt,) = decoder("llama"), prompts(300)
-    with Generator(model, stages=1, slots=1, max_length=320, device=pretended) as generator:
+    with Generator(model, stages=1, slots=1, max_length=320, device=pretended_gpu) as generator:
         wanted = expected(model, prompt, max_new_tokens=3, do_sample=False)
         requests = [generator.submit(prompt, max_new_tokens=3) for _ in range(2)]
         assert [request.result() for request in requests] == [wanted, wanted]
@@ -57,11 +55,10 @@ def test_chunks_are_longer_on_a_gpu(pretended: torch.device, monkeypatch: pytest
     [({}, False), ({"do_sample": True, "top_p": 0.9}, False), ({"do_sample": True, "min_p": 0.1}, True)],
 )
 def test_steps_copy_logits_only_for_processors(
-    options: dict[str, Any], copies: bool, pretended: torch.device, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], copies: bool, pretended_gpu: torch.device
 ) -> None:
-    monkeypatch.setattr(module, "available", True)
     model, given = decoder("llama"), prompts(5, 33)
-    with Generator(model, stages=1, slots=2, max_length=128, device=pretended) as generator:
+    with Generator(model, stages=1, slots=2, max_length=128, device=pretended_gpu) as generator:
         module.most_left = 0
         requests = [generator.submit(each, max_new_tokens=4, num_likeliest=3, seed=0, **options) for each in given]
         assert [len(request.result()) for request in requests] == [4, 4]

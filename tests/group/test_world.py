@@ -4,16 +4,16 @@ import gc
 import socket
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
 from penstock.errors import ConnectionBroken, DeviceLost, RunError, TransportError
 from penstock.group.entry import join_torchrun, under_torchrun
+from penstock.group.world import World
 from tests.processes import free_port, run_ranks
 from tests.worlds import memory_world
 
@@ -92,29 +92,23 @@ def test_joining_again_and_again_leaves_no_files_open(tmp_path: Path) -> None:
     assert last <= first + 1
 
 
-def test_an_error_while_a_world_closes_leaves_nothing_else_open(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_while_a_world_closes_leaves_nothing_else_open() -> None:
     closed: list[str] = []
 
-    def fails(name: str) -> Callable[..., None]:
+    def fails(name: str) -> Any:
         def close(*_: object) -> None:
             closed.append(name)
             raise RuntimeError(name)
 
-        return close
+        return SimpleNamespace(close=close, stop=close)
 
-    with memory_world(2) as world:
-        feeder = world.feeder
-        real = feeder.transport.close, feeder.health.close
-        with monkeypatch.context() as patch:
-            patch.setattr(feeder.transport, "close", fails("transport"))
-            patch.setattr(feeder.health, "close", fails("health"))
-            patch.setattr(feeder, "workers", SimpleNamespace(stop=fails("workers"), pids=[], exits=list))
-            patch.setattr(feeder, "served", SimpleNamespace(close=fails("store")))
-            with pytest.raises(RuntimeError):
-                feeder.close()
-        assert closed == ["health", "workers", "transport", "store"]
-        for close in real:
-            close()
+    world = World(
+        transport=fails("transport"), health=fails("health"), workers=fails("workers"), served=fails("store"),
+        names=[], devices=[], store=HashStore(), bandwidths=[],
+    )  # fmt: skip
+    with pytest.raises(RuntimeError):
+        world.close()
+    assert closed == ["health", "workers", "transport", "store"]
 
 
 def test_a_broken_connection_is_explained_by_the_verdict() -> None:

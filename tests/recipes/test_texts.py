@@ -48,9 +48,10 @@ def test_an_answer_ends_at_the_models_and_the_tokenizers_tokens(own: Any, ends: 
     assert answer_ends(generator, "hf:folder") == ends
 
 
-def test_a_chat_without_a_template_is_refused_before_the_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    bare = SimpleNamespace(chat_template=None)
-    monkeypatch.setattr("penstock.recipes.texts.load_tokenizer", lambda *_, **__: bare)
-    monkeypatch.setattr("penstock.recipes.texts.load_model", None)
+def test_a_chat_without_a_template_is_refused_before_the_model_is_loaded(tmp_path: Path) -> None:
+    bare = tokenizer()
+    bare.chat_template = None
+    bare.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')  # and no weights
     with pytest.raises(ModelError, match="penstock generate"):
-        open_generator(TextSettings(model="hf:any"), chats=True)
+        open_generator(TextSettings(model=f"hf:{tmp_path}"), chats=True)

@@ -1,5 +1,6 @@
 """The precision bfloat16 of the eager runtime."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -30,8 +31,8 @@ class Model(nn.Module):
 
 
 @pytest.fixture(autouse=True)
-def _any_processor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bfloat16, "has_bfloat16", lambda: True)
+def _any_processor(set_bfloat16: Callable[[bool], None]) -> None:
+    set_bfloat16(True)
 
 
 def test_products_are_rounded_and_the_rest_is_not() -> None:
@@ -88,8 +89,8 @@ def test_a_model_that_is_in_16_bits_or_64_stays_so() -> None:
         assert torch.equal(found, model(x))
 
 
-def test_a_processor_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bfloat16, "has_bfloat16", lambda: False)
+def test_a_processor_without_it(set_bfloat16: Callable[[bool], None]) -> None:
+    set_bfloat16(False)
     program, tensors = parts(nn.Linear(2, 2), torch.zeros(1, 2))
     with pytest.raises(PlanError, match=r"instructions .*float32"):
         RuntimeChoice("eager", "bfloat16").load(program, tensors)

@@ -2,7 +2,8 @@
 
 import dataclasses
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -36,6 +37,7 @@ from tests.trainers import errors, in_threads, make_trainer, on_each_rank, train
 
 COMPILED = RuntimeChoice("compiled")
 CLOSE = 1e-5
+CompileAs = Callable[[Callable[..., Any]], StageRuntime]
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -218,27 +220,34 @@ def test_a_machine_without_compiler_or_headers(monkeypatch: pytest.MonkeyPatch) 
         load(nn.Linear(4, 4), torch.randn(2, 4))
 
 
-def test_errors_of_the_compiler_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_args: Any, **_named: Any) -> Any:
-        def call(*_given: Any) -> Any:
-            raise RuntimeError("no such lowering\nand more")
+@pytest.fixture
+def compile_as(monkeypatch: pytest.MonkeyPatch) -> CompileAs:
+    """Load a linear layer, and let it be compiled to a function of the module and its inputs."""
 
-        return call
+    def load_compiled(call: Callable[..., Any]) -> StageRuntime:
+        runtime = load(nn.Linear(4, 4), torch.randn(2, 4))
+        monkeypatch.setattr(torch, "compile", lambda module, **_named: partial(call, module))
+        return runtime
 
-    runtime = load(nn.Linear(4, 4), torch.randn(2, 4))
-    monkeypatch.setattr(torch, "compile", fail)
+    return load_compiled
+
+
+def test_errors_of_the_compiler_are_one_line(compile_as: CompileAs) -> None:
+    def fail(*_given: Any) -> Any:
+        raise RuntimeError("no such lowering\nand more")
+
+    runtime = compile_as(fail)
     with pytest.raises(RunError, match=r"no such lowering; use the runtime eager$"), torch.inference_mode():
         runtime({"batch": 2}, [torch.randn(2, 4)])
 
 
-def test_outputs_that_differ_from_eager_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    runtime = load(nn.Linear(4, 4), torch.randn(2, 4))
-    monkeypatch.setattr(torch, "compile", lambda module, **_named: lambda *given: [x * 2 for x in module(*given)])
+def test_outputs_that_differ_from_eager_are_refused(compile_as: CompileAs) -> None:
+    runtime = compile_as(lambda module, *given: [x * 2 for x in module(*given)])
     with pytest.raises(RunError, match="differs from eager"), torch.inference_mode():
         runtime({"batch": 2}, [torch.randn(2, 4)])
 
 
-def test_nothing_is_exported_during_a_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_exported_during_a_compilation(compile_as: CompileAs) -> None:
     free: list[bool] = []
 
     def is_free(_rank: int) -> bool:
@@ -247,15 +256,11 @@ def test_nothing_is_exported_during_a_compilation(monkeypatch: pytest.MonkeyPatc
             EXPORTING.release()
         return found
 
-    def compiled(module: Any, **_named: Any) -> Any:
-        def call(*given: Any) -> Any:
-            free.extend(on_each_rank(1, is_free))
-            return module(*given)
+    def compiled(module: Any, *given: Any) -> Any:
+        free.extend(on_each_rank(1, is_free))
+        return module(*given)
 
-        return call
-
-    runtime = load(nn.Linear(4, 4), torch.randn(2, 4))
-    monkeypatch.setattr(torch, "compile", compiled)
+    runtime = compile_as(compiled)
     with torch.inference_mode():
         for _ in range(2):
             runtime({"batch": 2}, [torch.randn(2, 4)])

@@ -98,14 +98,12 @@ def capture(graph: RecordedGraph, *, pool: Any, capture_error_mode: str) -> Iter
 
 
 @pytest.fixture
-def graphed(pretended: torch.device, monkeypatch: pytest.MonkeyPatch) -> torch.device:
+def graphed(pretended_gpu: torch.device, monkeypatch: pytest.MonkeyPatch) -> torch.device:
     """The pretended device, with graphs."""
-    monkeypatch.setattr(module, "available", True)
     monkeypatch.setattr(module, "CUDAGraph", RecordedGraph, raising=False)
     monkeypatch.setattr(module, "graph", capture, raising=False)
-    monkeypatch.setattr(RecordedGraph, "made", [])
-    monkeypatch.setattr(RecordedGraph, "num_replays", 0)
-    return pretended
+    RecordedGraph.made, RecordedGraph.num_replays = [], 0
+    return pretended_gpu
 
 
 @pytest.mark.long

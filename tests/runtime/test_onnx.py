@@ -15,7 +15,6 @@ from penstock.errors import PlanError, RunError, UsageError
 from penstock.graph.capture import capture
 from penstock.graph.program import StageProgram
 from penstock.graph.stages import divide
-from penstock.runtime import bfloat16
 from penstock.runtime.bfloat16 import has_bfloat16
 from penstock.runtime.eager import Runtime
 from penstock.runtime.onnx.exported import ExportedRuntime
@@ -220,8 +219,8 @@ def test_openvino_in_bfloat16() -> None:
     assert 1e-5 < error < 0.03
 
 
-def test_openvino_on_a_processor_without_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bfloat16, "has_bfloat16", lambda: False)
+def test_openvino_on_a_processor_without_bfloat16(set_bfloat16: Callable[[bool], None]) -> None:
+    set_bfloat16(False)
     program, tensors = parts(Does(torch.tanh), torch.randn(2, 3))
     with pytest.raises(PlanError, match="needs a processor with such instructions"):
         OpenVinoRuntime(program, tensors, precision="bfloat16")

@@ -10,7 +10,6 @@ from collections.abc import Callable
 import pytest
 from rich.console import Console
 
-from penstock.terminal import progress
 from penstock.terminal.live import FitProgress
 from penstock.terminal.progress import how_far, telling, working
 
@@ -37,11 +36,9 @@ def test_without_a_terminal_nothing_is_said_at_first() -> None:
     assert file.getvalue() == ""
 
 
-def test_without_a_terminal_each_phase_that_lasts_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "FIRST_S", 0.1)
-    monkeypatch.setattr(progress, "EVERY_S", 0.4)
+def test_without_a_terminal_each_phase_that_lasts_is_a_line() -> None:
     file = io.StringIO()
-    with working("placing", Console(file=file)) as say:
+    with working("placing", Console(file=file), first_s=0.1, every_s=0.4) as say:
         with working("capturing"):
             wait_for(lambda: "capturing" in file.getvalue())
         say("briefly")
@@ -64,10 +61,11 @@ def test_a_nested_context_changes_the_line_that_is_there() -> None:
     assert "placing the stages" in last
 
 
-def test_a_process_that_is_not_asked_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "progress_console", lambda: pytest.fail("a console was made"))
-    with working("placing", shown=False) as say:
+def test_process_that_is_not_shown_prints_nothing() -> None:
+    file = io.StringIO()
+    with working("placing", Console(file=file, force_terminal=True), shown=False) as say:
         say("more")
+    assert file.getvalue() == ""
 
 
 @pytest.mark.parametrize(("value", "shown"), [("0", False), ("1", True), (None, True)])

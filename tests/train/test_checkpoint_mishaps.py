@@ -21,6 +21,7 @@ from penstock.group.world import World
 from penstock.train.captured import Captured
 from penstock.train.checkpoint import load_checkpoint, save_checkpoint
 from penstock.train.trainer import Trainer
+from tests.disks import Disk
 from tests.trainers import in_threads, make_trainer
 
 INPUTS, LABELS = torch.arange(12.0).reshape(4, 3) / 12, torch.tensor([0, 1, 2, 0])
@@ -241,19 +242,15 @@ def test_a_host_that_does_not_see_the_checkpoint_is_named(captured: Captured, tm
 
 
 def test_a_full_disk_is_one_line_and_leaves_the_earlier_checkpoint(
-    captured: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    captured: Captured, tmp_path: Path, disk: Disk
 ) -> None:
     def fill(trainer: Trainer, optimizer: torch.optim.Optimizer) -> None:
         save_checkpoint(trainer, tmp_path / "one", optimizer)
         _learn(trainer, optimizer)
 
-        def full(_descriptor: int) -> None:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-        with monkeypatch.context() as patched:
-            patched.setattr(os, "fsync", full)
-            with pytest.raises(ModelError, match=r"No space left on device") as caught:
-                save_checkpoint(trainer, tmp_path / "one", optimizer)
+        full = pytest.raises(ModelError, match=r"No space left on device")
+        with disk.failing("fsync", errno.ENOSPC), full as caught:
+            save_checkpoint(trainer, tmp_path / "one", optimizer)
         assert "\n" not in str(caught.value)
         load_checkpoint(trainer, tmp_path / "one", optimizer)
         assert trainer.step == 1

@@ -78,16 +78,15 @@ def test_what_others_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
     assert (kept / "weights.safetensors").exists()
 
 
-def test_folders_of_processes_that_were_killed_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    lives, old, new = PrivateFolder(), tmp_path / "penstock-12345678", tmp_path / "penstock-abcdefgh"
+def test_folders_of_processes_that_were_killed_are_removed(temporary: Path) -> None:
+    lives, old, new = PrivateFolder(), temporary / "penstock-12345678", temporary / "penstock-abcdefgh"
     for path in (old, new):
         path.mkdir()
         (path / "29500.taken").touch()
     for path in (old, Path(lives.path)):
         os.utime(path, (0, 0))
     PrivateFolder().close()
-    assert {*tmp_path.iterdir()} == {new, Path(lives.path)}
+    assert {*temporary.iterdir()} == {new, Path(lives.path)}
     lives.close()
     assert not Path(lives.path).exists()
 

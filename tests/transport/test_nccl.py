@@ -25,13 +25,7 @@ from tests import pretend
 from tests.communicators import Communicators
 from tests.worlds import Divided, divided_tower, memory_world, poison, tower_inputs
 
-pytestmark = pytest.mark.usefixtures("one_thread", "found")
-
-
-@pytest.fixture
-def found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let workers find the pretended device; checkpoints alone need that they do not."""
-    monkeypatch.setattr(pretend.module, "available", True)
+pytestmark = pytest.mark.usefixtures("one_thread", "pretended_gpu")
 
 
 def _deploy(divided: Divided, world: Any) -> Deployment:
@@ -60,7 +54,6 @@ def test_a_stream_has_the_outputs_of_one_device(
     assert all(c.aborted for c in communicators.made)
 
 
-@pytest.mark.usefixtures("pretended")
 def test_what_fails_on_one_device_ends_the_stream_everywhere(communicators: Communicators) -> None:
     fed = [(list(inputs), {"batch": 2}) for inputs in tower_inputs(6)]
     fed[4] = (list(poison(tower_inputs(5)[4], 5)), {"batch": 2})
@@ -74,7 +67,6 @@ def test_what_fails_on_one_device_ends_the_stream_everywhere(communicators: Comm
     assert all(c.aborted for c in communicators.made)
 
 
-@pytest.mark.usefixtures("pretended")
 def test_processes_that_share_a_gpu_go_by_the_host(communicators: Communicators) -> None:
     communicators.shared = True
     fed = [(list(inputs), {"batch": 2}) for inputs in tower_inputs(2)]
@@ -85,7 +77,6 @@ def test_processes_that_share_a_gpu_go_by_the_host(communicators: Communicators)
     assert not communicators.made
 
 
-@pytest.mark.usefixtures("pretended")
 @pytest.mark.parametrize("late", [False, True])
 def test_nccl_that_cannot_be_is_one_line_where_it_was_asked_for(
     late: bool, communicators: Communicators, monkeypatch: pytest.MonkeyPatch

@@ -2,8 +2,8 @@
 
 import io
 import json
-import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +209,7 @@ def test_a_directory_needs_a_readable_configuration(tmp_path: Path) -> None:
             load_model(f"hf:{tmp_path}")
 
 
+@pytest.mark.usefixtures("offline")
 @pytest.mark.parametrize(
     ("name", "pretrained", "advice"),
     [
@@ -217,12 +218,7 @@ def test_a_directory_needs_a_readable_configuration(tmp_path: Path) -> None:
         ("hf:gpt22", False, "or a model type such as hf:gpt2; did you mean gpt2"),
     ],
 )
-def test_no_network_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, pretrained: bool, advice: str
-) -> None:
-    constants = pytest.importorskip("huggingface_hub").constants
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+def test_no_network_is_one_line(name: str, pretrained: bool, advice: str) -> None:
     with pytest.raises(ModelError) as caught:
         load_model(name, pretrained=pretrained)
     assert str(caught.value).startswith(f"the files of {name} cannot be downloaded (")
@@ -230,21 +226,11 @@ def test_no_network_is_one_line(
     assert "\n" not in str(caught.value)
 
 
-def test_a_fetched_model_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hub = pytest.importorskip("huggingface_hub")
+def test_a_fetched_model_is_used(tmp_path: Path, serve_hub: Callable[[Path], list[str]]) -> None:
     reference = save("gpt2", tmp_path)
     (tmp_path / "model.safetensors").unlink()
     reference.save_pretrained(tmp_path, max_shard_size="20KB")
-    asked: list[str] = []
-
-    def download(_repo: str, name: str, **_options: object) -> str:
-        asked.append(name)
-        if not (tmp_path / name).exists():
-            raise hub.errors.EntryNotFoundError(name)
-        return str(tmp_path / name)
-
-    monkeypatch.setattr(hub, "hf_hub_download", download)
-    monkeypatch.setattr(hub, "try_to_load_from_cache", lambda *_args, **_options: None)
+    asked = serve_hub(tmp_path)
     model = load_model("hf:gpt2", pretrained=True)
     assert torch.equal(model.weights.load("lm_head.weight"), reference.lm_head.weight)
     shards = sorted(file.name for file in tmp_path.glob("*.safetensors"))
@@ -319,18 +305,8 @@ def test_adapters_alone_are_no_model(tmp_path: Path) -> None:
         load_model(f"hf:{tmp_path}")
 
 
-def test_a_generation_configuration_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hub = pytest.importorskip("huggingface_hub")
-    cache, remote = tmp_path / "cache", tmp_path / "remote"
-    cache.mkdir()
-    _changed(remote, {}, {})
-    transformers.GenerationConfig(eos_token_id=[7, 9]).save_pretrained(remote)
-
-    def download(_repo: str, name: str, **_options: object) -> str:
-        if not (remote / name).exists():
-            raise hub.errors.EntryNotFoundError(name)
-        return str(shutil.copy(remote / name, cache / name))
-
-    monkeypatch.setattr(hub, "hf_hub_download", download)
-    monkeypatch.setattr(hub, "try_to_load_from_cache", lambda *_args, **_options: None)
+def test_a_generation_configuration_is_fetched(tmp_path: Path, serve_hub: Callable[[Path], list[str]]) -> None:
+    _changed(tmp_path, {}, {})
+    transformers.GenerationConfig(eos_token_id=[7, 9]).save_pretrained(tmp_path)
+    serve_hub(tmp_path)
     assert load_generation_config("hf:someone/llama", pretrained=True).eos_token_id == [7, 9]

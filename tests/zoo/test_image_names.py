@@ -1,5 +1,6 @@
 """Sets of images from every source, good and bad."""
 
+import errno
 import gzip
 import os
 import pickle
@@ -7,7 +8,6 @@ import tarfile
 import warnings
 from io import BytesIO
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +19,7 @@ from penstock.zoo.data import image_set
 from penstock.zoo.data.folders import natural_key
 from penstock.zoo.data.image_names import open_images
 from penstock.zoo.data.image_set import ImageSet
+from tests.disks import Disk
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
 COLORS = {
@@ -125,15 +126,8 @@ def test_a_folder_without_images_keeps_its_number(folder: Path, tmp_path: Path) 
     assert open_images(tmp_path / "flat").classes == ()
 
 
-def test_a_folder_that_cannot_be_entered_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    scan = os.scandir
-
-    def scandir(path: Path) -> Any:
-        if Path(path).name == "dogs":
-            raise PermissionError(13, "Permission denied")
-        return scan(path)
-
-    monkeypatch.setattr(os, "scandir", scandir)
+def test_a_folder_that_cannot_be_entered_is_refused(folder: Path, disk: Disk) -> None:
+    disk.fail("scandir", errno.EACCES, only="/dogs")
     with pytest.raises(DataError, match=r"dogs cannot be read .*Permission denied"):
         open_images(folder)
 

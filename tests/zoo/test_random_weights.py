@@ -1,7 +1,6 @@
 """Random weights of a seed are those of the model's own constructor in one process."""
 
 import errno
-import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from penstock.errors import ModelError
 from penstock.zoo.models.meta import build_on_meta, draw
 from penstock.zoo.models.models import load_model
 from penstock.zoo.models.names import parse_name
+from tests.disks import Disk
 
 timm = pytest.importorskip("timm")
 transformers = pytest.importorskip("transformers")
@@ -108,20 +108,16 @@ def test_constructors_may_read_copy_and_share() -> None:
     assert {p.device.type for p in module.parameters()} == {"meta"}
 
 
-def test_large_tensors_are_in_files_without_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+def test_large_tensors_are_in_files_without_names(temporary: Path) -> None:
     module = draw(lambda: nn.Linear(300, 300), 0)
-    assert str(tmp_path) in Path("/proc/self/maps").read_text()
-    assert list(tmp_path.iterdir()) == []
+    assert str(temporary) in Path("/proc/self/maps").read_text()
+    assert list(temporary.iterdir()) == []
     del module
-    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+    assert str(temporary) not in Path("/proc/self/maps").read_text()
 
 
-def test_a_full_disk_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
+def test_a_full_disk_is_one_line(disk: Disk) -> None:
+    disk.fail("posix_fallocate", errno.ENOSPC)
     weights = load_model("timm:vit_tiny_patch16_224,depth=1").weights
     with pytest.raises(ModelError, match="TMPDIR"):
         weights.load("head.weight")

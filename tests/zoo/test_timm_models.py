@@ -1,6 +1,7 @@
 """Models of timm by name."""
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -133,10 +134,8 @@ def test_a_name_reads_no_files(option: str) -> None:
         load_model(f"timm:resnet18,{option}")
 
 
-def test_no_network_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    constants = pytest.importorskip("huggingface_hub").constants
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+@pytest.mark.usefixtures("offline")
+def test_no_network_is_one_line() -> None:
     with pytest.raises(ModelError) as caught:
         load_model(TINY, pretrained=True)
     text = str(caught.value)
@@ -145,17 +144,10 @@ def test_no_network_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert "\n" not in text
 
 
-def test_a_fetched_checkpoint_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hub = pytest.importorskip("huggingface_hub")
+def test_a_fetched_checkpoint_is_used(tmp_path: Path, serve_hub: Callable[[Path], list[str]]) -> None:
     torch.save({"state_dict": tiny(num_classes=1000).state_dict()}, tmp_path / "pytorch_model.bin")
 
-    def download(_repo: str, name: str, **_options: object) -> str:
-        if not (tmp_path / name).exists():
-            raise hub.errors.EntryNotFoundError(name)
-        return str(tmp_path / name)
-
-    monkeypatch.setattr(hub, "hf_hub_download", download)
-    monkeypatch.setattr(hub, "try_to_load_from_cache", lambda *_args, **_options: None)
+    serve_hub(tmp_path)
     with pytest.raises(ModelError, match=r"float32\[1000, 192\] in the weights"):
         load_model(TINY, pretrained=True)
     model = load_model(TINY.replace("10", "1000"), pretrained=True)

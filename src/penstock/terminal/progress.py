@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from functools import partial
 from typing import TYPE_CHECKING
 
 from penstock.text import plain
@@ -46,7 +47,10 @@ def progress_console() -> "Console":
 
 
 @contextlib.contextmanager
-def working(what: str, console: "Console | None" = None, *, shown: bool = True) -> Iterator[Say]:
+def working(
+    what: str, console: "Console | None" = None, *, shown: bool = True, first_s: float = FIRST_S,
+    every_s: float = EVERY_S,
+) -> Iterator[Say]:  # fmt: skip
     """Show a line with the current activity and its elapsed time within the context; removed at its end.
 
     Example:
@@ -55,8 +59,8 @@ def working(what: str, console: "Console | None" = None, *, shown: bool = True) 
             say("measuring the model")
 
     It is written to standard error. If that is not a terminal, a plain line is printed for each activity of more than
-    two seconds, and again every half a minute. A nested context changes the line of the outer one. Pass `shown=False`
-    in every process but one.
+    `first_s` seconds, and again every `every_s` seconds. A nested context changes the line of the outer one. Pass
+    `shown=False` in every process but one.
     """
     outer = _shown.get()
     if not shown:
@@ -70,7 +74,7 @@ def working(what: str, console: "Console | None" = None, *, shown: bool = True) 
             outer.say(before)
     else:
         console = console or progress_console()
-        line = _spinner if console.is_terminal else _lines
+        line = _spinner if console.is_terminal else partial(_lines, first_s=first_s, every_s=every_s)
         with line(what, console) as show, describing(what, show) as say:
             yield say
 
@@ -100,7 +104,7 @@ def _spinner(what: str, console: "Console") -> Iterator[Say]:
 
 
 @contextlib.contextmanager
-def _lines(what: str, console: "Console") -> Iterator[Say]:
+def _lines(what: str, console: "Console", *, first_s: float, every_s: float) -> Iterator[Say]:
     """Print each activity that lasts, and that it still does."""
     began_s = time.monotonic()
     now, changed, ended = [(what, began_s)], threading.Event(), threading.Event()
@@ -109,7 +113,7 @@ def _lines(what: str, console: "Console") -> Iterator[Say]:
         told, told_s = set(), began_s
         while True:
             text, since_s = now[0]
-            due_s = told_s + EVERY_S if text in told else since_s + FIRST_S
+            due_s = told_s + every_s if text in told else since_s + first_s
             if changed.wait(max(0.0, due_s - time.monotonic())):
                 changed.clear()
                 if ended.is_set():

@@ -10,15 +10,13 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import CacheError
+from tests.disks import Disk
 from tests.elastic.cache.shards import check_rows, fill_shard
 from tests.processes import PROGRAMS, Running
 
 
-def test_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
+def test_a_disk_that_is_full(tmp_path: Path, disk: Disk) -> None:
+    disk.fail("posix_fallocate", errno.ENOSPC)
     with pytest.raises(
         CacheError,
         match=r"the cache needs 256 B, but the disk of .*shard-1.rows has .*B left \(No space left on device\); free "
@@ -28,25 +26,19 @@ def test_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert list(tmp_path.iterdir()) == [], "it keeps the room that is missing"
 
 
-def test_a_disk_that_reserves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(*_: object) -> None:
-        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
-
-    monkeypatch.setattr(os, "posix_fallocate", refused)
+def test_a_disk_that_reserves_nothing(tmp_path: Path, disk: Disk) -> None:
+    disk.fail("posix_fallocate", errno.EOPNOTSUPP)
     with fill_shard(tmp_path) as shard:
         check_rows(shard)
 
 
-def test_a_write_that_fails_or_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_that_fails_or_is_short(tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.pwrite
 
     def short(descriptor: int, data: memoryview, start: int) -> int:
         return real(descriptor, data[:5], start)
 
-    def failing(*_: object) -> int:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(os, "pwrite", failing)
+    disk.fail("pwrite", errno.EIO)
     with pytest.raises(CacheError, match=r"cannot be written \(Input/output error\)"):
         fill_shard(tmp_path / "cache")
     assert list(tmp_path.iterdir()) == []

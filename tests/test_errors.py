@@ -16,7 +16,7 @@ from penstock.errors import PenstockError, PlanError, RunError
         ("", ""),
     ],
 )
-def test_a_message_is_one_printable_line(given: str, shown: str) -> None:
+def test_error_message_is_one_printable_line(given: str, shown: str) -> None:
     assert str(PlanError(given)) == shown
 
 

@@ -33,7 +33,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", str(place)], check=True)
 
 
-def test_a_file_takes_the_place_of_another_only_when_it_is_whole(tmp_path: Path) -> None:
+def test_file_is_replaced_only_when_complete(tmp_path: Path) -> None:
     target = tmp_path / "one"
     target.write_text("before")
     with contextlib.suppress(KeyError), written_whole(target) as file:
@@ -46,7 +46,7 @@ def test_a_file_takes_the_place_of_another_only_when_it_is_whole(tmp_path: Path)
     assert list(tmp_path.iterdir()) == [target], "something was left behind"
 
 
-def test_its_permissions_are_those_of_any_file(tmp_path: Path) -> None:
+def test_new_file_has_default_permissions(tmp_path: Path) -> None:
     (tmp_path / "plain").touch()
     with written_whole(tmp_path / "whole") as file:
         file.write(b"")
@@ -84,7 +84,7 @@ def test_a_line_that_does_not_fit_leaves_nothing_behind(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["out.csv", "out.jsonl"])
-def test_predictions_on_a_full_disk_are_kept_and_gone_on_with(tmp_path: Path, name: str) -> None:
+def test_predictions_continue_after_a_full_disk(tmp_path: Path, name: str) -> None:
     rows = [{"image": f"{index}.jpg", "prediction": index} for index in range(3)]
     with PredictionFile(tmp_path / name) as file:
         file.write(rows[0])

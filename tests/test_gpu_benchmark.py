@@ -32,7 +32,7 @@ def test_a_section_on_the_cpu(section: str, count: int, tmp_path: Path) -> None:
         assert set(row.get("rows_equal_to_transformers", {"": 2}).values()) == {2}
 
 
-def test_what_fails_and_what_time_is_left_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_and_skipped_sections_are_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(_device: torch.device, *, tiny: bool) -> Iterator[dict[str, Any]]:
         yield {"section": "cut", "tiny": tiny}
         raise RuntimeError("no such kernel\nand more")

@@ -8,7 +8,7 @@ import torch
 from scripts import gpu_check
 
 
-def test_its_checks_hold_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+def test_gpu_checks_hold_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     # those that are left out take long, and are made of the same pieces
     assert gpu_check.main(["streams", "training", "pipe", "--device", "cpu"]) == 0
     table = capsys.readouterr().out

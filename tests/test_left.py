@@ -31,7 +31,7 @@ def test_a_file_of_a_killed_save_is_swept(tmp_path: Path) -> None:
     assert target.read_text() == "again"
 
 
-def test_names_alike_are_not_swept(tmp_path: Path) -> None:
+def test_files_with_similar_names_are_kept(tmp_path: Path) -> None:
     mine = [
         tmp_path / name for name in (".a.txt.backup", f".b.txt.{'0' * 16}", f".a.txt.{'g' * 16}", f"a.txt.{'0' * 16}")
     ]
@@ -68,7 +68,7 @@ def test_a_write_that_fails_keeps_what_was_there(tmp_path: Path) -> None:
     assert target.read_text() == "before"
 
 
-def test_a_lock_is_one_processs_alone(tmp_path: Path) -> None:
+def test_lock_excludes_other_processes(tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from penstock.files import locked\nwith locked(Path(sys.argv[1])): pass"
     )

@@ -42,7 +42,7 @@ def test_errors_of_memory(error: BaseException) -> None:
 
 
 @pytest.mark.parametrize("error", [RunError("not enough memory"), RuntimeError("unsupported memory format")])
-def test_the_word_alone_says_nothing(error: BaseException) -> None:
+def test_unrelated_error_is_not_out_of_memory(error: BaseException) -> None:
     assert not is_out_of_memory(error)
 
 

@@ -108,5 +108,5 @@ def test_a_dense_tensor_is_unpacked_as_a_view() -> None:
     ("shape", "strides", "dense"),
     [((2, 3), (3, 1), True), ((2, 3), (1, 2), True), ((2, 3), (4, 1), False), ((2, 3), (1, 1), False), ((), (), True)],
 )
-def test_dense(shape: tuple[int, ...], strides: tuple[int, ...], dense: bool) -> None:
+def test_dense_layouts_are_recognized(shape: tuple[int, ...], strides: tuple[int, ...], dense: bool) -> None:
     assert is_dense(shape, strides) is dense

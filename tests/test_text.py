@@ -24,7 +24,7 @@ def test_controls_are_written_out() -> None:
 
 
 @given(st.text())
-def test_whatever_it_is_it_can_be_printed(text: str) -> None:
+def test_any_text_is_printable(text: str) -> None:
     shown = plain(text)
     shown.encode()
     assert all(ord(c) >= 0x20 and not 0x7F <= ord(c) < 0xA0 for c in shown)
@@ -63,7 +63,7 @@ def test_numbers_are_no_formulas() -> None:
     ]  # fmt: skip
 
 
-def test_nothing_else_prints() -> None:
+def test_source_prints_only_through_the_console() -> None:
     """What a verb prints goes through `say`, `note` or a `PlainConsole`, whatever is written next."""
     root = Path(penstock.__file__).parent
     for file in sorted(root.rglob("*.py")):

@@ -53,7 +53,7 @@ def by_python(expression: Expression, sizes: dict[str, int]) -> Any:
         (("/", "sequence", 32), 0.5),
     ],
 )
-def test_values(expression: Expression, value: float) -> None:
+def test_sizes_evaluate_to_numbers(expression: Expression, value: float) -> None:
     assert Size(expression).evaluate({"batch": 3, "sequence": 16}) == value
 
 
@@ -67,12 +67,12 @@ def test_values(expression: Expression, value: float) -> None:
         (("max", 1, "batch"), "max(1, batch)"),
     ],
 )
-def test_written_for_people(expression: Expression, text: str) -> None:
+def test_expressions_are_written_readably(expression: Expression, text: str) -> None:
     assert write_expression(expression) == text
 
 
 @given(EXPRESSIONS, st.integers(1, 50), st.integers(1, 50))
-def test_like_python_or_refused(expression: Expression, batch: int, sequence: int) -> None:
+def test_expressions_evaluate_like_python_or_are_refused(expression: Expression, batch: int, sequence: int) -> None:
     sizes = {"batch": batch, "sequence": sequence}
     try:
         value = Size(expression).evaluate(sizes)
@@ -117,7 +117,7 @@ def test_absurd_sizes_are_refused_at_once(expression: Expression) -> None:
         {"batch": 1}, ["+", 1, None], ["+", *[1] * 64], [["+"], 1],
     ],
 )  # fmt: skip
-def test_what_is_no_expression(content: object) -> None:
+def test_invalid_expressions_are_refused(content: object) -> None:
     with pytest.raises((ProgramError, TypeError)):
         check_expression(content, SYMBOLS)
 

@@ -34,7 +34,7 @@ def test_the_limit_is_the_mean_of_before_and_after() -> None:
     assert slowing.asked == [(1, 2), (1, 2)]
 
 
-def test_the_measurement_after_a_run_is_the_one_before_the_next() -> None:
+def test_limit_after_a_run_serves_the_next() -> None:
     slowing, ceilings = make()
     with ceilings.around(3):
         pass
@@ -44,7 +44,7 @@ def test_the_measurement_after_a_run_is_the_one_before_the_next() -> None:
     assert len(slowing.asked) == 3
 
 
-def test_other_devices_or_something_in_between_measure_again() -> None:
+def test_limit_is_measured_again_after_a_change() -> None:
     slowing, ceilings = make()
     with ceilings.around(3):
         pass
@@ -54,7 +54,7 @@ def test_other_devices_or_something_in_between_measure_again() -> None:
     assert slowing.asked[2:] == [(1, 2), (1, 2)]
 
 
-def test_a_typical_rate_is_the_mean_of_several_and_the_last_one_is_right_before_the_run() -> None:
+def test_typical_rate_is_the_mean_of_several() -> None:
     slowing, ceilings = make()
     assert ceilings.typical(2, 3) == pytest.approx([(2 / 1 + 2 / 2 + 2 / 3) / 3] * 2)
     with ceilings.around(2) as rates:

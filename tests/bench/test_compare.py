@@ -50,7 +50,7 @@ class TwoRowsPerSecond:
 
 
 @pytest.mark.long
-def test_a_limit_that_is_measured_beside_the_stages_is_taken_around_every_pass() -> None:
+def test_limit_is_measured_around_every_pass() -> None:
     world = start_local(2)
     limits: list[TwoRowsPerSecond] = []
 

@@ -20,7 +20,7 @@ for verb in sys.argv[1:]:
 """
 
 
-def test_no_verb_needs_torch_to_be_called_wrongly() -> None:
+def test_usage_errors_need_no_torch() -> None:
     command = [sys.executable, "-c", COUNTS, *sorted(_HELP)]
     ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert ended.stdout.split() == [f"{verb}:False:2" for verb in sorted(_HELP)]

@@ -50,7 +50,7 @@ def test_rows_of_every_stage_count_and_policy(penstock: Run, tmp_path: Path) -> 
     assert "2 stages, cut by hand at blocks.0.attn:after, splits at" in words
 
 
-def test_rows_that_are_done_are_kept_where_a_later_one_cannot_be(penstock: Run, tmp_path: Path) -> None:
+def test_finished_rows_are_kept_if_a_later_one_fails(penstock: Run, tmp_path: Path) -> None:
     file = tmp_path / "bench.json"
     given = ["--stages", 1, "--num-images", 8, "--cut", "nowhere:after", "--json", file]
     assert penstock("bench", SMALL, *given)[0] == 2
@@ -75,7 +75,7 @@ def test_another_runtime_beside_eager_in_one_process(penstock: Run, tmp_path: Pa
 
 
 @pytest.mark.skipif(OLD_TORCH, reason="torch.distributed.pipelining of 2.10 takes other stages")
-def test_the_peer_runs_beside_it(penstock: Run, tmp_path: Path) -> None:
+def test_bench_runs_a_peer(penstock: Run, tmp_path: Path) -> None:
     file = tmp_path / "bench.json"
     assert penstock("bench", SMALL, "--stages", 2, "--num-images", 8, "--set", "peer=true", "--json", file)[0] == 0
     rows = {row["mode"]: row for row in json.loads(file.read_text())["rows"]}

@@ -17,11 +17,11 @@ from tests.processes import lay_trap
 
 
 @pytest.mark.parametrize("given", [["bench", "m", "--cluster", "a.toml"], ["bench", "--cluster=a.toml", "m"]])
-def test_the_option_is_taken_out(given: list[str]) -> None:
+def test_cluster_option_is_removed_from_the_command(given: list[str]) -> None:
     assert take_cluster(given) == (Path("a.toml"), ["bench", "m"])
 
 
-def test_without_the_option_nothing_changes() -> None:
+def test_command_without_cluster_option_is_unchanged() -> None:
     assert take_cluster(["bench", "m"]) == (None, ["bench", "m"])
     with pytest.raises(UsageError, match="needs a file"):
         take_cluster(["bench", "--cluster"])
@@ -29,7 +29,7 @@ def test_without_the_option_nothing_changes() -> None:
 
 @pytest.mark.long
 @needs_lab
-def test_bench_runs_on_the_hosts_of_a_lab_without_what_lies_in_the_current_folder(tmp_path: Path) -> None:
+def test_lab_bench_imports_nothing_from_the_current_folder(tmp_path: Path) -> None:
     mark = lay_trap(tmp_path)
     hosts = "".join(f'[[hosts]]\nname = "h{i}"\ncpu = 0.9\nmemory = "4 GiB"\n' for i in range(2))
     (tmp_path / "lab.toml").write_text(f'name = "clitest"\nbandwidth = "1 Gbit/s"\n{hosts}')

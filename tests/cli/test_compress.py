@@ -7,7 +7,7 @@ from pathlib import Path
 from tests.compress.test_steps import MODEL
 
 
-def test_the_verb(penstock: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+def test_compress_writes_its_frontier(penstock: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
     few = ["--data", "digits", "--num-rows", 100, "--num-test-rows", 20, "--epochs", 0, "--importance", "magnitude"]
     few += ["--runtime", "eager", "--ratio", 0.4, "-o", tmp_path / "run", "--json", tmp_path / "found.json"]
     status, out, err = penstock("compress", MODEL, *few, "--max-drop", 0.9)

@@ -47,7 +47,7 @@ def run_in(folder: Path, command: Sequence[str]) -> "subprocess.CompletedProcess
     return done
 
 
-def test_infer_and_train(trap: Path, tmp_path: Path) -> None:
+def test_infer_and_train_import_nothing_from_the_current_folder(trap: Path, tmp_path: Path) -> None:
     (tmp_path / "penstock").write_text(SCRIPT)
     module = [sys.executable, "-m", "penstock"]
     script = [sys.executable, str(tmp_path / "penstock")]
@@ -55,7 +55,7 @@ def test_infer_and_train(trap: Path, tmp_path: Path) -> None:
     run_in(trap, [*script, "train", VIT, "--data", "digits", "--set", "num_rows=40", "--steps", "1", "--stages", "2"])
 
 
-def test_a_users_model_comes_from_there_and_what_it_means_by_other_names_does_not(trap: Path) -> None:
+def test_only_the_users_model_is_imported_from_the_folder(trap: Path) -> None:
     for name, text in (("model", USERS_MODEL), ("layers", USERS_LAYERS), ("sizes", "WIDTH = 8")):
         (trap / f"users_{name}.py").write_text(text)
     for name in ("timm", "fractions"):

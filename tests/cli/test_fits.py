@@ -85,7 +85,7 @@ def test_options_without_effect_are_refused(penstock: Run, options: tuple[str, .
 
 
 @pytest.mark.parametrize(("model", "options"), [(VIT, ()), *((SAMPLE, options) for options in OF_A_PROFILE)])
-def test_profile_refuses_other_models_and_what_it_has_of_its_own(
+def test_fits_refuses_other_models_and_options_of_its_profile(
     penstock: Run, tmp_path: Path, model: str, options: tuple[str, ...]
 ) -> None:
     write_profile(tmp_path / "profile.json", make_profile([1, 1], model=SAMPLE))

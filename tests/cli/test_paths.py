@@ -81,7 +81,7 @@ def test_every_verb_that_writes_is_in_the_table() -> None:
 
 
 @pytest.mark.parametrize("verb", sorted(WRITE))
-def test_no_output_is_an_input_by_any_name(verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_cannot_be_an_input(verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     calls: list[dict[str, Any]] = []
     call, (read, written) = _spy(VERBS[verb], calls), _paths(VERBS[verb])

@@ -45,7 +45,7 @@ def test_memory_for_a_trace_is_in_the_plan(penstock: Run, files: tuple[Path, Pat
     assert needs[0] > RECORDING_BYTES > needs[1]
 
 
-def test_an_explanation(penstock: Run, files: tuple[Path, Path], tmp_path: Path) -> None:
+def test_explain_names_the_pace_and_the_runner_up(penstock: Run, files: tuple[Path, Path], tmp_path: Path) -> None:
     status, out, _ = penstock("plan", *files, "--explain", "--json", tmp_path / "out.json")
     assert status == 0
     assert "the pace is set by" in out
@@ -72,7 +72,7 @@ def test_differences_below_the_noise_of_the_profile_are_not_decided(
     assert json.loads((tmp_path / "out.json").read_text())["noise"] == pytest.approx(noise)
 
 
-def test_a_lab_file_is_a_cluster(penstock: Run, files: tuple[Path, Path], tmp_path: Path) -> None:
+def test_plan_reads_a_lab_file(penstock: Run, files: tuple[Path, Path], tmp_path: Path) -> None:
     lab = tmp_path / "lab.toml"
     lab.write_text('[[hosts]]\nname = "h0"\ncpu = 0.5\nmemory = "1 GiB"\n')
     status, out, _ = penstock("plan", files[0], lab)
@@ -81,7 +81,7 @@ def test_a_lab_file_is_a_cluster(penstock: Run, files: tuple[Path, Path], tmp_pa
     assert "0.25 rows/s" in out
 
 
-def test_aims(penstock: Run, files: tuple[Path, Path], tmp_path: Path) -> None:
+def test_plan_follows_the_chosen_aim(penstock: Run, files: tuple[Path, Path], tmp_path: Path) -> None:
     assert penstock("plan", *files, "--aim", "latency", "-o", tmp_path / "l.json")[0] == 0
     assert len(read_plan(tmp_path / "l.json").devices) == 2  # no device holds all
     target = ["--aim", "devices", "--target", "0.85", "--no-alternate", "--no-replicas"]
@@ -100,7 +100,9 @@ def test_aims(penstock: Run, files: tuple[Path, Path], tmp_path: Path) -> None:
         (["--schedule", "1f1b", "--microbatches", "4"], 1, "needs backward seconds"),
     ],
 )
-def test_what_cannot_be(arguments: list[str], status: int, said: str, penstock: Run, files: tuple[Path, Path]) -> None:
+def test_impossible_plan_is_one_line(
+    arguments: list[str], status: int, said: str, penstock: Run, files: tuple[Path, Path]
+) -> None:
     ended, _, err = penstock("plan", *files, *arguments)
     assert ended == status
     assert said in err

@@ -48,7 +48,7 @@ def test_a_run_in_stages_names_its_phases_on_a_terminal(tmp_path: Path) -> None:
     assert places == sorted(places)
 
 
-def test_a_resumed_run_keeps_the_values_of_options_that_are_left_out(penstock: Run, tmp_path: Path) -> None:
+def test_resumed_run_keeps_options_that_are_not_given(penstock: Run, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     again = ["train", "--threads", 1, "--resume", "-o", folder]
     started = [
@@ -150,7 +150,7 @@ def test_wrong_usage_is_one_line(arguments: list[str], said: str, penstock: Run,
     assert err.count("\n") == 1
 
 
-def test_ways_to_train_beside_each_other_in_processes_of_their_own(penstock: Run, tmp_path: Path) -> None:
+def test_ways_to_train_are_compared(penstock: Run, tmp_path: Path) -> None:
     few = ["--data", "digits", "--set", "num_rows=48", "--batch-size", 8, "--threads", 1]
     given = ["--compare", "single,data", "-o", tmp_path / "compared", "--json", tmp_path / "rows.json"]
     status, _out, err = penstock("train", VIT, *few, *given)

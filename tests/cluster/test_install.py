@@ -50,14 +50,14 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 
 @pytest.mark.parametrize("processor", ["x86_64", "aarch64"])
-def test_a_gpu_has_its_build(machine: Machine, processor: str) -> None:
+def test_gpu_machine_gets_the_usual_build(machine: Machine, processor: str) -> None:
     commands = machine(processor, gpu=True, uv=0)
     assert "GPU" in main("env", WANTED)
     assert commands[-1][1:] == ["-m", "pip", "install", "--quiet", *WANTED]
 
 
 @pytest.mark.parametrize("processor", ["x86_64", "aarch64"])
-def test_uv_knows_the_index_of_cpu_builds(machine: Machine, processor: str) -> None:
+def test_uv_installs_the_cpu_build(machine: Machine, processor: str) -> None:
     commands = machine(processor, uv=0, free=3e9)
     assert "uv" in main("env", WANTED)
     assert Path(commands[-1][0]).name == "uv"
@@ -65,7 +65,7 @@ def test_uv_knows_the_index_of_cpu_builds(machine: Machine, processor: str) -> N
 
 
 @pytest.mark.parametrize("uv", [None, 2])
-def test_without_that_index_an_arm_board_has_the_last_cpu_build(machine: Machine, uv: int | None) -> None:
+def test_arm_board_without_index_gets_the_last_cpu_build(machine: Machine, uv: int | None) -> None:
     commands = machine("aarch64", uv=uv, free=3e9)
     chosen = main("env", WANTED)
     assert LAST_CPU["torch"] in chosen
@@ -74,7 +74,9 @@ def test_without_that_index_an_arm_board_has_the_last_cpu_build(machine: Machine
 
 
 @pytest.mark.parametrize(("uv", "usual", "tool"), [(None, 0, "python"), (2, 0, "uv"), (2, 2, "python")])
-def test_elsewhere_the_usual_build_comes_and_says_so(machine: Machine, uv: int | None, usual: int, tool: str) -> None:
+def test_other_machines_get_the_usual_build_with_a_reason(
+    machine: Machine, uv: int | None, usual: int, tool: str
+) -> None:
     commands = machine("x86_64", uv=uv, usual=usual)
     chosen = main("env", WANTED)
     assert "CUDA" in chosen
@@ -84,7 +86,7 @@ def test_elsewhere_the_usual_build_comes_and_says_so(machine: Machine, uv: int |
     assert "--torch-backend" not in commands[-1]
 
 
-def test_the_usual_build_is_refused_without_its_room(machine: Machine) -> None:
+def test_usual_build_is_refused_without_disk_space(machine: Machine) -> None:
     commands = machine("x86_64", uv=2, free=5e9)
     with pytest.raises(SystemExit) as refused:
         main("env", WANTED)
@@ -92,7 +94,7 @@ def test_the_usual_build_is_refused_without_its_room(machine: Machine) -> None:
     assert "--torch-backend" in commands[-1]
 
 
-def test_a_constraints_file_loses_what_is_of_cuda(tmp_path: Path) -> None:
+def test_constraints_for_cuda_are_removed(tmp_path: Path) -> None:
     pins = tmp_path / "constraints.txt"
     pins.write_text(
         "torch==2.15.0\ntorchvision==0.30.0\ntorch-pruning==1.6.1\nnvidia-nccl-cu13==2\nnumpy==2.1\ntriton==3\n"
@@ -105,7 +107,7 @@ def test_a_constraints_file_loses_what_is_of_cuda(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("free", "processor"), [(1e9, "aarch64"), (5e9, "x86_64")])
-def test_a_card_without_room_is_refused_before_anything_is_made(
+def test_full_card_is_refused_before_the_installation(
     machine: Machine, free: float, processor: str, tmp_path: Path
 ) -> None:
     commands = machine(processor, free=free)
@@ -117,7 +119,9 @@ def test_a_card_without_room_is_refused_before_anything_is_made(
 
 
 @pytest.mark.parametrize(("name", "value"), [("maxsize", 2**31 - 1), ("version_info", (3, 9, 1))])
-def test_a_python_that_cannot_have_it(machine: Machine, monkeypatch: pytest.MonkeyPatch, name: str, value: Any) -> None:
+def test_unsupported_python_is_refused(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, name: str, value: Any
+) -> None:
     commands = machine("armv7l")
     monkeypatch.setattr(sys, name, value)
     with pytest.raises(SystemExit) as refused:

@@ -165,7 +165,7 @@ def test_output_is_kept_apart_and_ranks_are_torchruns(lab: Lab) -> None:
     assert collected.of("host1", "stderr") == ["10.77.0.1:1234 y"] * 2
 
 
-def test_output_that_cannot_be_handed_on_ends_the_run(lab: Lab) -> None:
+def test_unwritable_output_ends_the_run(lab: Lab) -> None:
     def refuse(_line: object) -> None:
         raise BrokenPipeError("nobody reads")
 
@@ -178,7 +178,7 @@ def test_nothing_a_command_started_is_left(lab: Lab) -> None:
     assert [host.num_processes for host in lab.status().hosts] == [0, 0]
 
 
-def test_the_stubborn_are_killed(lab: Lab) -> None:
+def test_processes_that_ignore_sigterm_are_killed(lab: Lab) -> None:
     collected = Collected()
     run = lab.start(["sh", "-c", "trap '' TERM; echo ready; sleep 60"], output=collected, grace_s=0.3)
     until(lambda: len(collected.lines) == 2)

@@ -118,7 +118,7 @@ def test_an_unknown_board_is_named_with_the_nearest() -> None:
         preset("rasberry-pi-4", 4, 2)
 
 
-def test_too_much_for_the_machine() -> None:
+def test_lab_larger_than_the_machine_is_refused() -> None:
     spec = preset("raspberry-pi-4", 4, 2, cpu=0.5)
     [cpu, memory] = check_fit(spec, 2, 8 * GIB)
     assert cpu == ("the hosts' CPU shares add up to 2 of 2 cores; above 70% they disturb each other: use cpu = 0.35")

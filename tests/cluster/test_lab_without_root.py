@@ -137,13 +137,13 @@ def test_down_deletes_this_lab_only(machine: Machine) -> None:
     ]
 
 
-def test_a_session_takes_down_what_it_put_up(machine: Machine) -> None:
+def test_session_takes_down_its_own_lab(machine: Machine) -> None:
     with lab_session(make_spec("lab"), machine):
         shell_of(machine).answers["ip netns list"] = NAMESPACES
     assert "ip netns delete penstock.lab.host1" in shell_of(machine).commands
 
 
-def test_a_session_leaves_a_lab_that_was_up(machine: Machine) -> None:
+def test_session_keeps_a_running_lab(machine: Machine) -> None:
     spec = make_spec("lab")
     Lab(spec, machine).up()
     shell_of(machine).answers["ip netns list"] = NAMESPACES
@@ -166,7 +166,7 @@ def test_a_run_needs_a_lab_and_a_command(machine: Machine, arguments: dict[str, 
         Lab(make_spec("lab"), machine).start(**arguments)  # type: ignore[arg-type]
 
 
-def test_what_is_not_up_cannot_be_disturbed(machine: Machine) -> None:
+def test_lab_that_is_down_cannot_be_changed(machine: Machine) -> None:
     lab = Lab(make_spec("lab"), machine)
     with pytest.raises(ClusterError, match="must be up"):
         lab.cut("host0")
@@ -371,7 +371,7 @@ SPINS = ["sh", "-c", "while :; do :; done"]
 
 
 @pytest.mark.skipif(shutil.which("chrt") is None, reason="cores are kept awake with chrt")
-def test_cores_are_kept_awake_by_what_gives_way() -> None:
+def test_cores_are_kept_awake_at_low_priority() -> None:
     core = max(os.sched_getaffinity(0))
     before = psutil.Process().children()
     awake = Awake([core, core])
@@ -409,7 +409,7 @@ class Stuck(subprocess.Popen[str]):
         raise subprocess.TimeoutExpired(self.args, timeout)
 
 
-def test_a_run_lets_go_of_its_helpers_when_a_process_does_not_end(
+def test_helpers_are_released_if_a_process_survives(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     helpers: list[str] = []
@@ -469,7 +469,7 @@ def test_a_program_keeps_its_own_signals() -> None:
 
 
 @pytest.mark.skipif(shutil.which("chrt") is None, reason="cores are kept awake with chrt")
-def test_nothing_keeps_cores_awake_for_a_process_that_is_gone(busy_core: int) -> None:
+def test_awake_helpers_end_with_their_process(busy_core: int) -> None:
     words = [sys.executable, str(PROGRAMS / "awake_orphans.py"), str(busy_core)]
     said = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
     (pid,) = map(int, said.stdout.split())
@@ -477,7 +477,7 @@ def test_nothing_keeps_cores_awake_for_a_process_that_is_gone(busy_core: int) ->
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_command_ends_before_its_caller_hears_a_signal(number: int, tmp_path: Path) -> None:
+def test_command_ends_before_its_caller(number: int, tmp_path: Path) -> None:
     words = [sys.executable, str(PROGRAMS / "asked_to_end.py"), str(int(number))]
     done = subprocess.run(words, cwd=tmp_path, timeout=60)
     assert done.returncode == 128 + number

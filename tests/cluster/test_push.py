@@ -21,7 +21,7 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
     return Host("board", "board", folder=str(tmp_path / "box"), python=sys.executable)
 
 
-def test_only_what_was_brought_is_removed(host: Host) -> None:
+def test_push_removes_only_pushed_files(host: Host) -> None:
     top = Path(host.folder)
     assert bring(host, host.folder, {"a.py": b"1", "sub/b.py": b"22"}) == 3
     assert bring(host, host.folder, {"a.py": b"1", "sub/b.py": b"22"}) == 0
@@ -33,7 +33,7 @@ def test_only_what_was_brought_is_removed(host: Host) -> None:
     assert (top / "mine").read_text() == (top / "sub" / "mine.py").read_text() == "somebody's"
 
 
-def test_what_was_changed_there_comes_again_and_is_not_removed(host: Host) -> None:
+def test_changed_remote_files_are_pushed_again(host: Host) -> None:
     top = Path(host.folder)
     bring(host, host.folder, {"a.py": b"1", "b.py": b"2"})
     (top / "a.py").write_text("changed")

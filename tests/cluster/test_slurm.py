@@ -131,7 +131,7 @@ def test_a_training_is_stopped_requeued_and_resumed(nodes: SlurmNodes, tmp_path:
     assert [line["step"] for line in lines if line["kind"] == "step"] == list(range(1, before + 3))
 
 
-def test_a_stream_goes_on_without_a_node(nodes: SlurmNodes, tmp_path: Path) -> None:
+def test_slurm_stream_survives_a_lost_node(nodes: SlurmNodes, tmp_path: Path) -> None:
     alone, rows = tmp_path / "alone.csv", tmp_path / "rows.csv"
     words = ["infer", SLOW, "--images", "digits", "--num-images", "400", "--threads", "1"]
     own = [*words, "-o", str(rows), "--json", f"{tmp_path}/rows.json", "--on-loss", "continue"]

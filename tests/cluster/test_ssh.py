@@ -59,7 +59,7 @@ def of_machine(name: str, word: str) -> list[psutil.Process]:
     return found
 
 
-def test_prepared_looked_at_and_run_on(machines: SshLab, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_hosts_are_pushed_checked_and_run(machines: SshLab, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     # nothing is there yet: every machine says what is missing, and by what it is mended
     assert verb("hosts", "check", machines.cluster, "--json", tmp_path / "check.json") == 1
     out = capsys.readouterr().out
@@ -101,7 +101,7 @@ def test_prepared_looked_at_and_run_on(machines: SshLab, capsys: pytest.CaptureF
         assert of_machine(f"board{index}", "penstock") == []
 
 
-def test_ended_with_whoever_started_it(machines: SshLab) -> None:
+def test_remote_processes_end_with_their_caller(machines: SshLab) -> None:
     push(hosts_of(read_cluster(machines.cluster)), install=False)
     waits = ["worker", "--join", "10.77.0.9:1", "--patience", "500"]
     command = [sys.executable, "-m", "penstock", "hosts", "run", str(machines.cluster), "--", *waits]
@@ -149,7 +149,7 @@ def test_a_scan_finds_what_the_security_page_names(machines: SshLab, tmp_path: P
     assert not list(machines.folder("board0").glob("run-*.key"))
 
 
-def test_the_first_that_fails_ends_the_others(machines: SshLab) -> None:
+def test_first_failure_ends_all_machines(machines: SshLab) -> None:
     cluster = read_cluster(machines.cluster)
     hosts = hosts_of(cluster)
     variables = environment(hosts, ["10.77.0.1"] * NUM_HOSTS, [1] * NUM_HOSTS, 29500)
@@ -166,7 +166,7 @@ def test_the_first_that_fails_ends_the_others(machines: SshLab) -> None:
     assert not any(of_machine(f"board{index}", "worker") for index in range(NUM_HOSTS))
 
 
-def test_a_machine_that_is_not_there(machines: SshLab) -> None:
+def test_unreachable_machine_is_reported(machines: SshLab) -> None:
     machines.lab.cut("board1")
     try:
         cluster = read_cluster(machines.cluster)

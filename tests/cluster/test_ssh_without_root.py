@@ -78,13 +78,13 @@ def test_a_machine_is_reached_as_its_file_says() -> None:
 
 
 @pytest.mark.parametrize("field", ["ssh", "address", "folder", "venv", "python"])
-def test_nothing_in_a_file_is_an_option_of_ssh(field: str) -> None:
+def test_cluster_file_cannot_inject_ssh_options(field: str) -> None:
     line = f'{field} = "-oProxyCommand=touch /tmp/x"'
     with pytest.raises(ClusterError, match=f"{field} of a would be read as an option"):
         parse_cluster(f'[[devices]]\nname = "a"\nspeed = 1\nmemory = "1 GiB"\n{line}')
 
 
-def test_words_arrive_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remote_words_arrive_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_SSH", "ssh -F 'my config'")
     command = Host("board", "pi@board").command("echo", "a b; rm -rf $HOME")
     assert command[:3] == ["ssh", "-F", "my config"]
@@ -93,7 +93,7 @@ def test_words_arrive_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("login", ["echo Welcome; echo '{'", "printf bytes; printf more >&2", "true"])
-def test_what_a_shell_prints_at_login_is_no_answer(shell: Path, login: str) -> None:
+def test_login_output_is_not_an_answer(shell: Path, login: str) -> None:
     shell.write_text(f'#!/bin/sh\n{login}\nfor last; do :; done\nsh -c "$last"\necho Bye\n')
     host = hosts_of(cluster())[1]
     assert run_on(host, ["printf", "%s", "an answer"]).out == b"an answer"
@@ -103,7 +103,7 @@ def test_what_a_shell_prints_at_login_is_no_answer(shell: Path, login: str) -> N
         require(host, run_on(host, ["true"]), "asking")
 
 
-def test_each_process_is_told_who_it_is() -> None:
+def test_each_process_gets_its_rank() -> None:
     hosts = hosts_of(cluster())
     first, second = environment(hosts, ["10.0.0.1", "10.0.0.2"], [1, 4], 29500)
     assert (first["RANK"], second["RANK"], second["WORLD_SIZE"]) == ("0", "1", "2")
@@ -113,13 +113,13 @@ def test_each_process_is_told_who_it_is() -> None:
     assert words[3:] == ["5", "ann/penstock", "/opt/venv/bin/python", "RANK=1", "--", "bench", "timm:x", "--", "y"]
 
 
-def test_without_ssh(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_ssh_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_SSH", "no-such-program")
     with pytest.raises(ClusterError, match="no-such-program not found"):
         run_on(Host("a", "a"), ["true"])
 
 
-def test_what_fails_names_the_machine() -> None:
+def test_failed_command_names_the_machine() -> None:
     host = Host("board", "pi@board")
     assert require(host, CommandResult(0, b"fine", ""), "reading") == b"fine"
     with pytest.raises(ClusterError, match=r"board .*ssh: refused; .*ssh pi@board"):
@@ -156,7 +156,7 @@ FINE: dict[str, object] = {
         ({"at_s": 90061.0}, "its clock is off by -", "ssh pi@board sudo timedatectl set-ntp true"),
     ],
 )
-def test_what_is_missing_and_what_mends_it(shell: Path, change: dict[str, object], problem: str, mend: str) -> None:
+def test_missing_requirement_names_its_fix(shell: Path, change: dict[str, object], problem: str, mend: str) -> None:
     found = check_answer(shell, printed(FINE | {"at_s": time.time()} | change))
     assert found.problem.startswith(problem)
     assert bool(found.problem) == bool(problem)
@@ -212,7 +212,7 @@ def test_jobs_request_the_gpus_that_the_command_uses(device: list[str], gpus: in
     assert limits.get("nvidia.com/gpu") == (str(gpus) if gpus else None)
 
 
-def test_a_lab_is_no_machine(tmp_path: object, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lab_file_is_refused_as_hosts(tmp_path: object, capsys: pytest.CaptureFixture[str]) -> None:
     file = f"{tmp_path}/lab.toml"
     with open(file, "w", encoding="utf-8") as written:
         written.write('name = "lab"\n[[hosts]]\nname = "h"\ncpu = 0.5\nmemory = "1 GiB"\n')

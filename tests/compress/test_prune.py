@@ -43,7 +43,7 @@ def size(module: nn.Module) -> int:
 
 @pytest.mark.parametrize("importance", ["magnitude", "taylor", "hessian"])
 @pytest.mark.parametrize("everywhere", [True, long(False)])
-def test_it_gets_smaller_and_fits(importance: str, everywhere: bool, timm_model: nn.Module) -> None:
+def test_pruned_model_is_smaller_and_still_runs(importance: str, everywhere: bool, timm_model: nn.Module) -> None:
     before = copy.deepcopy(timm_model.state_dict())
     how = Pruning(ratio=0.3, importance=importance, everywhere=everywhere)  # type: ignore[arg-type]
     smaller = prune(timm_model, images(), how, batches())
@@ -69,7 +69,7 @@ def test_a_layer_that_would_lose_all_keeps_a_few(everywhere: bool, timm_model: n
     assert smaller(images()).shape == (4, 4)
 
 
-def test_whole_heads_go(timm_model: nn.Module) -> None:
+def test_pruning_removes_whole_heads(timm_model: nn.Module) -> None:
     smaller = prune(timm_model, images(), Pruning(ratio=0.0, heads=0.33, importance="magnitude", everywhere=False))
     assert [smaller.blocks[i].attn.num_heads for i in (0, 1)] == [2, 2]  # type: ignore[index, union-attr]
     assert smaller(images()).shape == (4, 4)
@@ -121,7 +121,7 @@ def test_gradients_need_batches(timm_model: nn.Module) -> None:
     [({"ratio": 1.0}, "a ratio to prune must be from 0 to under 1; got 1"), ({"ratio": 0.1, "round_to": 0}, "got 0"),
      ({"ratio": 0.1, "heads": -1.0}, "a heads to prune")],
 )  # fmt: skip
-def test_how_it_cannot_be_pruned(fields: dict[str, float], message: str) -> None:
+def test_invalid_pruning_is_refused(fields: dict[str, float], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         Pruning(**fields)  # type: ignore[arg-type]
 

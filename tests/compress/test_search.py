@@ -47,7 +47,7 @@ def test_the_fastest_that_holds_the_floor_is_chosen() -> None:
     assert floor_of(settings(max_drop=0.03), FOUND) == pytest.approx(0.87)
 
 
-def test_what_differs_by_less_than_the_rounds_is_equally_fast() -> None:
+def test_rates_within_the_noise_are_equal() -> None:
     """The faster one by the median is slower in one of the rounds."""
     asked = settings(max_drop=0.01)
     base, other = FOUND[0], FOUND[3]
@@ -83,12 +83,12 @@ def test_pruning_ends_where_nothing_holds_the_floor() -> None:
     assert is_enough(settings(), [*FOUND, found(0.6, "eager", 0.5, 50.0)], 0.6)
 
 
-def test_what_is_beaten_in_both_is_not_on_the_frontier() -> None:
+def test_frontier_has_no_dominated_candidate() -> None:
     assert frontier(FOUND) == [FOUND[1], FOUND[4], FOUND[2]]
 
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(1, 20)), min_size=1, max_size=30))
-def test_the_frontier_has_what_nothing_beats(pairs: list[tuple[int, int]]) -> None:
+def test_frontier_has_every_undominated_candidate(pairs: list[tuple[int, int]]) -> None:
     all_found = [found(0.0, str(index), a / 20, float(r)) for index, (a, r) in enumerate(pairs)]
     kept = frontier(all_found)
     for each in all_found:
@@ -107,7 +107,7 @@ def test_the_frontier_has_what_nothing_beats(pairs: list[tuple[int, int]]) -> No
         ({"runtimes": ("abacus",)}, "among eager, eager:bfloat16, onnx.*; got 'abacus'"),
     ],
 )
-def test_what_cannot_be_asked(fields: dict[str, Any], message: str) -> None:
+def test_invalid_searches_are_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         check_asked(settings(**fields))
 

@@ -28,7 +28,7 @@ def settings(folder: Path, **fields: Any) -> CompressSettings:
     return CompressSettings(**asked | fields)
 
 
-def test_a_search_and_one_that_goes_on(tmp_path: Path) -> None:
+def test_continued_search_repeats_no_work(tmp_path: Path) -> None:
     told: list[str] = []
     outcome = compress(settings(tmp_path), lambda found: told.append(found.name))
     kept = json.loads((tmp_path / "layers-0.json").read_text())[0]["layer"]
@@ -51,7 +51,7 @@ def test_a_search_and_one_that_goes_on(tmp_path: Path) -> None:
     assert not again.met
 
 
-def test_what_is_measured_is_not_learned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measured_images_are_not_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     searching = steps._CompressionSearch(settings(tmp_path), tmp_path, [])
     assert not set(searching._rows) & set(searching._learned)
     asked: list[Any] = []
@@ -84,7 +84,7 @@ def test_test_images_among_the_learned_ones_are_not_measured(
         steps._CompressionSearch(replace(asked, test=data), tmp_path, [])
 
 
-def test_images_that_do_not_do(tmp_path: Path, photos_without_labels: str) -> None:
+def test_unsuitable_images_are_refused(tmp_path: Path, photos_without_labels: str) -> None:
     with pytest.raises(DataError, match="images without a label"):
         compress(settings(tmp_path, data=photos_without_labels))
     with pytest.raises(DataError, match=r"every 5th image is kept .* got only 3"):

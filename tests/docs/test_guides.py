@@ -55,7 +55,7 @@ def test_scripts_in_guides_are_the_examples_or_run_as_they_are() -> None:
             exec(block, {})
 
 
-def test_every_start_of_an_example_is_one_of_those_below() -> None:
+def test_every_start_of_an_example_has_a_test() -> None:
     for guide in GUIDES:
         for command in commands(guide):
             if (
@@ -108,7 +108,9 @@ def small(command: str) -> list[str]:
 
 
 @pytest.mark.parametrize("guide", GUIDES, ids=lambda guide: guide.stem)
-def test_commands_run(guide: Path, penstock: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_of_guides_succeed(
+    guide: Path, penstock: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All but those of several trainings or replicas of stages, whose settings are looked at: other tests have them."""
     photos = tmp_path / "photos"
     photos.mkdir()
@@ -149,7 +151,7 @@ def test_commands_run(guide: Path, penstock: Run, tmp_path: Path, monkeypatch: p
         assert [(asked.stages, asked.replicas) for asked in both] == [(2, 2)]
 
 
-def test_commands_that_are_run_elsewhere_name_verbs_and_options_that_there_are(penstock: Run) -> None:
+def test_commands_of_guides_have_known_verbs_and_options(penstock: Run) -> None:
     for guide in GUIDES:
         for command in commands(guide):
             if command.startswith("penstock ") and re.search(ELSEWHERE, command + " "):

@@ -13,7 +13,7 @@ PAGES = sorted((ROOT / "docs").glob("*.md"))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_it_begins_with_what_to_do(page: Path) -> None:
+def test_page_begins_with_a_command(page: Path) -> None:
     start = "\n".join(page.read_text().splitlines()[:14])
     assert re.search(r"^(```console\n|```python\n|    )\S|^`python -m", start, re.MULTILINE), start
 
@@ -25,7 +25,7 @@ def test_commands_name_verbs() -> None:
 
 
 @pytest.mark.parametrize("page", ["start", *map(long, ("api", "differences", "inference", "own-loop"))])
-def test_python_that_stands_alone_runs(page: str, tmp_path: Path) -> None:
+def test_python_blocks_of_pages_run(page: str, tmp_path: Path) -> None:
     (code, *_) = re.findall(r"```python\n(import .*?)```", (ROOT / "docs" / f"{page}.md").read_text(), re.DOTALL)
     done = run_python("-c", f"import os; os.chdir({str(tmp_path)!r})\n{code}", deadline_s=120.0)
     assert done.status == 0, done.stderr

@@ -46,7 +46,7 @@ def stages(decision: Decision) -> list[list[str]]:
     return [[stage.device for stage in pipeline.stages] for pipeline in decision.plan.pipelines]
 
 
-def test_the_same_situation_has_the_same_decision() -> None:
+def test_same_situation_gives_the_same_decision() -> None:
     now = situation(caching=caching())
     before = msgspec.json.encode(now.plan)
     first = decide(now)
@@ -54,7 +54,7 @@ def test_the_same_situation_has_the_same_decision() -> None:
     assert msgspec.json.encode(now.plan) == before
 
 
-def test_what_a_forward_through_layers_takes() -> None:
+def test_forward_time_through_layers_is_predicted() -> None:
     assert forward_s(PROFILE, LAYERS, 0, 4) == pytest.approx(4.0)
     assert forward_s(PROFILE, LAYERS, 2, 4) == pytest.approx(2.0)
     assert read_s(situation(caching=caching(0.5)), 3) == pytest.approx(50.0)
@@ -98,7 +98,7 @@ def test_filling_goes_on_from_what_is_cached() -> None:
     assert "caches 4 layers, 3 min 20 s to fill" in found.why
 
 
-def test_what_cannot_be_cached_is_not() -> None:
+def test_uncacheable_layers_are_not_cached() -> None:
     sizes = [100, 100, 100, None, 100, 100]
     assert decide(situation(caching=caching(sizes=sizes))).cached_layers == 0
     assert decide(situation(caching=caching(sizes=sizes), cached_layers=2)).cached_layers == 2
@@ -119,7 +119,7 @@ def test_layers_that_were_thawed_are_not_read() -> None:
     assert decide(situation(frozen=2, cached_layers=4, caching=None)).cached_layers == 0
 
 
-def test_it_stays_where_moving_does_not_pay_and_says_so() -> None:
+def test_plan_stays_where_moving_does_not_pay() -> None:
     moves = decide(situation(migrate_s=1.0))
     assert moves.plan.pipelines != begun(TWO).pipelines
     assert moves.why.startswith("moves; ")
@@ -159,12 +159,12 @@ def test_the_reason_without_packing() -> None:
     assert moved.why.startswith("moves, since ")
 
 
-def test_what_fits_no_device_is_said() -> None:
+def test_decision_fails_if_nothing_fits() -> None:
     with pytest.raises(PlanError, match=r"does not fit|alone needs"):
         decide(situation(make_cluster(1, 1, memory_bytes=100), plan=begun(TWO)))
 
 
-def test_what_a_row_takes_beside_is_foreseen() -> None:
+def test_loading_time_of_a_row_is_predicted() -> None:
     """Loading and the loop's own code are in every plan: they change what is foreseen."""
     plain, slower = decide(situation()), decide(situation(beside_s=7.0))
     rate = plain.plan.prediction.rows_per_s

@@ -57,7 +57,7 @@ def _expected(how: tuple[torch.dtype, Any]) -> Outcome:
         long(3, SINGLE, {"arranged": {"stages": 3, "schedule": "zero-bubble"}, "replicate": False}),
     ],
 )
-def test_all_of_it_together_changes_nothing_that_is_learned(
+def test_elastic_training_learns_what_one_process_learns(
     size: int, how: tuple[torch.dtype, Any], changed: dict[str, Any], tmp_path: Path
 ) -> None:
     dtype, make = how
@@ -143,7 +143,7 @@ def _evaluated(step: Step) -> Tensor:
     "loop",
     first(2, [partial(_doubled, in_place=True), _own_rows, partial(_doubled, in_place=False), _twice, _evaluated]),
 )
-def test_what_was_not_loaded_so_is_computed(loop: Any, tmp_path: Path) -> None:
+def test_rows_loaded_otherwise_are_computed(loop: Any, tmp_path: Path) -> None:
     """Also where one process has the layers that are cached, and another one the last."""
     expected = alone(vit(), images(), [0, 4], epochs=3, loop=loop)
     found = train_elastically(vit(), 2, images(), [0, 4], epochs=3, loop=loop, folder=tmp_path, replicate=False)

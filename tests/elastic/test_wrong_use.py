@@ -58,7 +58,7 @@ def _headless() -> Captured:
     )
 
 
-def test_a_policy_that_would_freeze_everything() -> None:
+def test_policy_that_freezes_every_layer_is_refused() -> None:
     model = _headless()
     every = len(model.layers)
     small([0, every - 1], captured=model)

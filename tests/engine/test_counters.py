@@ -116,7 +116,7 @@ def test_a_slow_stage_is_not_a_stall(clock: Clock) -> None:
     assert pipe.after(1.0) is not None
 
 
-def test_anything_that_moves_and_the_callers_own_time_put_it_off(clock: Clock) -> None:
+def test_progress_and_caller_time_postpone_a_stall(clock: Clock) -> None:
     pipe = Pipe(clock)
     for count in range(1, 20):
         pipe.fed(count)
@@ -174,7 +174,7 @@ def test_spans_of_a_gpu_are_those_of_its_events(pretended: torch.device) -> None
     assert sum(end_s - begin_s for begin_s, end_s in spans) == pytest.approx(observer.seconds[0].forward_s)
 
 
-def test_beneath_a_quota_rest_does_not_make_a_device_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quota_counts_as_computing_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever has rested computes at full speed until its quota is used up: its CPU time by that is what counts."""
     monkeypatch.setattr("penstock.engine.observer.cpu_quota", lambda: 0.25)
     observer = Observer([0])

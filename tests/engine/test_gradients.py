@@ -53,7 +53,7 @@ def test_buckets_are_alike_on_all_their_ranks() -> None:
     assert [(bucket.number, [w.name for w in bucket.weights]) for bucket in other] == [(3, ["b"])]
 
 
-def test_sums_of_leaves_that_become_final_one_by_one() -> None:
+def test_leaves_are_summed_as_they_become_final() -> None:
     def script(world: World) -> dict[str, torch.Tensor]:
         weights = [weight("a"), weight("b"), weight("alone", (world.rank,))]
         synchronizer = Synchronizer(world.transport, weights, ["a", "b", "alone"])
@@ -86,7 +86,7 @@ class _Unusual(BaseException):
 
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("error", [MemoryError("no room"), KeyError("odd"), _Unusual()])
-def test_what_ends_a_thread_ends_the_wait_for_it(error: BaseException) -> None:
+def test_error_of_a_thread_ends_the_wait(error: BaseException) -> None:
     class Failing(FaultyTransport):
         def receive(self, *_: object) -> Any:
             raise error
@@ -105,7 +105,7 @@ class _Idle(Synchronizer):
 
 
 @pytest.mark.timeout(20)
-def test_threads_that_are_gone_are_not_waited_for() -> None:
+def test_finish_fails_without_threads() -> None:
     synchronizer = _one_bucket(_Idle)
     synchronizer.flush()
     with pytest.raises(RunError, match="no thread is left"):

@@ -24,7 +24,7 @@ def first_stage() -> Runtime:
     return Runtime(program, {s.value.name: load_state(halves.graph, s, weights) for s in program.states})
 
 
-def test_a_copy_gives_the_same_from_weights_of_its_own() -> None:
+def test_copied_runtime_has_separate_weights() -> None:
     runtime, inputs = first_stage(), tower_inputs(1)[0]
     copy = runtime.copied()
     with torch.inference_mode():
@@ -66,7 +66,7 @@ def test_copies_stand_in_for_the_other_stages(room: int, expected: int) -> None:
     assert len(set(ran)) == expected
 
 
-def test_what_other_threads_compute_is_not_the_stage_s() -> None:
+def test_other_threads_do_not_count_as_stage_time() -> None:
     over = threading.Event()
 
     def work() -> None:

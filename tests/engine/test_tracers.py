@@ -115,7 +115,7 @@ def test_the_profilers_operations_lie_within_their_computation(halves: Divided) 
         assert whole["ts"] - 1 <= event["ts"] <= event["ts"] + event["dur"] <= whole["ts"] + whole["dur"] + 1
 
 
-def test_recording_stops_when_it_is_told_to(halves: Divided, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recording_stops_on_request(halves: Divided, monkeypatch: pytest.MonkeyPatch) -> None:
     make = StageTracer.__init__
 
     def silent(tracer: StageTracer, *args: Any, **options: Any) -> None:

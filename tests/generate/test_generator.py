@@ -162,7 +162,7 @@ def test_penalties_and_biases(generator: Generator) -> None:
         generator.submit(prompt, logit_bias={120: 1.0})
 
 
-def test_from_asyncio(model: Any, generator: Generator) -> None:
+def test_requests_work_from_asyncio(model: Any, generator: Generator) -> None:
     given = prompts(*range(2, 14))
 
     async def ask(prompt: list[int]) -> list[int]:
@@ -184,7 +184,7 @@ def test_from_asyncio(model: Any, generator: Generator) -> None:
     assert generator.submit(given[0], max_new_tokens=3).result() == found[0][:3]
 
 
-def test_from_many_threads(model: Any, generator: Generator) -> None:
+def test_requests_work_from_many_threads(model: Any, generator: Generator) -> None:
     given = prompts(*range(2, 14))
     found: dict[int, list[int]] = {}
 
@@ -244,7 +244,7 @@ def _broken(_tokens: Tensor, _scores: Tensor) -> Tensor:
     raise IndexError("no such token")
 
 
-def test_one_request_that_fails_is_alone(generator: Generator) -> None:
+def test_failed_request_leaves_the_others_running(generator: Generator) -> None:
     bad = generator.submit(prompts(40)[0], max_new_tokens=20, logits_processor=[_broken])
     good = generator.submit(prompts(40)[0], max_new_tokens=20)
     with pytest.raises(RunError, match="no such token"):
@@ -252,7 +252,7 @@ def test_one_request_that_fails_is_alone(generator: Generator) -> None:
     assert len(good.result()) == 20
 
 
-def test_who_reads_a_request_that_fails_hears_of_it(generator: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reader_of_a_failed_request_gets_the_error(generator: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     watched = threading.Event()
 
     def breaks_once_watched(tokens: Tensor, scores: Tensor) -> Tensor:
@@ -359,7 +359,7 @@ def test_a_trace_has_every_microbatch_and_request(model: Any, tmp_path: Path) ->
     assert report.account.num_times == pytest.approx(2, abs=0.5)
 
 
-def test_what_waits_at_the_end_is_told(model: Any) -> None:
+def test_waiting_requests_fail_when_the_generator_closes(model: Any) -> None:
     made = Generator(model, stages=1, slots=1, max_length=128)
     running, waiting = (made.submit(prompts(5)[0], max_new_tokens=50) for _ in range(2))
     next(iter(running))

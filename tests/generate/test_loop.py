@@ -62,7 +62,7 @@ def test_a_row_is_tried_at_both_ends_of_a_cache() -> None:
     ]  # fmt: skip
 
 
-def test_equal_logits_show_nothing() -> None:
+def test_equal_logits_are_no_evidence_for_lanes() -> None:
     assert not tried((INT4,), likely=torch.zeros(5))[0]
 
 
@@ -82,7 +82,7 @@ def test_other_bits_at_any_place_keep_lanes_full(odd: int) -> None:
     [((RuntimeChoice(),), {}), ((), {}), ((INT4, RuntimeChoice()), {}), ((RuntimeChoice("onnxruntime"),), {}),
      ((INT4,), {"slots": 1}), ((INT4,), {"recurrent": True})],
 )  # fmt: skip
-def test_what_is_not_tried(runtimes: tuple[RuntimeChoice, ...], more: dict[str, Any]) -> None:
+def test_lanes_are_not_tried_where_they_cannot_work(runtimes: tuple[RuntimeChoice, ...], more: dict[str, Any]) -> None:
     same, stages = tried(runtimes, **more)
     assert (same, stages.fed) == (False, [])
 

@@ -23,7 +23,7 @@ def parts(tokens: list[int], stops: list[str]) -> tuple[list[str], TextDecoder]:
 
 @settings(deadline=None, max_examples=examples(200))
 @given(st.text(max_size=40))
-def test_the_parts_are_the_text(text: str) -> None:
+def test_parts_join_to_the_text(text: str) -> None:
     tokens = TOKENIZER(text)["input_ids"]
     found, _ = parts(tokens, [])
     assert "".join(found) == TOKENIZER.decode(tokens, skip_special_tokens=True)
@@ -32,7 +32,7 @@ def test_the_parts_are_the_text(text: str) -> None:
 
 @settings(deadline=None, max_examples=examples(200))
 @given(st.text("abc \n\u00e9", max_size=30), st.lists(st.text("abc \n\u00e9", min_size=1, max_size=4), max_size=3))
-def test_nothing_of_a_stop_string_is_shown(text: str, stops: list[str]) -> None:
+def test_stop_string_is_never_shown(text: str, stops: list[str]) -> None:
     tokens = TOKENIZER(text)["input_ids"]
     found, decoder = parts(tokens, stops)
     ends = [at for stop in stops if (at := text.find(stop)) >= 0]

@@ -45,7 +45,7 @@ def test_capture_leaves_attributes_as_they_were() -> None:
     assert graph.left == {"kl": None, "losses": None, "maps": None, "cache": None, "rows": None, "calls": 1}
 
 
-def test_what_a_forward_has_left_cannot_be_read_until_it_is_shown() -> None:
+def test_attributes_set_by_forward_are_hidden_until_shown() -> None:
     outer = nn.Sequential(Leaving())
     with left_attributes(outer) as left:
         outer(torch.randn(3, 4))

@@ -54,7 +54,7 @@ def test_balanced_is_as_good_as_any(deit_small: Graph) -> None:
     assert best <= min(largest("equal-blocks"), largest("equal-size"))
 
 
-def test_names_of_one_place(deit_small: Graph) -> None:
+def test_cut_has_aliases_of_its_place(deit_small: Graph) -> None:
     cut = Cuts(deit_small).find("blocks.2:after")
     assert cut.name == "blocks.2:after"
     assert {"blocks.3:before", "blocks.3.norm1:before", "blocks.2/add.2:after"} <= set(cut.aliases)
@@ -107,7 +107,7 @@ def test_every_name_of_every_cut_finds_it(deit_small: Graph) -> None:
         ("head:after", "the cut 'head:after' leaves an empty stage; cut inside the model"),
     ],
 )  # fmt: skip
-def test_names_that_are_no_cuts(deit_small: Graph, name: str, message: str) -> None:
+def test_names_without_a_cut_are_refused(deit_small: Graph, name: str, message: str) -> None:
     with pytest.raises(CutError) as caught:
         Cuts(deit_small).find(name)
     assert str(caught.value).startswith(message)

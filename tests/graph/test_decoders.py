@@ -17,7 +17,7 @@ from tests.generate.decoders import decoder, tensors_of
 
 @torch.no_grad()
 @pytest.mark.parametrize(("family", "groups"), [("llama", True), long("mistral", True), ("gpt2", False)])
-def test_bits_stay(family: str, groups: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_heads_change_no_bits(family: str, groups: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model = CachedDecoder(decoder(family), slots=2, length=64).eval()
 
     def captured() -> Graph:

@@ -41,10 +41,10 @@ def test_a_capture_names_the_fast_path(case: str, capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize("case", SLOW)
-def test_other_layers_have_none(case: str) -> None:
+def test_layers_without_fast_path_are_not_listed(case: str) -> None:
     model = SLOW[case]()
     assert fast_layers(model if case == "training" else model.eval()) == []
 
 
-def test_attention_by_itself_has_one() -> None:
+def test_attention_alone_has_a_fast_path() -> None:
     assert fast_layers(nn.MultiheadAttention(8, 2, batch_first=True).eval()) == ["MultiheadAttention"]

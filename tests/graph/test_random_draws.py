@@ -65,7 +65,7 @@ def forked(_: Net, x: Tensor) -> Tensor:
         (lambda _, x: x * torch.rand(1).item(), r"item.*test_random_draws\.py|test_random_draws\.py.*item"),
     ],
 )
-def test_draws_are_refused(training: bool, draw: Callable[[Net, Tensor], Tensor], said: str) -> None:
+def test_random_draws_are_refused(training: bool, draw: Callable[[Net, Tensor], Tensor], said: str) -> None:
     with pytest.raises(CaptureError, match=said):
         capture(Net(draw).train(training), (torch.randn(4, 3),))
 

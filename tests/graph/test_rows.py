@@ -167,7 +167,7 @@ def test_the_operation_and_its_module_are_named() -> None:
     assert (mixing.module, mixing.operator) == ("sm", "softmax")
 
 
-def test_training_lets_statistics_and_losses_be() -> None:
+def test_training_allows_batch_statistics_and_losses() -> None:
     model = Forward(lambda a, m: (m(a).sum(), m(a)), nn.BatchNorm1d(4)).train()
     graph = capture(model, (vectors(),))
     check_rows(graph, {}, "", trains=True)
@@ -222,7 +222,7 @@ def depends_on_others(model: nn.Module, x: Tensor) -> bool:
 
 @settings(max_examples=examples(25), deadline=None)
 @given(st.lists(st.sampled_from(sorted(STEPS)), min_size=1, max_size=4))
-def test_what_is_found_independent_is_so(names: list[str]) -> None:
+def test_independent_rows_compute_alike_alone(names: list[str]) -> None:
     def forward(x: Tensor) -> Tensor:
         for name in names:
             x = STEPS[name](x)

@@ -45,7 +45,7 @@ def make_world() -> Iterator[MakeWorld]:
         health.close()
 
 
-def test_the_next_group_forms_while_nobody_asks(make_world: MakeWorld) -> None:
+def test_next_group_forms_in_the_background(make_world: MakeWorld) -> None:
     world, second, third = make_world(), make_world(), make_world()
     formed: list[World] = []
 
@@ -76,7 +76,7 @@ def test_the_next_group_forms_while_nobody_asks(make_world: MakeWorld) -> None:
         Verdict(rank=2, message="c has found a mistake", lost=False),
     ],
 )
-def test_what_a_run_does_not_outlive(make_world: MakeWorld, verdict: Verdict) -> None:
+def test_failures_that_end_a_run(make_world: MakeWorld, verdict: Verdict) -> None:
     world = make_world()
     following = Following(world)
     world.health.announce(verdict)

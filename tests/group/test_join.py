@@ -51,7 +51,7 @@ def together(*meetings: Callable[[], Meeting]) -> list[Meeting | Exception]:
     return [found[index] for index in range(len(meetings))]
 
 
-def test_a_group_knows_who_is_in_it() -> None:
+def test_group_has_the_names_of_all_ranks() -> None:
     store = HashStore()
     first, second = together(lambda: meet(store, 0, 2), lambda: meet(store, 1, 2))
     assert isinstance(first, Meeting)
@@ -84,14 +84,14 @@ def test_missing_ranks_are_named_in_time() -> None:
     assert time.perf_counter() - begin < 2.0
 
 
-def test_the_line_of_progress_names_who_is_missing() -> None:
+def test_progress_line_names_missing_ranks() -> None:
     shown: list[str] = []
     with describing("starting", shown.append), pytest.raises(RunError):
         meet(HashStore(), 0, 3, join_s=0.3, name_s=0.1)
     assert shown == ["connecting 3 processes", "connecting 3 processes, waiting for rank 1, 2", "starting"]
 
 
-def test_what_is_watched_meanwhile_may_end_the_wait() -> None:
+def test_watcher_can_end_the_rendezvous() -> None:
     def watch() -> None:
         raise RunError("worker 1 is gone")
 
@@ -117,7 +117,7 @@ def test_a_second_process_of_one_rank_is_refused() -> None:
         ("nonsense", rf"rank 1 .*\(here {__version__}\)"),
     ],
 )
-def test_who_does_not_fit_is_refused(what: str, message: str) -> None:
+def test_rank_that_does_not_match_is_refused(what: str, message: str) -> None:
     store = HashStore()
     own = Hello(
         rank=1, size=2, run="", nonce="x", penstock=__version__, torch=str(torch.__version__).partition("+")[0],
@@ -146,9 +146,7 @@ def say_hello(store: Store, marks: object) -> None:
 
 
 @pytest.mark.parametrize("changed", [[], ["aten.relu.default"], ["aten.relu.default", "aten.linear.default"]])
-def test_another_torch_joins_and_its_other_operators_are_known(
-    changed: list[str], capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_other_torch_version_joins_with_its_operators(changed: list[str], capfd: pytest.CaptureFixture[str]) -> None:
     store, names = HashStore(), sorted(listed_operators())
     marks = marks_of_operators()
     assert len(marks) == len(names)
@@ -167,7 +165,7 @@ def test_operators_that_cannot_be_read(marks: object) -> None:
         meet(store, 0, 2)
 
 
-def test_a_store_that_falls_silent_is_the_first_host_lost() -> None:
+def test_silent_store_means_rank_0_is_lost() -> None:
     silent = threading.Event()
 
     class Silent(HashStore):
@@ -182,7 +180,7 @@ def test_a_store_that_falls_silent_is_the_first_host_lost() -> None:
     silent.set()
 
 
-def test_a_patient_store_says_what_its_calls_say() -> None:
+def test_patient_store_returns_results_and_errors() -> None:
     store = PatientStore(HashStore, 5.0)
     store.call(lambda s: s.set("a", "b"))
     assert store.call(lambda s: s.get("a")) == b"b"
@@ -207,7 +205,7 @@ def test_what_a_thread_raises_reaches_its_caller() -> None:
     release.set()
 
 
-def test_a_silent_store_is_asked_no_more() -> None:
+def test_silent_store_gets_no_further_calls() -> None:
     release = threading.Event()
     store = PatientStore(HashStore, 0.1)
     with pytest.raises(StoreSilent, match=r"has not answered for 0\.1 s"):
@@ -233,7 +231,7 @@ def test_an_address_that_is_not_here_is_named() -> None:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
-def test_loopback_stays_what_it_is(host: str) -> None:
+def test_loopback_address_is_unchanged(host: str) -> None:
     assert first_address(host, all_here=False) == LOOPBACK
 
 

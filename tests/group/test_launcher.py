@@ -70,7 +70,7 @@ def test_workers_end_by_themselves_when_their_pipe_closes(module: Path) -> None:
     assert workers.pids == []
 
 
-def test_those_that_do_not_are_killed_even_when_stopped(module: Path) -> None:
+def test_workers_that_do_not_end_are_killed(module: Path) -> None:
     module.write_text(SLEEP)
     workers = LocalWorkers("some_worker", [[], []])
     os.kill(workers.pids[0], signal.SIGSTOP)
@@ -79,9 +79,7 @@ def test_those_that_do_not_are_killed_even_when_stopped(module: Path) -> None:
     assert time.perf_counter() - begin < 5.0
 
 
-def test_a_process_that_not_even_a_kill_ends_is_named_and_not_waited_for(
-    module: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_worker_that_survives_a_kill_is_named(module: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module.write_text(SLEEP)
     workers = LocalWorkers("some_worker", [[], []])
     (pid, other), process = workers.pids, workers._processes[0]
@@ -96,7 +94,7 @@ def test_a_process_that_not_even_a_kill_ends_is_named_and_not_waited_for(
     process.wait()
 
 
-def test_exits_are_named(module: Path) -> None:
+def test_exit_status_is_described(module: Path) -> None:
     module.write_text("import sys; sys.exit(int(sys.argv[1]))")
     workers = LocalWorkers("some_worker", [["7"]])
     assert str(wait_for_exit(workers)) == "ended with status 7"
@@ -109,7 +107,7 @@ def test_exits_are_named(module: Path) -> None:
     workers.stop(0.0)
 
 
-def test_the_environment_and_the_process_group(module: Path, tmp_path: Path) -> None:
+def test_worker_gets_environment_and_process_group(module: Path, tmp_path: Path) -> None:
     said = "os.environ['MINE'] + str(os.getpgid(0) == os.getpid())"
     module.write_text(f"import os; open({str(tmp_path / 'said')!r}, 'w').write({said})")
     workers = LocalWorkers("some_worker", [[]], {"MINE": "yes"})
@@ -118,7 +116,7 @@ def test_the_environment_and_the_process_group(module: Path, tmp_path: Path) -> 
     assert (tmp_path / "said").read_text() == "yesTrue"
 
 
-def test_workers_do_not_import_what_lies_in_the_current_folder(tmp_path: Path) -> None:
+def test_workers_import_nothing_from_the_current_folder(tmp_path: Path) -> None:
     mark = lay_trap(tmp_path / "downloaded")
     found = run_python("-c", WORLD, str(ROOT / "src"), str(mark.parent), deadline_s=60.0, env={"PYTHONPATH": ""})
     assert not mark.exists(), mark.read_text()
@@ -159,7 +157,7 @@ def test_what_torchrun_sets() -> None:
         ("MASTER_ADDR", ""), ("LOCAL_RANK", "zero"), ("LOCAL_WORLD_SIZE", ""),
     ],
 )  # fmt: skip
-def test_values_that_cannot_be(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_launcher_variables_are_refused(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for key, good in {**GOOD, name: value}.items():
         monkeypatch.setenv(key, good)
     with pytest.raises(UsageError, match=rf"{name} must be .*got '{value}'"):
@@ -167,7 +165,7 @@ def test_values_that_cannot_be(name: str, value: str, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("absent", ["MASTER_ADDR", "MASTER_PORT"])
-def test_processes_that_would_each_run_alone(absent: str) -> None:
+def test_missing_launcher_variable_is_named(absent: str) -> None:
     with pytest.raises(UsageError, match=absent):
         read_launched({name: value for name, value in GOOD.items() if name != absent})
 
@@ -199,7 +197,7 @@ def test_one_process_of_mpi_is_alone() -> None:
     assert launcher_variables({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}) == {}
 
 
-def test_a_rank_that_waits_says_for_whom(capsys: pytest.CaptureFixture[str]) -> None:
+def test_waiting_rank_names_rank_0(capsys: pytest.CaptureFixture[str]) -> None:
     port = free_port()
     with pytest.raises(RunError, match=f"127.0.0.1:{port}"):
         wait_for_server("127.0.0.1", port, 0.5, tell_s=0.1)
@@ -219,7 +217,7 @@ def test_a_task_of_a_step_has_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
         assert os.environ["MASTER_PORT"] == str(20_000 + (39_999 + 97) % 20_000)
 
 
-def test_what_is_set_already_stays() -> None:
+def test_existing_variables_are_kept() -> None:
     found = slurm_variables({**STEP, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"})
     assert (found["MASTER_ADDR"], found["MASTER_PORT"]) == ("10.0.0.1", "29500")
 
@@ -233,7 +231,7 @@ def test_what_is_set_already_stays() -> None:
         {"SLURM_STEP_TASKS_PER_NODE": "many"},
     ],
 )
-def test_what_is_no_task_among_several_is_alone(change: dict[str, str]) -> None:
+def test_process_outside_of_a_step_is_alone(change: dict[str, str]) -> None:
     assert slurm_variables({**STEP, **change}) == {}
     assert slurm_variables({name: STEP[name] for name in STEP if name not in {"SLURM_STEP_NUM_TASKS"}}) == {}
 

@@ -43,7 +43,7 @@ def group() -> Iterator[Group]:
         health.close()
 
 
-def test_all_well(group: Group) -> None:
+def test_healthy_group_reports_no_failure(group: Group) -> None:
     time.sleep(0.5)
     for health in group.healths:
         health.check()
@@ -95,7 +95,7 @@ def test_wait_for_failure_has_a_deadline(group: Group) -> None:
     assert 0.2 <= time.perf_counter() - begin < 1.0
 
 
-def test_a_process_that_never_beat_is_missed_too() -> None:
+def test_process_without_any_heartbeat_is_lost() -> None:
     store = HashStore()
     failed = threading.Event()
     health = Health(Boards.of_threads(store, 0, 2), 0, NAMES[:2], failed.set, silence_s=0.05, beat_s=0.02)
@@ -141,7 +141,7 @@ def pair() -> Iterator[Pair]:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_board_that_is_gone_is_its_process_gone(pair: Pair, rank: int) -> None:
+def test_lost_board_means_lost_process(pair: Pair, rank: int) -> None:
     time.sleep(0.1)
     pair.healths[1 - rank]._silence_s = 2.0  # a broken connection says it sooner, also on a busy machine
     pair.end(rank)
@@ -150,7 +150,7 @@ def test_a_board_that_is_gone_is_its_process_gone(pair: Pair, rank: int) -> None
         pair.healths[1 - rank].check()
 
 
-def test_a_process_that_does_nothing_but_answer_is_alive(pair: Pair) -> None:
+def test_idle_process_that_answers_is_alive(pair: Pair) -> None:
     time.sleep(0.1)
     pair.healths[1]._stop.set()  # as while its interpreter is held: no beat, but its board answers
     pair.healths[1]._thread.join()
@@ -178,7 +178,7 @@ def test_a_slow_link_is_not_silence(delay_s: float) -> None:
         health.close()
 
 
-def test_a_board_with_nonsense_is_a_verdict_and_no_silence(pair: Pair) -> None:
+def test_invalid_board_content_is_a_verdict(pair: Pair) -> None:
     pair.boards[0].set("verdict", "{")
     for health, failed in zip(pair.healths, pair.failed, strict=True):
         assert failed.wait(3.0)
@@ -187,7 +187,7 @@ def test_a_board_with_nonsense_is_a_verdict_and_no_silence(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("nonsense", ["\xff", "x" * 100])
-def test_a_beat_with_nonsense_ends_no_watch(pair: Pair, nonsense: str) -> None:
+def test_invalid_heartbeat_keeps_the_watch(pair: Pair, nonsense: str) -> None:
     pair.boards[1].set("beat/1", nonsense)
     time.sleep(0.2)
     pair.healths[0].check()
@@ -208,7 +208,7 @@ def test_a_status_that_fails_is_a_verdict(pair: Pair) -> None:
         pair.healths[0].check()
 
 
-def test_a_process_that_stood_still_itself_blames_nobody(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_suspended_process_blames_no_other_rank(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     time.sleep(0.1)
     real, began = time.monotonic, time.monotonic()
     # an hour in which this process was suspended, and so was its clock of answers

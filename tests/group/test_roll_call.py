@@ -31,7 +31,7 @@ def ended(*threads: threading.Thread) -> None:
         assert not thread.is_alive()
 
 
-def test_members_come_in_order_then_newcomers() -> None:
+def test_members_keep_their_order_before_newcomers() -> None:
     store = HashStore()
     roll = RollCall(store, "run")
     patient = PatientStore(lambda: store, 5.0)
@@ -46,7 +46,7 @@ def test_members_come_in_order_then_newcomers() -> None:
     patient.close()
 
 
-def test_who_answers_in_time_is_not_waited_longer_for() -> None:
+def test_roll_call_ends_when_all_have_answered() -> None:
     store = HashStore()
     roll = RollCall(store, "run")
     thread, _ = answering(store, "a")
@@ -56,7 +56,7 @@ def test_who_answers_in_time_is_not_waited_longer_for() -> None:
     ended(thread)
 
 
-def test_one_that_wakes_up_late_waits_for_the_next_group() -> None:
+def test_late_process_waits_for_the_next_group() -> None:
     store = HashStore()
     roll = RollCall(store, "run")
     assert roll.call(1, ["late"], answer_s=0.1) == []
@@ -69,7 +69,7 @@ def test_one_that_wakes_up_late_waits_for_the_next_group() -> None:
     assert found == [(2, ["late"])]
 
 
-def test_who_has_failed_twice_stays_out() -> None:
+def test_process_that_failed_twice_is_not_admitted() -> None:
     store = HashStore()
     roll = RollCall(store, "run")
     patient = PatientStore(lambda: store, 5.0)

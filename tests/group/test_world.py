@@ -47,7 +47,7 @@ def join_alone(_rank: int, _store: Store, port: int) -> list[Any]:
     return [world.rank, world.devices, world.names]
 
 
-def test_one_process_is_a_world_too(tmp_path: Path) -> None:
+def test_one_process_forms_a_world(tmp_path: Path) -> None:
     assert run_ranks(join_alone, 1, 60.0, tmp_path, free_port()) == [[0, [0], ["rank 0 on board"]]]
 
 
@@ -87,12 +87,12 @@ def count_open_files(_rank: int, _store: Store, port: int) -> list[int]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="open files are counted in /proc")
-def test_joining_again_and_again_leaves_no_files_open(tmp_path: Path) -> None:
+def test_repeated_joins_leave_no_open_files(tmp_path: Path) -> None:
     ((first, last),) = run_ranks(count_open_files, 1, 60.0, tmp_path, free_port())
     assert last <= first + 1
 
 
-def test_an_error_while_a_world_closes_leaves_nothing_else_open() -> None:
+def test_world_closes_everything_despite_errors() -> None:
     closed: list[str] = []
 
     def fails(name: str) -> Any:
@@ -120,7 +120,7 @@ def test_a_broken_connection_is_explained_by_the_verdict() -> None:
         assert (type(reason), str(reason)) == (RunError, "worker 2: no more memory")
 
 
-def test_a_broken_connection_without_a_verdict_is_told_to_everybody() -> None:
+def test_broken_connection_without_verdict_reaches_all_ranks() -> None:
     with memory_world(2, reason_s=0.1) as world:
         error = ConnectionBroken("the connection to rank 2 broke")
         assert world.feeder.explain(error) is error

@@ -11,7 +11,7 @@ def floats(count: int) -> torch.Tensor:
     return torch.ones(count // 4)
 
 
-def test_the_most_at_a_time_and_what_is_left() -> None:
+def test_peak_and_remaining_bytes_are_counted() -> None:
     given = floats(KILO)
     with LiveBytes() as meter:
         begin = meter()
@@ -37,7 +37,7 @@ def test_views_and_writes_hold_nothing_more() -> None:
     assert kept.numel() == 3
 
 
-def test_a_backward_that_adds_to_a_gradient_that_is_there() -> None:
+def test_accumulating_backward_counts_its_gradient() -> None:
     weight = floats(KILO).requires_grad_()
     for expected in (KILO, 0):
         with LiveBytes() as meter:

@@ -51,7 +51,7 @@ def test_units_are_faster_as_the_whole_model_is() -> None:
     assert factor_at(profile, column, 5) == factor
 
 
-def test_what_lies_between_two_sizes_that_were_measured() -> None:
+def test_sizes_between_measurements_are_interpolated() -> None:
     profile = make_profile([], rows=(1, 4), units=(Unit(forward_s=(1.0, 1.0)),), boundaries=BOUNDARIES)
     column = RuntimeColumn(
         runtime="openvino", precision="bfloat16", forward_s=(0.5, 0.2), eager_s=(1.0, 1.0), error=0.0

@@ -13,13 +13,13 @@ CLUSTER = make_cluster(1, 1, 1, 1)
 PLAN = make_plan(PROFILE, CLUSTER, PlanRequest(replicas=False))
 
 
-def test_nothing_new_keeps_the_plan() -> None:
+def test_replan_without_news_keeps_the_plan() -> None:
     again = plan_again(PLAN, PROFILE, CLUSTER)
     assert again.pipelines == PLAN.pipelines
     assert again.prediction == PLAN.prediction
 
 
-def test_a_device_that_is_gone() -> None:
+def test_replan_leaves_out_a_lost_device() -> None:
     again = plan_again(PLAN, PROFILE, CLUSTER, missing={"c"})
     assert set(again.devices) == {"a", "b", "d"}
     assert again.prediction.rows_per_s == pytest.approx(3 / 40, rel=0.01)
@@ -37,28 +37,28 @@ def test_a_little_slower_is_not_worth_moving_weights() -> None:
     assert again.prediction.rows_per_s == pytest.approx(0.099, rel=1e-3)
 
 
-def test_a_device_more() -> None:
+def test_replan_uses_an_added_device() -> None:
     again = plan_again(PLAN, PROFILE, make_cluster(1, 1, 1, 1, 1))
     assert "e" in again.devices
     assert again.prediction.rows_per_s == pytest.approx(5 / 40, rel=0.01)
 
 
-def test_it_is_a_pure_function() -> None:
+def test_replan_depends_only_on_its_arguments() -> None:
     first = plan_again(PLAN, PROFILE, CLUSTER, speeds={"b": 0.3}, missing={"d"})
     assert plan_again(PLAN, PROFILE, CLUSTER, speeds={"b": 0.3}, missing={"d"}) == first
 
 
-def test_names_that_are_not_there() -> None:
+def test_unknown_device_names_are_refused() -> None:
     with pytest.raises(ClusterError, match="device 'z' not found in cluster"):
         plan_again(PLAN, PROFILE, CLUSTER, missing={"z"})
 
 
-def test_without_the_feeder() -> None:
+def test_replan_needs_the_driver() -> None:
     with pytest.raises(PlanError, match="driver a is lost; set another feeder"):
         plan_again(PLAN, PROFILE, CLUSTER, missing={"a"})
 
 
-def test_what_no_longer_fits() -> None:
+def test_replan_refuses_what_no_longer_fits() -> None:
     profile = msgspec.structs.replace(
         PROFILE,
         units=tuple(msgspec.structs.replace(u, parameters=((f"w{i}", 10),)) for i, u in enumerate(PROFILE.units)),
@@ -69,7 +69,7 @@ def test_what_no_longer_fits() -> None:
         plan_again(plan, profile, cluster, missing={"b", "c"})
 
 
-def test_what_is_not_known_of_a_device_is_assumed() -> None:
+def test_unknown_device_gets_assumed_speed_and_memory() -> None:
     known = Cluster(
         devices=(Device(name="a", speed=2.0, memory_bytes=100), Device(name="b", speed=1.0, memory_bytes=100)),
         links=(Link(between=("a", "b"), bandwidth_bytes_per_s=1e6),),

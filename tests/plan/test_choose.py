@@ -75,7 +75,7 @@ def test_a_model_that_fits_every_device_is_replicated() -> None:
     assert choice.plan.prediction.rows_per_s == pytest.approx(1.75 / 7)
 
 
-def test_a_model_that_costs_the_feeder_less_than_the_messages_it_is_spared() -> None:
+def test_driver_keeps_a_model_that_is_cheaper_than_its_messages() -> None:
     profile = make_profile([0.01], feed_s=0.5, result_s=0.5, stage_overhead_s=0.4, own_input_s=0.3, own_output_s=0.3)
     plan = make_plan(profile, make_cluster(1, 0.5), PlanRequest())
     check_plan(plan)
@@ -129,7 +129,7 @@ def test_the_fewest_devices_for_a_target() -> None:
         PlanRequest(aim="devices")
 
 
-def test_nothing_fits_says_what_would() -> None:
+def test_plan_that_does_not_fit_names_what_would() -> None:
     profile = make_profile([1.0] * 8, units=weigh(8, 1000))
     cluster = make_cluster(1, 1, memory_bytes=3000)
     with pytest.raises(PlanError) as caught:
@@ -148,7 +148,7 @@ def test_a_unit_too_large_for_any_device() -> None:
         make_plan(profile, make_cluster(1, 1, memory_bytes=900), PLAIN)
 
 
-def test_what_would_do_does() -> None:
+def test_named_memory_is_enough() -> None:
     for seed in range(60):
         problem = random_problem(seed, trains=seed % 2 == 0)
         memory = memory_that_would_do(problem)

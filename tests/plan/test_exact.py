@@ -23,17 +23,17 @@ def agree(problem: Problem, aim: str = "pace") -> None:
 
 
 @pytest.mark.parametrize("start", first(2, range(0, 500, 50)))
-def test_500_small_instances(start: int) -> None:
+def test_small_instances_have_optimal_plans(start: int) -> None:
     for seed in range(start, start + 50):
         agree(random_problem(seed))
 
 
-def test_training() -> None:
+def test_training_plans_are_optimal() -> None:
     for seed in range(60):
         agree(random_problem(seed, max_units=8, trains=True))
 
 
-def test_latency() -> None:
+def test_latency_plans_are_optimal() -> None:
     for seed in range(60):
         agree(random_problem(seed, max_units=8), aim="latency")
 

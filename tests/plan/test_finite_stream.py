@@ -39,9 +39,7 @@ def test_a_slow_feeder() -> None:
     st.integers(1, 3),
     st.integers(2, 30),
 )
-def test_never_faster_than_the_slowest_part_and_never_slower_than_one_after_the_other(
-    parts: list[tuple[float, float]], depth: int, count: int
-) -> None:
+def test_stream_time_is_between_slowest_part_and_sum(parts: list[tuple[float, float]], depth: int, count: int) -> None:
     stages = [stage(compute, wire=wire) for compute, wire in parts]
     times = result_times(stages, (0,), count, depth=depth)
     way = sum(compute + wire for compute, wire in parts)

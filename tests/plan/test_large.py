@@ -18,7 +18,7 @@ def test_the_bound_holds() -> None:
         assert all(pace >= bottleneck_bound_s(problem) * (1 - 1e-9) for pace in paces)
 
 
-def test_what_is_found_is_a_plan_and_near_the_best() -> None:
+def test_search_finds_a_plan_near_the_best() -> None:
     ratios = []
     possible = 0
     for seed in range(150):
@@ -55,7 +55,7 @@ def test_some_devices_only() -> None:
     assert bottleneck_s(problem, found) == pytest.approx(40 / 6, rel=0.05)
 
 
-def test_settling_keeps_devices_and_is_never_slower() -> None:
+def test_settling_a_plan_is_never_slower() -> None:
     for seed in range(80):
         problem = random_problem(seed, trains=seed % 2 == 0)
         for division in list(every_division(problem))[::37]:

@@ -49,7 +49,7 @@ def test_three_equal_units_on_two_devices() -> None:
     assert sets == [((1,), 0.5), ((2,), 0.5)]
 
 
-def test_bytes_count() -> None:
+def test_costly_bytes_keep_a_cut_out_of_the_rotation() -> None:
     # to lie at boundary 2 sends 2 seconds' worth more: not worth it
     assert rotate(make_costs([1, 1, 1], [0, 0, 2, 0], 2), [1]) == [((1,), 1.0)]
 

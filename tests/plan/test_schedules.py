@@ -21,11 +21,11 @@ def lines(schedule: Schedule) -> list[str]:
     return [" ".join(str(action).partition(".")[0] for action in actions) for actions in schedule]
 
 
-def test_gpipe() -> None:
+def test_gpipe_runs_all_forwards_first() -> None:
     assert lines(gpipe(2, 3)) == ["F0 F1 F2 B0 B1 B2"] * 2
 
 
-def test_one_f_one_b() -> None:
+def test_one_f_one_b_alternates() -> None:
     assert lines(one_f_one_b(3, 4)) == ["F0 F1 F2 B0 F3 B1 B2 B3", "F0 F1 B0 F2 B1 F3 B2 B3", "F0 B0 F1 B1 F2 B2 F3 B3"]
 
 
@@ -34,7 +34,7 @@ def test_fewer_microbatches_than_stages() -> None:
     assert lines(zero_bubble(3, 1)) == ["F0 I0 W0", "F0 I0 W0", "F0 I0 W0"]
 
 
-def test_zero_bubble() -> None:
+def test_zero_bubble_splits_backwards() -> None:
     assert lines(zero_bubble(3, 4)) == [
         "F0 F1 F2 I0 W0 F3 I1 W1 I2 W2 I3 W3",
         "F0 F1 I0 F2 I1 W0 F3 I2 W1 I3 W2 W3",
@@ -84,7 +84,7 @@ def test_any_counts_can_be_run(name: str, num_stages: int, num_microbatches: int
                 assert order == sorted(order)
 
 
-def test_what_cannot_be() -> None:
+def test_impossible_schedule_is_refused() -> None:
     with pytest.raises(UsageError, match="'1f2b' is not known; use one of gpipe"):
         make_schedule("1f2b", 2, 2)
     with pytest.raises(UsageError, match="at least one stage"):

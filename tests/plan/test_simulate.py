@@ -69,5 +69,5 @@ def test_clock_cycles_of_the_gpipe_paper() -> None:
     assert forwards == [["F0.0", "", ""], ["F1.0", "F0.1", ""], ["", "F1.1", "F0.2"], ["", "", "F1.2"]]
 
 
-def test_the_drawing() -> None:
+def test_schedule_is_drawn_as_text() -> None:
     assert draw(one_f_one_b(2, 2)) == ("device 0  F0 F1 .  .  B0 B0 .  B1 B1\ndevice 1  .  F0 B0 B0 F1 B1 B1 .  .")

@@ -46,7 +46,7 @@ def every_step(problem: Problem) -> Iterator[tuple[float, list[Division], list[i
                     yield play_step(problem, chosen, counts).step_s, list(chosen), counts
 
 
-def test_against_every_way_there_is() -> None:
+def test_plan_is_the_best_of_all_placements() -> None:
     gaps: list[float] = []
     for seed in range(120):
         problem = roomy(random_problem(seed, max_units=4, max_devices=3, trains=True))

@@ -16,7 +16,7 @@ def test_reading_what_was_written() -> None:
 
 
 @pytest.mark.parametrize("word", ["X0", "F", "S0.1", "F0.", "f0", "F0.1.2", "F-1"])
-def test_a_word_that_is_no_action(word: str) -> None:
+def test_unknown_action_is_refused(word: str) -> None:
     with pytest.raises(UsageError, match="is not an action; write a kind"):
         read_schedule(f"F0 {word}")
 
@@ -44,7 +44,7 @@ def test_an_empty_schedule() -> None:
         ("F0 B0 F1 B1 \n F0 F1 B0 B1", "device 0 is at B0.0, device 1 is at F1.1"),
     ],
 )
-def test_rules(written: str, message: str) -> None:
+def test_broken_rules_of_schedules_are_named(written: str, message: str) -> None:
     with pytest.raises(PlanError, match=message):
         check_schedule(read_schedule(written))
 

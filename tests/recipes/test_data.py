@@ -20,7 +20,7 @@ BERT = "hf:bert,vocab_size=300,hidden_size=16,num_hidden_layers=1,num_attention_
 GPT2 = "hf:gpt2,vocab_size=300,n_embd=16,n_layer=1,n_head=2,n_positions=16,bos_token_id=0,eos_token_id=0"
 
 
-def test_trees(tmp_path: Path) -> None:
+def test_trees_of_sentiment_are_read(tmp_path: Path) -> None:
     file = tmp_path / "train.txt"
     file.write_text(TREES)
     assert is_trees(file)

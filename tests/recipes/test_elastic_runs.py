@@ -166,7 +166,7 @@ def test_settings_are_the_same_after_a_file(costs: Path, tmp_path: Path) -> None
         ({"trace": "trace"}, "leave the trace out"),
     ],
 )
-def test_what_cannot_be_is_said_before_anything_is_trained(
+def test_impossible_settings_are_refused_before_training(
     wrong: dict[str, Any], said: str, costs: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(UsageError, match=said):

@@ -93,7 +93,7 @@ def test_a_run_is_continued_where_it_stopped(tmp_path: Path) -> None:
         fit(settings(tmp_path / "nothing", resume=True))
 
 
-def test_what_a_run_cannot_do_beside_its_plan(tmp_path: Path) -> None:
+def test_options_against_the_plan_are_refused(tmp_path: Path) -> None:
     plan = str(planned(settings(tmp_path), tmp_path / "plan.json"))
     for changes, said in (
         ({"stages": 2}, "the plan already sets stages; leave this option out"),
@@ -109,7 +109,7 @@ def test_what_a_run_cannot_do_beside_its_plan(tmp_path: Path) -> None:
         fit(settings(tmp_path / "run", plan=str(tmp_path / "streams.json")))
 
 
-def test_processes_of_its_own_learn_the_same(tmp_path: Path) -> None:
+def test_separate_processes_learn_the_same(tmp_path: Path) -> None:
     alone = fit(settings(tmp_path / "alone", steps=5))
     plan = planned(settings(tmp_path), tmp_path / "plan.json")
     apart = fit(settings(tmp_path / "apart", steps=5, plan=str(plan)))
@@ -119,7 +119,7 @@ def test_processes_of_its_own_learn_the_same(tmp_path: Path) -> None:
     assert (tmp_path / "apart" / "metrics-rank1.jsonl").exists()
 
 
-def test_what_goes_wrong_apart_is_said_here(tmp_path: Path) -> None:
+def test_failure_in_another_process_is_reported(tmp_path: Path) -> None:
     row = run_row("nowhere", settings(tmp_path / "row", data="nowhere"), None)
     assert "nowhere not found" in str(row.failed)
     with pytest.raises(DataError, match="nowhere not found"):
@@ -167,7 +167,7 @@ def test_a_new_head_is_initialized_as_the_model_s_constructor_does(tmp_path: Pat
     assert torch.equal(saved["head.weight"], head.weight)
 
 
-def test_the_modes_to_compare(tmp_path: Path) -> None:
+def test_compared_modes_have_their_processes(tmp_path: Path) -> None:
     runs = dict(mode_runs(["single", "model", "pipeline", "data", "both"], settings(tmp_path, threads=None), 8))
     assert {name: run.num_processes for name, run in runs.items()} == {
         "single": 1, "model": 2, "pipeline": 2, "data": 2, "both": 4,
@@ -221,7 +221,7 @@ def row(asked: FitSettings, name: str = "", failed: str | None = None, memory: i
     return Row(name=name, settings=asked, result=None if failed else found, failed=failed, out_of_memory=bool(failed))
 
 
-def test_the_two_figures(tmp_path: Path) -> None:
+def test_comparison_has_two_figures(tmp_path: Path) -> None:
     asked = settings(tmp_path)
     files = draw_comparison([row(asked, "single"), row(asked, "data", "out of memory")], tmp_path)
     assert [file.name for file in files] == ["training_time.png", "throughput.png"]
@@ -365,7 +365,7 @@ def test_a_narrowed_model_is_trained_and_saved_as_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("labels", [torch.tensor([1, 0]), torch.tensor([[1.0, 0.0, 3.0], [0.0, 2.0, -1.0]])])
-def test_what_a_teacher_adds_to_the_loss(labels: Tensor) -> None:
+def test_teacher_adds_its_part_to_the_loss(labels: Tensor) -> None:
     logits = torch.tensor([[0.5, -0.5], [1.0, 2.0]])
     loss, count = taught_loss(logits, labels)
     own = functional.cross_entropy(logits, torch.tensor([1, 0]), reduction="sum")

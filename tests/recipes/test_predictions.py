@@ -44,7 +44,7 @@ def test_every_place_where_a_run_may_be_killed(tmp_path: Path, name: str) -> Non
 
 
 @pytest.mark.parametrize("name", ["out.csv", "out.jsonl"])
-def test_nothing_is_lost_between_rows(tmp_path: Path, name: str) -> None:
+def test_each_row_is_on_disk_when_written(tmp_path: Path, name: str) -> None:
     """Each row is in the file as soon as `write` returns."""
     path = tmp_path / name
     with PredictionFile(path) as file:
@@ -62,7 +62,7 @@ def test_without_resume_it_starts_again(tmp_path: Path) -> None:
     assert json.loads(path.read_text()) == ROWS[0]
 
 
-def test_the_columns(tmp_path: Path) -> None:
+def test_columns_have_a_fixed_order(tmp_path: Path) -> None:
     path = tmp_path / "out.csv"
     write(path, [{"image": "a", "label": 1, "prediction": 2, "class": "x", "confidence": 0.5}])
     assert path.read_text() == f"{','.join(COLUMNS)}\na,1,2,x,0.5,\n"
@@ -121,14 +121,14 @@ def test_one_run_at_a_time_writes_a_file(tmp_path: Path) -> None:
     assert len(write(path, [], resume=True)) == 1
 
 
-def test_no_name_is_a_formula(tmp_path: Path) -> None:
+def test_names_are_not_spreadsheet_formulas(tmp_path: Path) -> None:
     write(tmp_path / "out.csv", [*ROWS, {"image": "a.jpg", "class": "=1+1", "error": "+1", "confidence": 0.5}])
     with (tmp_path / "out.csv").open(newline="", encoding="utf-8", errors="surrogateescape") as file:
         cells = [cell for row in csv.reader(file) for cell in row]
     assert not [cell for cell in cells if cell.startswith(("=", "+", "-", "@", "\t", "\r"))]
 
 
-def test_rows_from_before_are_known_again(tmp_path: Path) -> None:
+def test_earlier_rows_are_recognized_on_resume(tmp_path: Path) -> None:
     (tmp_path / "out.csv").write_text("image,label,prediction,class,confidence,error\n=x.jpg,,1,,,\n")
     assert [row["image"] for row in write(tmp_path / "out.csv", [], resume=True)] == ["=x.jpg"]
 

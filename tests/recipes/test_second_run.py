@@ -56,7 +56,7 @@ def test_the_lock_of_a_process_that_was_killed_is_free(held: tuple[Path, subproc
         ({"validation": "digits"}, "validation"),
     ],
 )  # fmt: skip
-def test_what_a_run_keeps(changes: dict[str, Any], name: str, tmp_path: Path) -> None:
+def test_resumed_run_keeps_its_settings(changes: dict[str, Any], name: str, tmp_path: Path) -> None:
     before = settings(tmp_path)
     with pytest.raises(UsageError) as caught:
         check_resumed(before.replace(**changes), before)

@@ -26,7 +26,7 @@ def test_a_pipeline_that_is_balanced_is_left_as_it_is() -> None:
     assert "the cuts would be" not in lines[1]
 
 
-def test_one_that_is_not_is_planned_anew() -> None:
+def test_unbalanced_pipeline_gets_better_cuts() -> None:
     lines, predicted, measured = numbers(streamed(num=100, compute_s=(0.010, 0.030, 0.010, 0.010)))
     assert predicted == pytest.approx(measured, rel=0.05)
     assert "the cuts would be" in lines[1]

@@ -23,7 +23,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Report]:
     return folder, write_report(folder)
 
 
-def test_files_and_tables(made: tuple[Path, Report]) -> None:
+def test_report_writes_files_and_tables(made: tuple[Path, Report]) -> None:
     folder, report = made
     names = {file.name for file in report.files}
     assert names >= {"report.html", "trace.json", "tables.md", "account.csv", "links.csv"}
@@ -60,7 +60,7 @@ def opened(browser: Any, file: Path) -> Any:
     return browser
 
 
-def test_it_draws_every_figure_and_asks_for_nothing(page: Any) -> None:
+def test_page_draws_every_figure_without_requests(page: Any) -> None:
     figures = page.find_elements("css selector", ".figure")
     assert [figure.get_attribute("id").removeprefix("figure-") for figure in figures][:4] == [
         "account", "timeline", "loads", "throughput",
@@ -70,7 +70,7 @@ def test_it_draws_every_figure_and_asks_for_nothing(page: Any) -> None:
     asks_for_nothing(page)
 
 
-def test_what_to_do_is_there_if_something_is(made: tuple[Path, Report], tmp_path: Path) -> None:
+def test_advice_is_shown_if_there_is_any(made: tuple[Path, Report], tmp_path: Path) -> None:
     run = streamed(num=60, wire_s=0.05)  # which the planner does not understand
     write_run(tmp_path, run.facts, list(run.processes))
     assert len(write_report(tmp_path).advice) == 2
@@ -118,7 +118,7 @@ def test_pointing_at_a_microbatch_tells_its_journey(page: Any) -> None:
     assert journey.text.startswith("microbatch 0: loaded in")
 
 
-def test_it_can_be_read_without_seeing_it(page: Any) -> None:
+def test_page_is_readable_by_screen_readers(page: Any) -> None:
     can_be_read_without_seeing(page, least=8)
 
 
@@ -138,7 +138,7 @@ def can_be_read_without_seeing(page: Any, least: int) -> None:
 
 
 @pytest.mark.parametrize("dark", [False, True])
-def test_dark_and_on_a_phone(page: Any, dark: bool) -> None:
+def test_page_fits_dark_mode_and_phones(page: Any, dark: bool) -> None:
     fits_a_phone(page, dark)
 
 

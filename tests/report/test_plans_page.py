@@ -55,7 +55,7 @@ def test_a_run_that_just_began(tmp_path: Path) -> None:
     assert figure.layout["xaxis"]["range"] == [-0.5, 0.5]
 
 
-def test_the_table(tmp_path: Path) -> None:
+def test_plans_table_has_a_row_per_epoch(tmp_path: Path) -> None:
     table = plans_table(timeline(tmp_path, trained()))
     assert table.columns == ("epoch", "frozen", "layers", "stages × replicas", "cached", "units/s", "accuracy",
                              "migrate s", "moved", "fill s", "why")  # fmt: skip
@@ -84,7 +84,7 @@ def test_a_plan_that_another_took_the_place_of_has_a_row(tmp_path: Path) -> None
         ([plan(), epoch(0)], ["1 epoch, 4 stages × 1 replica with 0 of 12 layers frozen."]),
     ],
 )  # fmt: skip
-def test_in_words(tmp_path: Path, lines: list[dict[str, Any]], words: list[str]) -> None:
+def test_plans_are_described_in_words(tmp_path: Path, lines: list[dict[str, Any]], words: list[str]) -> None:
     assert plans_lines(timeline(tmp_path, lines)) == words
 
 

@@ -43,7 +43,7 @@ def test_the_bubble_is_the_formulas() -> None:
         ("slower", {"slower": 3.0}),
     ],
 )
-def test_what_was_put_in_is_found(cause: str, settings: dict[str, Any]) -> None:
+def test_simulated_cause_is_found_in_the_account(cause: str, settings: dict[str, Any]) -> None:
     account = check(cause, **settings)
     assert account.times(cause) > 0.2
     if cause in {"loading", "synchronization"}:  # so much more for each step of 21 forwards

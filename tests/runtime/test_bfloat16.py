@@ -89,7 +89,7 @@ def test_a_model_that_is_in_16_bits_or_64_stays_so() -> None:
         assert torch.equal(found, model(x))
 
 
-def test_a_processor_without_it(set_bfloat16: Callable[[bool], None]) -> None:
+def test_processor_without_bfloat16_is_refused(set_bfloat16: Callable[[bool], None]) -> None:
     set_bfloat16(False)
     program, tensors = parts(nn.Linear(2, 2), torch.zeros(1, 2))
     with pytest.raises(PlanError, match=r"instructions .*float32"):
@@ -101,12 +101,12 @@ def test_a_processor_without_it(set_bfloat16: Callable[[bool], None]) -> None:
     [("flags\t: fpu avx512_bf16\n", True), ("flags\t: fpu avx2\n", False), ("Features\t: fp asimd bf16\n", True),
      ("Features\t: fp asimd\n", False), ("", True)],
 )  # fmt: skip
-def test_what_processors_say(text: str, has: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bfloat16_is_found_in_the_processor_flags(text: str, has: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     monkeypatch.setattr(Path, "read_text", lambda *_args, **_named: text)
     assert bfloat16.has_bfloat16() == has
 
 
-def test_it_does_not_train() -> None:
+def test_bfloat16_runtime_refuses_training() -> None:
     with pytest.raises(UsageError, match="the runtime eager:bfloat16 cannot train"):
         RuntimeChoice("eager", "bfloat16").load_training(None, {})  # type: ignore[arg-type]

@@ -113,7 +113,7 @@ def products_of(
 
 @pytest.mark.parametrize("weight", [torch.zeros(3, 4), torch.full((2, 40), 1e-30), torch.tensor([[3e38, -3e38]])])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_weights_at_the_ends(weight: Tensor, bits: int) -> None:
+def test_blocks_hold_weights_at_the_ends_of_their_range(weight: Tensor, bits: int) -> None:
     found = in_blocks(weight, bits).weight()
     assert bool(found.isfinite().all())
     assert float((found - weight).abs().amax()) <= float(weight.abs().amax()) / 7

@@ -58,7 +58,7 @@ def load(module: nn.Module, *args: Any, choice: RuntimeChoice = COMPILED, **kwar
 
 
 @pytest.mark.parametrize("sizes", [(3, 3), long((3, 2, 3))])
-def test_outputs(sizes: tuple[int, ...]) -> None:
+def test_compiled_outputs_are_close_to_eager(sizes: tuple[int, ...]) -> None:
     chain = seeded(Chain)
     runtime, eager = load(chain, torch.randn(3, 4)), load(chain, torch.randn(3, 4), choice=EAGER)
     with torch.inference_mode():
@@ -172,7 +172,7 @@ class Counts(nn.Module):
         return result
 
 
-def test_operators_that_it_refuses_in_a_stream() -> None:
+def test_compiled_runtime_refuses_operators_in_streams() -> None:
     with pytest.raises(PlanError, match=r"aten\.rand_like\.default"):
         load(Noise(), torch.randn(2, 4))
 
@@ -180,13 +180,13 @@ def test_operators_that_it_refuses_in_a_stream() -> None:
 @pytest.mark.parametrize(
     ("module", "name"), [(Attends(), "scaled_dot_product_attention"), (Counts(), "writes to a parameter")]
 )
-def test_what_it_refuses_to_train(module: nn.Module, name: str) -> None:
+def test_compiled_runtime_refuses_models_for_training(module: nn.Module, name: str) -> None:
     pipe = penstock.Pipeline(module.train(), torch.randn(2, 3, 4), stages=1, runtime="compiled")
     with pytest.raises(PlanError, match=name), pipe:
         pipe.optimizer(sgd)
 
 
-def test_options_that_it_refuses() -> None:
+def test_compiled_runtime_refuses_options() -> None:
     given = Captured(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).train(), (torch.randn(2, 4),))
 
     def script(world: World, **settings: Any) -> None:

@@ -69,7 +69,7 @@ class Calls(TorchDispatchMode):
         return len({id(tensor) for reference in self.results if (tensor := reference()) is not None})
 
 
-def test_the_same_as_the_model(model: nn.Module, program: StageProgram) -> None:
+def test_eager_outputs_are_those_of_the_model(model: nn.Module, program: StageProgram) -> None:
     runtime = Runtime(program, dict(model.state_dict()))
     for batch in (1, 2, 3, 5):
         x = torch.randn(batch, 4)
@@ -139,7 +139,7 @@ def test_values_end_with_their_last_use() -> None:
     assert result.shape == (1000, 4)
 
 
-def test_nothing_of_a_microbatch_stays_behind() -> None:
+def test_no_tensor_of_a_microbatch_is_kept() -> None:
     model = deit(2)
     graph = capture(model, (torch.randn(2, 3, 32, 32),))
     first = divide(graph, [Cuts(graph).find("blocks.0:after")])[0]
@@ -206,9 +206,7 @@ class Product(nn.Module):
     [(Recurrent, nn.GRU), (Recurrent, nn.LSTM), (Recurrent, nn.RNN), (Attending, None), (Product, None)],
     ids=lambda item: getattr(item, "__name__", ""),
 )
-def test_bits_are_those_of_the_model_whether_weights_require_gradients(
-    make: Any, kind: Any, requires_grad: bool
-) -> None:
+def test_bits_do_not_depend_on_requires_grad(make: Any, kind: Any, requires_grad: bool) -> None:
     torch.manual_seed(0)
     model = make(kind).eval().requires_grad_(requires_grad)
     x = torch.randn(3, 5, 8)
@@ -241,7 +239,7 @@ class Keeping(nn.Module):
         return last, (last - x).to(torch.float64)
 
 
-def test_operations_that_return_their_argument_are_left_out_the_second_time() -> None:
+def test_operations_without_effect_are_skipped_later() -> None:
     torch.manual_seed(0)
     model = Keeping().eval()
     program, tensors = parts(model, torch.randn(2, 4))

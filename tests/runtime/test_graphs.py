@@ -166,7 +166,7 @@ def test_a_program_is_captured_once_and_then_replayed(graphed: torch.device) -> 
     assert (len(RecordedGraph.made), RecordedGraph.num_replays) == (1, 3)
 
 
-def test_another_bit_and_an_error_fall_back_with_a_note(
+def test_wrong_bits_and_errors_fall_back_to_eager_with_a_note(
     graphed: torch.device, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def other(graph: RecordedGraph) -> None:
@@ -199,7 +199,7 @@ def test_operators_that_are_not_captured(op: Op, reason: str) -> None:
     assert reason in why_not(program(op))
 
 
-def test_where_there_are_no_graphs(graphed: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_eager_runtime_without_graphs(graphed: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     without_caches = dataclasses.replace(program(), states=(State(value("keys", 2, 4), "keys", "buffer"),))
     assert type(EAGER.load(without_caches, {"keys": torch.zeros(2, 4)}, graphed)) is Runtime
     monkeypatch.setattr(graphs, "ENABLED", False)

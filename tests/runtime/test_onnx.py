@@ -92,7 +92,7 @@ OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_operators(name: str) -> None:
+def test_exported_operators_are_close_to_eager(name: str) -> None:
     x = torch.randn(2, 8, 6, generator=torch.Generator().manual_seed(0))
     assert_close(Does(OPERATIONS[name]), x)
 
@@ -112,7 +112,7 @@ class Convolutions(nn.Module):
         return result
 
 
-def test_convolutions() -> None:
+def test_exported_convolutions_are_close_to_eager() -> None:
     model = seeded(Convolutions)
     model(torch.randn(4, 3, 9, 9))  # statistics that are not 0 and 1
     assert_close(model.eval(), torch.randn(2, 3, 9, 9))
@@ -132,7 +132,7 @@ def _models() -> dict[str, tuple[nn.Module, tuple[Tensor, ...]]]:
 
 
 @pytest.mark.parametrize("name", ["deit", "gpt2", long("resnet"), long("bert")])
-def test_models(name: str) -> None:
+def test_exported_models_are_close_to_eager(name: str) -> None:
     model, args = _models()[name]
     assert_close(model, *args)
 
@@ -162,7 +162,7 @@ def test_eight_bits_are_near_and_smaller() -> None:
     assert torch.linalg.vector_norm(found - wanted) < 0.1 * torch.linalg.vector_norm(wanted)
 
 
-def test_what_it_cannot_run_is_said_before_anything_runs() -> None:
+def test_unsupported_operators_are_refused_before_a_run() -> None:
     program, tensors = parts(Does(lambda x: x.cumsum(0).cummax(0)[0] + x.cumsum(1)), torch.randn(2, 3))
     assert unsupported(program) == ["aten.cumsum.default", "aten.cummax.default"]
     with pytest.raises(PlanError, match=r"aten\.cumsum\.default, aten\.cummax\.default"):
@@ -184,7 +184,7 @@ def test_a_write_that_others_see_is_refused() -> None:
         check_supported(program)
 
 
-def test_other_outputs_than_eager_s_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outputs_unlike_eager_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     from penstock.runtime.onnx import onnx_operators as operators
 
     monkeypatch.setitem(operators.OPERATORS, "aten.tanh.default", operators.OPERATORS["aten.sigmoid.default"])
@@ -193,7 +193,7 @@ def test_other_outputs_than_eager_s_are_an_error(monkeypatch: pytest.MonkeyPatch
         OnnxRuntime(program, tensors)({"batch": 2}, [torch.randn(2, 3)])
 
 
-def test_elsewhere_than_on_the_cpu() -> None:
+def test_exported_runtime_refuses_other_devices() -> None:
     program, tensors = parts(Does(torch.tanh), torch.randn(2, 3))
     with pytest.raises(PlanError, match="only on the CPU, but the device is cuda"):
         OnnxRuntime(program, tensors, torch.device("cuda"))
@@ -288,7 +288,7 @@ def test_openvino_refuses_inputs_that_need_64_bits() -> None:
 
 
 @pytest.mark.parametrize("kind", [OnnxRuntime, OpenVinoRuntime])
-def test_other_integers_and_switches_than_eager_s_are_an_error(kind: Any) -> None:
+def test_integers_unlike_eager_are_an_error(kind: Any) -> None:
     class Wrong(kind):  # type: ignore[misc]
         def _compile(self, model: Any) -> Any:
             run = super()._compile(model)

@@ -29,12 +29,12 @@ def test_a_named_runtime_computes_what_the_model_does(name: str) -> None:
     torch.testing.assert_close(runtime({"batch": 3}, [x])[0], model(x))
 
 
-def test_a_runtime_that_is_not_known_is_refused_by_name() -> None:
+def test_unknown_runtime_is_refused() -> None:
     with pytest.raises(PlanError, match=r"one of eager, .*; got 'abacus'"):
         RuntimeChoice("abacus")
 
 
-def test_a_precision_that_a_runtime_has_not_is_refused() -> None:
+def test_unknown_precision_is_refused() -> None:
     with pytest.raises(PlanError, match=r"eager .* float32, bfloat16; got float16"):
         RuntimeChoice("eager", "float16")
 

@@ -39,7 +39,7 @@ def test_each_setting_is_applied_and_restored(name: str) -> None:
 
 
 @pytest.mark.parametrize("settings", [{"other": True}, {"default_dtype": "int8"}, {"mkldnn.enabled": "yes"}])
-def test_settings_of_a_stranger_are_refused(settings: dict[str, bool | str]) -> None:
+def test_invalid_torch_settings_are_refused(settings: dict[str, bool | str]) -> None:
     with pytest.raises(ProgramError):
         check_settings(settings)
 

@@ -48,7 +48,7 @@ def test_the_queue_is_bounded() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_slots_are_given_back_however_a_request_ends(seed: int) -> None:
+def test_slot_is_returned_however_a_request_ends(seed: int) -> None:
     async def run() -> None:
         choose = random.Random(seed)
         queue = Admission(slots=3, most_waiting=1000)

@@ -83,12 +83,12 @@ def test_classes_are_those_of_one_process(server: Server) -> None:
         line(2**13 + 1, 2**13),
     ],
 )
-def test_what_is_no_image(server: Server, data: bytes) -> None:
+def test_invalid_image_is_refused(server: Server, data: bytes) -> None:
     answer = httpx.post(f"{server.url}/v1/classify", content=data)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "image")
 
 
-def test_what_is_asked_wrongly(server: Server) -> None:
+def test_wrong_classification_request_is_refused(server: Server) -> None:
     for top in ("0", "-1", "a", "9999999999"):
         assert httpx.post(f"{server.url}/v1/classify?top={top}", content=picture(1)).json()["error"]["param"] == "top"
     for kind in ("multipart/form-data", "multipart/form-data; boundary=x"):

@@ -86,7 +86,7 @@ def test_bytes_of_byte_fallback() -> None:
     assert [texts.text(token) for token in tokens[:4]] == [" A", " pipe", "s", "\ufffd"]
 
 
-def test_the_space_that_a_token_begins_with() -> None:
+def test_token_texts_keep_their_leading_space() -> None:
     made = spaced()
     texts = TokenTexts(made)
     tokens = made("A pipe that carries water")["input_ids"]

@@ -44,7 +44,7 @@ CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "water"}], "max
 @pytest.mark.parametrize(
     "key", [None, "", "Bearer", "Bearer wrong", f"Basic {KEY}", f"Bearer {KEY[:-1]}", "Bearer \xff"]
 )
-def test_without_a_key(server: Server, key: str | None) -> None:
+def test_requests_without_the_key_are_refused(server: Server, key: str | None) -> None:
     headers = {} if key is None else {"Authorization": key.encode("latin-1")}
     for path in ("/v1/completions", "/v1/models", "/metrics", "/v1/pipeline", "/openapi.json", "/nothing"):
         answer = httpx.post(server.url + path, headers=headers, json=TEXT)  # type: ignore[arg-type]
@@ -122,12 +122,12 @@ def test_a_body_that_is_no_json(client: httpx.Client, body: bytes) -> None:
     "change", [{"temperature": 1e-300}, {"temperature": 2, "top_p": 1e-300, "min_p": 1}, {"max_tokens": 2.0},
                {"repetition_penalty": 10, "presence_penalty": 2, "frequency_penalty": -2, "logit_bias": {"5": -100}}],
 )  # fmt: skip
-def test_the_ends_of_ranges(client: httpx.Client, change: dict[str, Any]) -> None:
+def test_values_at_the_ends_of_ranges_are_valid(client: httpx.Client, change: dict[str, Any]) -> None:
     answer = client.post("/v1/completions", json=TEXT | change)
     assert answer.status_code == 200, answer.text
 
 
-def test_what_is_not_there(client: httpx.Client) -> None:
+def test_unknown_paths_and_models_are_refused(client: httpx.Client) -> None:
     assert client.post("/v1/completions", json=TEXT | {"model": "other"}).json()["error"]["code"] == "model_not_found"
     assert client.get("/v1/models/other").status_code == 404
     assert client.get("/v1/models/small").json()["id"] == "small"
@@ -184,7 +184,7 @@ def test_many_connections_that_ask_for_nothing(server: Server, client: httpx.Cli
         assert client.post("/v1/completions", json=TEXT).status_code == 200
 
 
-def test_what_is_under_way_ends_before_the_server(server: Server, client: httpx.Client) -> None:
+def test_running_answers_finish_before_the_server_ends(server: Server, client: httpx.Client) -> None:
     answers: list[httpx.Response] = []
     ask = TEXT | {"max_tokens": 150, "temperature": 0, "ignore_eos": True}
     thread = threading.Thread(target=lambda: answers.append(client.post("/v1/completions", json=ask)))

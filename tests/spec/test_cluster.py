@@ -68,7 +68,7 @@ def test_a_lab_file_is_a_cluster_file() -> None:
     assert cluster.feeding.name == "host0"
 
 
-def test_without_a_device() -> None:
+def test_cluster_without_a_device_keeps_the_others() -> None:
     cluster = Cluster(
         devices=make_cluster(1, 2, 3).devices, feeder="a", links=(Link(between=("a", "b")), Link(between=("b", "c")))
     )
@@ -124,7 +124,7 @@ def test_without_a_device() -> None:
         (2 * "[[devices]]\nname = 'a'\nspeed = 1\nmemory = '1 B'\n", "names of devices must be unique; 'a'"),
     ],
 )
-def test_wrong_files(text: str, message: str) -> None:
+def test_wrong_cluster_files_are_refused(text: str, message: str) -> None:
     with pytest.raises(ClusterError, match=message):
         parse_cluster(text)
 

@@ -9,7 +9,7 @@ from penstock.spec.fields import check_name, is_name
 @pytest.mark.parametrize(
     "name", ["a", "host0", "name:1", "pi-4.local", "192.168.1.10", "fe80::1", "rack_3+gpu", "me@board", "N" * 128]
 )
-def test_names(name: str) -> None:
+def test_valid_names_are_accepted(name: str) -> None:
     assert is_name(name)
 
 
@@ -20,7 +20,7 @@ def test_names(name: str) -> None:
         "nul\0", "<b>", "a\"b", "a'b", "$(x)", "`x`", "*", "caf\u00e9", "\u202eabc", "n" * 129, None, 7, ["a"],
     ],
 )  # fmt: skip
-def test_what_is_no_name(name: object) -> None:
+def test_invalid_names_are_refused_in_one_line(name: object) -> None:
     assert not is_name(name)
     with pytest.raises(PlanError) as caught:
         check_name("the name", name, PlanError)
@@ -28,7 +28,7 @@ def test_what_is_no_name(name: object) -> None:
     assert str(caught.value).isprintable()
 
 
-def test_the_message() -> None:
+def test_name_error_has_the_rule_and_the_value() -> None:
     with pytest.raises(PlanError) as caught:
         check_name("a device's name", "../../x", PlanError)
     assert str(caught.value) == (

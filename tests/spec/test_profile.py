@@ -49,7 +49,7 @@ def test_noise_adds_up_the_ranges_of_all_units() -> None:
 
 
 @given(st.integers(1, 40), st.floats(0, 10), st.floats(0, 10))
-def test_lines_are_kept(rows: int, start: float, slope: float) -> None:
+def test_interpolation_keeps_straight_lines(rows: int, start: float, slope: float) -> None:
     table = [start + slope * row for row in (1, 3, 8)]
     assert interpolate((1, 3, 8), table, rows) == pytest.approx(start + slope * rows)
 
@@ -79,7 +79,7 @@ def test_lines_are_kept(rows: int, start: float, slope: float) -> None:
         ),
     ],
 )
-def test_parts_that_do_not_fit_together(change: dict[str, Any], message: str) -> None:
+def test_profile_with_contradicting_parts_is_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ProfileError, match=message):
         make_profile([1.0, 1.0], **change)
 

@@ -85,7 +85,7 @@ def world() -> Iterator[World]:
 
 
 @pytest.mark.parametrize("stages", [3, *map(long, (1, 2, 4))])
-def test_with_workers(world: World, stages: int) -> None:
+def test_inputs_can_be_reused_with_workers(world: World, stages: int) -> None:
     model = passing()
     with Pipeline(model, (different(1)[0],), stages=stages, world=world, threads=1) as pipe:
         check(pipe, model)

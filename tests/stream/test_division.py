@@ -22,7 +22,7 @@ def layers(count: int) -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(8, 8) for _ in range(count))).eval()
 
 
-def test_four_stages_where_nobody_says_how_many() -> None:
+def test_default_number_of_stages_is_four() -> None:
     assert len(divide(layers(6)).cuts) == 3
 
 
@@ -60,7 +60,7 @@ def test_modules_are_stages_as_they_are() -> None:
         ({"device": "cuda"}, "leave device out"),
     ],
 )
-def test_wishes_that_modules_cannot_grant(change: dict[str, Any], message: str) -> None:
+def test_options_without_effect_on_modules_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         divide(list(layers(3)), **change)
 

@@ -25,7 +25,7 @@ def test_at_the_end_of_a_script(how: str, taken: int) -> None:
 
 
 @pytest.mark.parametrize(("how", "taken"), [("end", 5), ("more", 10), ("close", 5)])
-def test_under_torchrun_the_others_serve_until_the_first_has_ended(how: str, taken: int) -> None:
+def test_torchrun_ranks_serve_until_rank_0_ends(how: str, taken: int) -> None:
     arguments = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", OPEN, how]
     done = run_python(*arguments, deadline_s=120.0)
     assert done.status == 0, done.stderr
@@ -34,7 +34,7 @@ def test_under_torchrun_the_others_serve_until_the_first_has_ended(how: str, tak
     assert "note:" not in done.stderr
 
 
-def test_a_mistake_of_the_script_is_told_to_the_others() -> None:
+def test_script_error_reaches_the_other_ranks() -> None:
     arguments = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", OPEN, "raise"]
     done = run_python(*arguments, deadline_s=120.0)
     assert done.status == 1

@@ -17,7 +17,7 @@ CASES = [(0, signal.SIGSTOP), (1, signal.SIGSTOP), (2, signal.SIGSTOP), (0, sign
 NAMED_WITHIN_S = 10.0 + 3.0
 
 
-def test_whoever_is_lost_is_named(tmp_path: Path) -> None:
+def test_lost_worker_is_named(tmp_path: Path) -> None:
     """The groups of a moment start once those of the moment before have lost their processes, and only wait."""
     script = PROGRAMS / "lost_ranks.py"
     groups: list[Future[list[list[Ended]]]] = []
@@ -55,7 +55,7 @@ def check(told: dict[str, Any], stopped_s: float, moment: str, name: str) -> Non
         assert "kind" not in told, told
 
 
-def test_who_is_busy_is_not_lost() -> None:
+def test_busy_worker_is_not_lost() -> None:
     holds = [*((busy, "stage") for busy in range(3)), (0, "inputs")]
     ended = run_groups(PROGRAMS / "busy_ranks.py", [(3, [str(busy), where]) for busy, where in holds], 120.0)
     assert all(end.status == 0 for group in ended for end in group)

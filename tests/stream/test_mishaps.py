@@ -70,7 +70,7 @@ def run(
 
 
 @pytest.mark.parametrize("seed", first(22, range(88)))
-def test_in_memory(thirds: Divided, tmp_path: Path, seed: int) -> None:
+def test_faults_over_memory_transport_end_in_time(thirds: Divided, tmp_path: Path, seed: int) -> None:
     chosen = random.Random(seed)
     kind = chosen.choice([*MESSAGE_KINDS, "exception"])
     microbatch = chosen.randrange(NUM_MICROBATCHES)
@@ -102,7 +102,7 @@ REAL = ["stop", "kill", "exception", *MESSAGE_KINDS, "stop", "kill", "kill", "ex
 
 
 @pytest.mark.parametrize("number", first(4, range(len(REAL))), ids=REAL)
-def test_with_processes(thirds: Divided, tmp_path: Path, number: int) -> None:
+def test_faults_over_processes_end_in_time(thirds: Divided, tmp_path: Path, number: int) -> None:
     chosen = random.Random(number)
     kind = REAL[number]
     rank = chosen.choice([1, 2])

@@ -87,7 +87,7 @@ def test_a_device_that_is_lost_and_comes_back() -> None:
         assert psutil.Process().num_fds() <= open_files  # what a group held is closed with it
 
 
-def test_a_failure_is_that_of_what_was_pushed() -> None:
+def test_push_fails_if_a_worker_is_lost() -> None:
     inputs = tower_inputs(3)
     with Pipeline(tower(), inputs[0], stages=2, threads=1) as pipe:
         stream = PushedStream(pipe._streaming)

@@ -44,7 +44,7 @@ def test_counted_costs_are_those_of_the_whole_model(profile: Profile) -> None:
 
 @settings(max_examples=examples(15), deadline=None)
 @given(lost=st.sets(st.sampled_from(NAMES), max_size=3))
-def test_whoever_is_left_has_all_of_the_model(profile: Profile, lost: set[str]) -> None:
+def test_survivors_hold_the_whole_model(profile: Profile, lost: set[str]) -> None:
     replanner = begun(profile, NAMES)
     left = [name for name in NAMES if name not in lost]
     plan = replanner.plan(left, {})
@@ -63,7 +63,7 @@ def test_a_slower_device_does_less(profile: Profile) -> None:
     assert replanner.seconds().get("b", 0.0) < before["b"] / 2
 
 
-def test_a_device_on_a_faster_runtime_is_held_against_what_it_takes_there(profile: Profile) -> None:
+def test_device_speed_is_compared_on_its_own_runtime(profile: Profile) -> None:
     column = RuntimeColumn(
         runtime="openvino", precision="float32", forward_s=(0.5,) * len(profile.rows),
         eager_s=(1.0,) * len(profile.rows), error=0.0,
@@ -84,7 +84,7 @@ def test_a_device_on_a_faster_runtime_is_held_against_what_it_takes_there(profil
     assert {stage.runtime for stage in fresh.pipelines[0].stages} == {"openvino"}
 
 
-def test_what_gains_little_is_left_as_it_is(profile: Profile) -> None:
+def test_small_gains_cause_no_replan(profile: Profile) -> None:
     replanner = begun(profile, ["a", "b"])
     replanner.take(replanner.plan(["a", "b"], {"a": 1.0, "b": 1.0}))
     assert replanner.plan(["a", "b"], {"a": 1.0, "b": 0.98}).pipelines == replanner.current.pipelines
@@ -96,7 +96,7 @@ def test_stages_compute_as_before(profile: Profile) -> None:
     assert {(s.runtime, s.precision, s.keep) for s in plan.pipelines[0].stages} == {("onnxruntime", "int8", ("head",))}
 
 
-def test_a_cluster_whose_feeder_is_gone_and_one_that_it_does_not_name(profile: Profile) -> None:
+def test_replan_uses_devices_outside_of_the_cluster_file(profile: Profile) -> None:
     cluster = Cluster(devices=tuple(Device(name=name, speed=1.0, memory_bytes=2**30) for name in "ab"), feeder="a")
     replanner = Replanner(None, lambda: profile, cluster)
     with pytest.raises(PlanError, match="no stages are placed"):

@@ -44,7 +44,7 @@ def test_a_device_that_becomes_slower() -> None:
     assert not watched.work(10, a=0.1, b=1.2)
 
 
-def test_too_little_to_say() -> None:
+def test_few_measurements_cause_no_replan() -> None:
     watched = Watched()
     watched.work(10, a=0.1, b=0.2)
     assert not watched.work(3, a=1.0, b=1.0)
@@ -57,7 +57,7 @@ def test_too_little_to_say() -> None:
     assert not watched.speeds.changed()
 
 
-def test_the_first_speeds_are_news() -> None:
+def test_first_speeds_are_reported() -> None:
     watched = Watched(at_first=True)
     assert not watched.work(10, a=0.1, b=0.4)
     assert watched.work(10, a=0.1, b=0.4)

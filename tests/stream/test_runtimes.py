@@ -100,7 +100,7 @@ def test_names_of_runtimes(model: nn.Module, runtime: str, message: str) -> None
         penstock.Pipeline(model, (images()[0],), runtime=runtime)
 
 
-def test_where_it_does_not_go() -> None:
+def test_runtimes_are_refused_for_modules_and_training() -> None:
     with pytest.raises(UsageError, match=r"a list of modules .*leave runtime out"):
         penstock.Pipeline([nn.Linear(2, 2)], (torch.zeros(1, 2),), runtime="onnxruntime")
     pipe = penstock.Pipeline(nn.Linear(2, 2).train(), (torch.zeros(1, 2),), runtime="onnxruntime")
@@ -108,7 +108,7 @@ def test_where_it_does_not_go() -> None:
         pipe.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
 
 
-def test_an_operator_that_it_has_not() -> None:
+def test_operator_missing_in_a_runtime_is_named() -> None:
     class Sums(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x.tanh().cumsum(1)

@@ -55,9 +55,7 @@ def check(outputs: list[Tensor], model: Tower) -> None:
     assert all(torch.equal(found, wanted) for found, wanted in zip(outputs, expected, strict=True))
 
 
-def test_devices_that_are_lost_one_after_the_other(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stream_survives_two_lost_devices(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     model, sent = tower(), state.send_state
     names: list[set[str]] = []
 
@@ -112,7 +110,7 @@ def test_texts_of_any_length_after_a_loss() -> None:
         assert all(torch.equal(found, model(text)) for found, text in zip(outputs, texts, strict=True))
 
 
-def test_nobody_is_left() -> None:
+def test_last_lost_device_ends_the_stream() -> None:
     with Pipeline(tower(), tower_inputs(1)[0], stages=1, threads=1, on_loss="continue") as pipe:
         done: list[Tensor] = []
         killing = {20: lambda: os.kill(pids_of(pipe)[0], signal.SIGKILL)}
@@ -123,7 +121,7 @@ def test_nobody_is_left() -> None:
 
 
 @pytest.mark.long
-def test_one_that_stood_still_comes_back() -> None:
+def test_suspended_worker_rejoins() -> None:
     model = tower()
     with Pipeline(model, tower_inputs(1)[0], stages=2, threads=1, on_loss="continue") as pipe:
         pid = pids_of(pipe)[0]
@@ -176,7 +174,7 @@ def test_a_new_device_is_waited_for() -> None:
     assert re.match(r".* the run at /\S+:\d+\nthe run is over", out)
 
 
-def test_one_that_is_lost_while_stages_are_put_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_lost_during_placement_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     model, sent = tower(), state.send_state
     worlds: list[World] = []
 

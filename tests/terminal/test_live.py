@@ -43,7 +43,7 @@ def test_what_stages_do_per_second() -> None:
     assert "90%" in "\n".join(recorded(view))
 
 
-def test_it_draws_on_a_terminal_and_leaves_nothing_behind() -> None:
+def test_live_table_is_removed_from_the_terminal() -> None:
     file = io.StringIO()
     console = Console(file=file, force_terminal=True, width=80)
     with LiveView(console, lambda: [StageState("stage 0 on board", 1, 0.1, 2)], total=3, unit="images") as view:

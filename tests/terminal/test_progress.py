@@ -21,7 +21,7 @@ def wait_for(met: Callable[[], bool]) -> None:
     assert met()
 
 
-def test_it_says_what_is_done_and_then_is_gone() -> None:
+def test_activity_line_is_removed_at_the_end() -> None:
     file = io.StringIO()
     with working("measuring [links]", Console(file=file, force_terminal=True, width=60)) as say:
         say("measuring the model")
@@ -116,7 +116,7 @@ def test_on_a_terminal_no_line_comes() -> None:
     assert file.getvalue() == ""
 
 
-def test_how_far_it_is() -> None:
+def test_progress_line_has_rate_and_time_left() -> None:
     assert how_far(0, 10, "images", 3.0) == "0 of 10 images"
     assert how_far(5, 10, "images", 10.0) == "5 of 10 images, 0.5 images/s, about 10 s left"
     assert how_far(10, 1000, "steps", 20.0) == "10 of 1000 steps, 0.5 steps/s, about 33 min left"

@@ -148,7 +148,7 @@ def test_a_plan_of_one_device_trains_in_this_process(tmp_path: Path, kind: Calla
         assert pipe.trainer.now.placed.num_microbatches == 3
 
 
-def test_sums_are_planned_in_the_buckets_in_which_they_travel() -> None:
+def test_planned_sums_have_the_buckets_of_the_run() -> None:
     given = captured("gpt2", torch.float32)
     plan = plan_for(given, [(2, [0.5]), (1, [0.2])])
     names = [cut.name for cut in Cuts(given.graph)]
@@ -174,7 +174,7 @@ def test_sums_are_planned_in_the_buckets_in_which_they_travel() -> None:
     )
 
 
-def test_an_arrangement_whose_microbatches_are_said_cuts_batches_as_before() -> None:
+def test_given_microbatches_cut_batches_as_before() -> None:
     """Two stages take four microbatches where nobody asks for a number, or as many as there are rows."""
     model = captured("deit", torch.float32)
     (inputs, labels), (few, few_labels) = batches("deit", 1, rows=8)[0], batches("deit", 1, rows=3)[0]
@@ -205,7 +205,7 @@ def test_an_arrangement_whose_microbatches_are_said_cuts_batches_as_before() -> 
     assert first[:2] == first[2:]
 
 
-def test_microbatches_that_were_asked_for_are_asked_for_in_every_arrangement() -> None:
+def test_given_microbatches_hold_in_every_placement() -> None:
     def script(world: World) -> None:
         trainer = make_trainer(captured("deit", torch.float32), world, stages=2, microbatches=4)
         trainer.close()

@@ -232,7 +232,7 @@ ALIKE = {"estimator", "bounds", "hook that bounds", "twice", "copy", "decay", "d
 
 
 @pytest.mark.parametrize("name", [long(name) if name in ALIKE else name for name in MIDDLES])
-def test_what_is_between_trains_as_in_one_process(name: str) -> None:
+def test_functions_between_stages_train_as_in_one_process(name: str) -> None:
     assert_trains_alike(net(MIDDLES[name]))
 
 
@@ -264,7 +264,7 @@ def test_hooks_see_the_gradient_of_the_loss_of_the_batch(loss_fn: Any) -> None:
         assert max(errors(expected, gradients).values()) < 1e-5
 
 
-def test_a_hook_runs_in_each_step_and_is_not_parted_from_its_tensor() -> None:
+def test_hook_runs_in_each_step_with_its_tensor() -> None:
     seen: list[tuple[int, ...]] = []
 
     def watch(_: Net, h: Tensor) -> Tensor:
@@ -316,7 +316,7 @@ def in_place(_: Net, h: Tensor) -> Tensor:
     [derives, retains, goes_back, assigns, hooks_a_parameter, hooks_a_node, in_place],
     ids=lambda m: m.__name__,
 )
-def test_what_no_graph_can_hold_is_refused_with_its_line(middle: Middle) -> None:
+def test_uncapturable_hook_is_refused_with_its_line(middle: Middle) -> None:
     with pytest.raises(CaptureError, match=r"\(test_autograd\.py:\d+: ") as raised:
         Captured(net(middle), (ROWS,))
     assert "\n" not in str(raised.value)

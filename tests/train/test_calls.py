@@ -70,7 +70,7 @@ def test_a_call_of_one_process_is_named_on_both(name: str, rank: int, settings: 
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_step_too_many_is_named(rank: int) -> None:
+def test_extra_step_of_a_rank_is_named(rank: int) -> None:
     told = run(step, rank, {"stages": 2, "microbatches": 2}, then=0)
     assert any("close" in line and "train_step" in line for line in told)
 
@@ -88,7 +88,7 @@ def test_calls_without_a_number_are_not_compared() -> None:
     assert find_mismatch({0: "0 save", 1: "0 evaluate"}, ["a", "b"]) is None
 
 
-def test_a_wait_needs_a_rank_that_waits_and_one_outside_of_all_calls() -> None:
+def test_stall_needs_a_waiting_and_an_absent_rank() -> None:
     names = ["a", "b", "c"]
     line = describe_wait({0: "3 train_step", 1: "3 train_step", 2: ""}, {0: False, 1: True, 2: False}, names)
     assert line is not None

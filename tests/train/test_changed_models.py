@@ -167,7 +167,7 @@ def test_what_the_forward_does_not_read_may_change(model: Net, pipe: Pipeline) -
     assert step(pipe) == losses[0]
 
 
-def test_stages_follow() -> None:
+def test_stages_use_changed_models() -> None:
     made = net()  # threads would disturb each other's generator
 
     def script(world: World) -> list[float]:

@@ -94,7 +94,7 @@ def test_several_optimizers_and_schedulers_go_back(tmp_path: Path) -> None:
         assert rates == [0.025, 0.05]
 
 
-def test_what_was_saved_is_asked_for(tmp_path: Path) -> None:
+def test_load_requires_the_saved_optimizers_and_schedulers(tmp_path: Path) -> None:
     def script(pipe: Pipeline) -> None:
         optimizer = pipe.optimizer(MAKE["adamw"])
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
@@ -128,7 +128,7 @@ def test_files_of_two_saves_are_not_one_checkpoint(stage: str, tmp_path: Path) -
     assert stage in str(caught.value)
 
 
-def test_a_loss_during_a_save_pairs_nothing_with_what_it_is_not_of(tmp_path: Path) -> None:
+def test_loss_during_a_save_keeps_checkpoints_consistent(tmp_path: Path) -> None:
     """Where processes go back while a checkpoint is being written, it holds one moment or the other."""
 
     def script(pipe: Pipeline) -> None:

@@ -189,7 +189,7 @@ def test_a_forged_index_is_refused(captured: Captured, tmp_path: Path, change: d
     assert "\n" not in str(caught.value)
 
 
-def test_a_shape_that_is_not_the_files_is_refused_before_memory_is_taken(captured: Captured, tmp_path: Path) -> None:
+def test_wrong_checkpoint_shape_is_refused_before_allocation(captured: Captured, tmp_path: Path) -> None:
     def forge(trainer: Trainer, optimizer: torch.optim.Optimizer) -> None:
         save_checkpoint(trainer, tmp_path / "one", optimizer)
         file = tmp_path / "one" / "checkpoint.json"

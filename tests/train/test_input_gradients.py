@@ -88,7 +88,7 @@ def test_an_encoder_and_a_prompt_learn(microbatches: int, loss: str) -> None:
 
 
 @pytest.mark.parametrize(("schedule", "checkpointing"), [("gpipe", False), ("1f1b", True), ("zero-bubble", False)])
-def test_every_rank_has_them(schedule: str, checkpointing: bool) -> None:
+def test_input_gradients_are_on_every_rank(schedule: str, checkpointing: bool) -> None:
     def script(world: World) -> list[Tensor]:
         return in_pipe(
             LOSSES["mean"], stages=3, microbatches=3, schedule=schedule, world=world, checkpointing=checkpointing

@@ -102,7 +102,7 @@ def test_a_last_batch_smaller_than_the_microbatches_and_the_replicas(captured: C
     assert first == second
 
 
-def test_shares() -> None:
+def test_shares_are_contiguous_and_even() -> None:
     for num in range(9):
         for parts in range(1, 5):
             made = shares(num, parts)
@@ -110,7 +110,7 @@ def test_shares() -> None:
             assert max(map(len, made)) - min(map(len, made)) <= 1
 
 
-def test_grids() -> None:
+def test_grid_has_stages_of_each_replica() -> None:
     choice = ScheduleChoice("1f1b", 4)
     assert [r.stages for r in make_grid(range(4), 2, None, choice).replicas] == [(0, 1), (2, 3)]
     assert [r.stages for r in make_grid(range(3), 2, 2, choice).replicas] == [(0, 1), (2, 2)]
@@ -131,7 +131,7 @@ def test_grids() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere processes that load data are not forked")
-def test_what_loads_data_holds_no_sockets_of_a_process_that_is_dead() -> None:
+def test_loading_processes_hold_no_sockets() -> None:
     """It is asleep in a row, and would hold the port at which the others met for as long as that takes."""
     port = free_port()
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1",

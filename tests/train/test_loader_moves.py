@@ -90,9 +90,7 @@ def check(results: list[Any], batch_size: int) -> None:
     batch_size=st.integers(1, 6),
     changes=st.dictionaries(st.integers(1, 12), st.integers(0, len(GRIDS) - 1), max_size=5),
 )
-def test_each_sample_comes_once_in_order_however_the_arrangement_changes(
-    num_rows: int, batch_size: int, changes: dict[int, int]
-) -> None:
+def test_samples_keep_their_order_across_placements(num_rows: int, batch_size: int, changes: dict[int, int]) -> None:
     results = load(num_rows, batch_size, changes)
     check(results, batch_size)
     count = -(-num_rows // batch_size)

@@ -123,7 +123,7 @@ def test_an_optimizer_is_the_same_object_with_its_groups_and_its_state(
     assert max(errors(expected, {n: learned[n] for n in expected}).values()) < 1e-9
 
 
-def test_momentum_matters_here() -> None:
+def test_lost_momentum_changes_the_weights() -> None:
     """The test above would fail if state were lost on the way."""
     whole = captured("gpt2", DOUBLE)
     _, kept, _ = learn(whole, "gpt2", 1, [None] * 3, momentum)
@@ -250,7 +250,7 @@ def least_bytes(trainer: Trainer, before: Any, slots: int) -> int:
     (Replica((0,), (0, 0, 0), 2), Replica((1, 2), (1, 1, 2), 2)),
     (Replica((0, 1, 2), (0, 1, 2), 4),),
 ])  # fmt: skip
-def test_nothing_moves_that_is_there(to: tuple[Replica, ...]) -> None:
+def test_only_missing_weights_are_sent(to: tuple[Replica, ...]) -> None:
     """A model of 1 MB: beside what ranks lacked less than 2% goes over."""
     made = seeded(nn.Sequential, *(nn.Linear(180, 180) for _ in range(8))).train()
     whole = Captured(made, (torch.zeros(2, 180),))

@@ -42,7 +42,7 @@ def test_a_loss_over_nothing_is_refused() -> None:
         mean_loss([told((0.0, 0))], step=2, last_stage=0)
 
 
-def test_a_parameter_that_no_process_used_is_refused_in_the_first_step_alone() -> None:
+def test_unused_parameter_is_refused_in_the_first_step() -> None:
     first, second = told((1.0, 1), unused=["bias", "spare"], used=["weight"]), told((1.0, 1), used=["bias"])
     with pytest.raises(RunError, match=r"1 parameters .* first spare;"):
         mean_loss([first, second], step=0, last_stage=0)

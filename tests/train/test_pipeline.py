@@ -98,7 +98,7 @@ def pipe() -> Any:
         yield made
 
 
-def test_the_loop(pipe: penstock.Pipeline) -> None:
+def test_training_loop_reduces_the_loss(pipe: penstock.Pipeline) -> None:
     optimizer = pipe.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.2))
     data = TensorDataset(*images(24))
     first = last = 0.0
@@ -194,7 +194,7 @@ def test_a_function_makes_the_model() -> None:
         assert float(made.train_step(*images(6), F.cross_entropy)) > 0
 
 
-def test_bad_input(pipe: penstock.Pipeline, tmp_path: Path) -> None:
+def test_wrong_training_input_is_refused(pipe: penstock.Pipeline, tmp_path: Path) -> None:
     x, y = images(6)
     with pytest.raises(UsageError, match="a batch of 1 row cannot be split into 2 microbatches"):
         pipe.train_step(x[:1], y[:1], F.cross_entropy)
@@ -236,7 +236,7 @@ def test_parameters_without_a_part_in_the_loss() -> None:
         made.train_step(x, x, lambda output, labels: F.mse_loss(output[0], labels))
 
 
-def test_what_is_called_first_decides() -> None:
+def test_first_call_decides_training_or_streaming() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))  # in training mode, as modules are born
     x = torch.randn(2, 4)
     with penstock.Pipeline(model, x, stages=2, threads=1) as made:
@@ -252,7 +252,7 @@ def test_what_is_called_first_decides() -> None:
         penstock.Pipeline.train_step(trained, x)
 
 
-def test_bad_models(tmp_path: Path) -> None:
+def test_untrainable_models_are_refused(tmp_path: Path) -> None:
     class Unused(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -46,17 +46,17 @@ def same(one: Any, other: Any) -> bool:
     ],
     ids=repr,
 )  # fmt: skip
-def test_a_value_comes_back_as_it_was(value: Any) -> None:
+def test_value_round_trips_through_json(value: Any) -> None:
     assert same(decode(json.loads(json.dumps(encode(value, "state")))), value)
 
 
 @pytest.mark.parametrize("value", [object(), {"f": len}, [np.array(["a"])], torch.eye(2).to_sparse()])
-def test_what_cannot_be_kept_is_named(value: Any) -> None:
+def test_value_without_json_form_is_named(value: Any) -> None:
     with pytest.raises(UsageError, match="state"):
         encode(value, "state")
 
 
-def test_what_is_not_known_is_no_value() -> None:
+def test_unknown_document_is_not_a_value() -> None:
     with pytest.raises(ValueError, match="module"):
         decode({":module": "os"})
 

@@ -162,7 +162,7 @@ def test_random_states_move_to_another_process() -> None:
     assert (random.random(), float(np.random.rand()), float(torch.rand(1))) == drawn
 
 
-def test_values_of_a_loss() -> None:
+def test_loss_values_come_from_the_last_stage() -> None:
     count, share, order, seen, mean = 0, 0.5, torch.arange(3), [0.5], torch.zeros(2)
 
     def loss(_output: Tensor, _labels: Tensor, factor: float = 2.0) -> float:

@@ -63,7 +63,7 @@ def decaying(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize(("size", "settings"), WAYS)
-def test_the_others_are_trained_as_in_a_plain_loop(
+def test_used_parameters_train_as_in_a_plain_loop(
     model: nn.Module, captured: Captured, size: int, settings: dict[str, Any]
 ) -> None:
     captured.check_trainable()
@@ -79,7 +79,7 @@ def test_the_others_are_trained_as_in_a_plain_loop(
 
 
 @pytest.mark.parametrize(("size", "settings"), first(1, WAYS))
-def test_they_are_saved_as_they_are_and_resumed(
+def test_unused_parameters_are_saved_and_resumed(
     model: nn.Module, captured: Captured, tmp_path: Path, size: int, settings: dict[str, Any]
 ) -> None:
     def script(world: World) -> None:
@@ -110,7 +110,7 @@ def test_they_are_saved_as_they_are_and_resumed(
     assert all(torch.equal(resumed[name], tensor) for name, tensor in saved.items())
 
 
-def test_they_are_named_once(model: nn.Module, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unused_parameters_are_named_once(model: nn.Module, capsys: pytest.CaptureFixture[str]) -> None:
     with penstock.Pipeline(deepcopy(model), torch.zeros(2, 3, 16, 16)) as pipe:
         optimizer = pipe.optimizer(decaying)
         for images, labels in batches(2):

@@ -61,7 +61,7 @@ def test_abort_ends_waits_on_both_sides_at_once(rank: int) -> None:
 
 
 @pytest.mark.parametrize("sent", [b"", b"x", b"12" * 2**11, b"12" * 2**11 + b"3", b"penstock" * 1000])
-def test_bytes(sent: bytes) -> None:
+def test_bytes_arrive_over_memory(sent: bytes) -> None:
     network = MemoryNetwork(2)
     thread = threading.Thread(target=send_bytes, args=(network.transports[0], sent, 1))
     thread.start()
@@ -93,12 +93,12 @@ def test_nothing_is_allocated_for_an_announcement_beyond_the_limit(monkeypatch: 
     assert made == [(16 + 2**12,)]  # a header, and what travels with it
 
 
-def test_every_use_says_how_much_it_carries() -> None:
+def test_receive_bytes_requires_a_limit() -> None:
     limit = inspect.signature(receive_bytes).parameters["limit"]
     assert limit.default is inspect.Parameter.empty
 
 
-def test_tensors() -> None:
+def test_tensors_arrive_with_their_strides() -> None:
     network = MemoryNetwork(2)
     sent = torch.arange(6.0).reshape(2, 3).t()
     received = torch.zeros(3, 2)

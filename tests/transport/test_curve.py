@@ -27,7 +27,7 @@ def room() -> Iterator[Room]:
     made.close()
 
 
-def test_another_key_gets_nowhere(room: Room) -> None:
+def test_wrong_key_is_refused(room: Room) -> None:
     stranger = Curve(make_key())
     try:
         with pytest.raises(RuntimeError, match=r"does not prove this run's key|has not answered"):
@@ -36,7 +36,7 @@ def test_another_key_gets_nowhere(room: Room) -> None:
         stranger.close()
 
 
-def test_who_knows_the_public_key_alone_gets_nowhere(room: Room) -> None:
+def test_public_key_alone_is_refused(room: Room) -> None:
     """The listener's key is not enough: whoever connects proves that it has the secret."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     connecting = context.socket(zmq.DEALER)

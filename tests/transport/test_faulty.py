@@ -29,7 +29,7 @@ def test_no_fault_passes_everything() -> None:
     assert through(Fault(kind="drop", rank=1, message=0))[1] == [[0] * 3, [1] * 3, [2] * 3]
 
 
-def test_drop_and_duplicate() -> None:
+def test_drop_and_duplicate_change_the_number_of_messages() -> None:
     assert through(Fault(kind="drop", rank=0, message=1))[1] == [[0] * 3, [2] * 3]
     assert through(Fault(kind="duplicate", rank=0, message=1))[1] == [[0] * 3, [1] * 3, [1] * 3, [2] * 3]
     both = [Fault(kind="drop", rank=0, message=0), Fault(kind="drop", rank=0, message=2)]
@@ -50,13 +50,13 @@ def test_messages_are_counted_by_channel_and_control_is_spared() -> None:
     assert len(network.lanes[0, 1, 0].sends) == 1
 
 
-def test_delay() -> None:
+def test_delay_sends_later() -> None:
     begin = time.perf_counter()
     assert len(through(Fault(kind="delay", rank=0, message=1, delay_s=0.1))[1]) == 3
     assert time.perf_counter() - begin >= 0.1
 
 
-def test_close() -> None:
+def test_close_ends_all_connections() -> None:
     with pytest.raises(ConnectionBroken, match="rank 0 lost its connections"):
         through(Fault(kind="close", rank=0, message=1))
 

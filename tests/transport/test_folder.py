@@ -47,7 +47,7 @@ def test_another_account_reaches_no_socket_in_it() -> None:
     folder.close()
 
 
-def test_a_port_is_had_once() -> None:
+def test_port_can_be_taken_once() -> None:
     """libzmq itself takes the place of a socket that is there."""
     folder, connections = PrivateFolder(), FolderConnections()
     sockets = [connections.listen(folder.path) for _ in range(3)]
@@ -64,7 +64,7 @@ def test_a_port_is_had_once() -> None:
     folder.close()
 
 
-def test_what_others_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
+def test_only_leftovers_of_others_are_removed(tmp_path: Path) -> None:
     left, other, kept = tmp_path / "penstock-1", tmp_path / "photos", tmp_path / "penstock-2"
     for path in (left, other, kept):
         path.mkdir()

@@ -40,7 +40,7 @@ def written(message: Message) -> Tensor:
 
 
 @pytest.mark.parametrize("batch", [0, 1, 2, 4])
-def test_data_there_and_back(batch: int) -> None:
+def test_data_messages_round_trip(batch: int) -> None:
     tensors = example(batch)
     message = FORMAT.read(written(Message(DATA, 41, (batch,), tensors)))
     assert (message.kind, message.index, message.sizes) == (DATA, 41, (batch,))
@@ -50,7 +50,7 @@ def test_data_there_and_back(batch: int) -> None:
 
 
 @pytest.mark.parametrize("kind", [END, CLOSE])
-def test_control_there_and_back(kind: int) -> None:
+def test_control_messages_round_trip(kind: int) -> None:
     message = FORMAT.read(written(Message(kind, 3, body=b'{"stage": 1}')))
     assert (message.kind, message.index, message.body, message.tensors) == (kind, 3, b'{"stage": 1}', [])
 
@@ -102,7 +102,7 @@ def test_the_same_buffer_read_twice_is_not_another_message() -> None:
         FORMAT.read(received)
 
 
-def test_what_does_not_fit_says_so() -> None:
+def test_message_larger_than_its_buffer_is_refused() -> None:
     small = torch.zeros(256, dtype=torch.uint8)
     with pytest.raises(TransportError, match="largest microbatch"):
         FORMAT.write(Message(DATA, 0, (4,), example(4)), small)
@@ -152,7 +152,7 @@ def test_headers_that_claim_more_than_the_job_has(
 
 
 @pytest.mark.parametrize("num_apart", [7, 64, 2**31])
-def test_tensors_apart_are_never_more_than_the_job_has(num_apart: int) -> None:
+def test_separate_tensors_stay_within_the_job(num_apart: int) -> None:
     """`fetch` would receive so many bytes into a buffer that holds fewer."""
     layout = Format([Value("x", torch.uint8, (1,))], [], {})
     buffer = torch.zeros(layout.largest({}), dtype=torch.uint8)

@@ -54,7 +54,7 @@ def test_a_stream_has_the_outputs_of_one_device(
     assert all(c.aborted for c in communicators.made)
 
 
-def test_what_fails_on_one_device_ends_the_stream_everywhere(communicators: Communicators) -> None:
+def test_failure_on_one_device_ends_the_stream(communicators: Communicators) -> None:
     fed = [(list(inputs), {"batch": 2}) for inputs in tower_inputs(6)]
     fed[4] = (list(poison(tower_inputs(5)[4], 5)), {"batch": 2})
 
@@ -78,7 +78,7 @@ def test_processes_that_share_a_gpu_go_by_the_host(communicators: Communicators)
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_nccl_that_cannot_be_is_one_line_where_it_was_asked_for(
+def test_required_nccl_that_cannot_connect_is_one_line(
     late: bool, communicators: Communicators, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     communicators.shared = True
@@ -98,7 +98,7 @@ def test_nccl_that_cannot_be_is_one_line_where_it_was_asked_for(
         world.feeder.health.report(RunError("the deployment failed"))
 
 
-def test_why_nccl_cannot_be() -> None:
+def test_reasons_against_nccl() -> None:
     one, same, other = ({"gpu": name, "nccl": "yes"} for name in ("GPU-1", "GPU-1", "GPU-2"))
     assert why_not({"rank 0": one, "rank 1": other}) == ""
     assert "rank 0 and rank 1 share one" in why_not({"rank 0": one, "rank 1": same})
@@ -106,7 +106,7 @@ def test_why_nccl_cannot_be() -> None:
     assert "the torch of rank 1 was built without" in why_not({"rank 0": one, "rank 1": {"gpu": "GPU-2", "nccl": ""}})
 
 
-def test_a_way_that_cannot_be_is_refused_before_anything_starts() -> None:
+def test_unusable_backend_is_refused_before_the_start() -> None:
     model, x = torch.nn.Linear(2, 2).eval(), torch.zeros(2, 2)
     with pytest.raises(UsageError, match=r"between_gpus .* auto, host, nccl; got 'mpi'"):
         penstock.Pipeline(model, x, links=penstock.LinkOptions(between_gpus="mpi"))
@@ -129,7 +129,7 @@ def _together(*calls: Callable[[], Any]) -> None:
 
 
 @pytest.mark.parametrize("waiting", ["receiver", "sender"])
-def test_a_wait_that_nothing_meets_ends_with_abort(waiting: str, pretended: torch.device) -> None:
+def test_abort_ends_an_unmatched_wait(waiting: str, pretended: torch.device) -> None:
     first, second = _pair(Communicators(lose=1))
     tag, begun = device_tag(7), threading.Barrier(3)
     errors: list[Exception] = []
@@ -167,7 +167,7 @@ def _wait(wait: Callable[[], None], errors: list[Exception]) -> None:
 
 
 @pytest.mark.timeout(40)
-def test_abort_waits_for_no_communicator_that_is_being_made(pretended: torch.device) -> None:
+def test_abort_does_not_wait_for_a_new_communicator(pretended: torch.device) -> None:
     """Two threads want one line, whose other end never comes; what is made in the end is aborted by its maker."""
     begun, comes = threading.Event(), threading.Event()
 

@@ -216,7 +216,7 @@ def test_a_store_whose_process_is_gone(place: tuple[Connections, str]) -> None:
     store.close()
 
 
-def test_a_store_that_went_between_two_questions(place: tuple[Connections, str]) -> None:
+def test_store_lost_between_two_calls(place: tuple[Connections, str]) -> None:
     """There is nobody to send to then, and ZeroMQ would wait for somebody."""
     connections, host = place
     server = StoreServer(connections, host)
@@ -232,7 +232,7 @@ def test_a_store_that_went_between_two_questions(place: tuple[Connections, str])
 
 
 @pytest.mark.parametrize("cycle", [False, True])
-def test_stores_that_are_dropped_hold_up_nobody(place: tuple[Connections, str], cycle: bool) -> None:
+def test_dropped_stores_block_no_rank(place: tuple[Connections, str], cycle: bool) -> None:
     """libzmq's threads waited for ever to tell a monitor that was gone before its socket, now and then."""
     connections, host = place
     server = StoreServer(connections, host)
@@ -255,7 +255,7 @@ def test_stores_that_are_dropped_hold_up_nobody(place: tuple[Connections, str], 
     store.close()
 
 
-def test_a_rank_that_is_gone_ends_what_goes_to_it_and_nothing_else(kind: str) -> None:
+def test_lost_rank_ends_only_its_own_messages(kind: str) -> None:
     room = Room(3, kind=kind)
     try:
         room.ranks[2].close()
@@ -273,7 +273,7 @@ def test_a_rank_that_is_gone_ends_what_goes_to_it_and_nothing_else(kind: str) ->
         room.close()
 
 
-def test_a_rank_that_does_not_come(place: tuple[Connections, str]) -> None:
+def test_missing_rank_is_named(place: tuple[Connections, str]) -> None:
     connections, host = place
     server = StoreServer(connections, host)
     with pytest.raises(RunError, match="rank 1 has not published its address"):

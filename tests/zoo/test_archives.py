@@ -74,7 +74,7 @@ def test_a_zip_is_read_from_threads_and_copies(folder: Path) -> None:
             assert found == found[:6] * 10
 
 
-def test_what_is_wrong_in_a_zip(folder: Path) -> None:
+def test_damaged_zip_is_reported(folder: Path) -> None:
     path = zipped(folder, zipfile.ZIP_STORED)
     whole = path.read_bytes()
     with zipfile.ZipFile(path, "a") as archive:
@@ -142,7 +142,7 @@ def test_labels_of_webdataset(tmp_path: Path, compressed: bool) -> None:
 
 
 @pytest.mark.parametrize("label", [b" ", b"\xff\xfe", b"1" * 5000])
-def test_labels_that_are_none(tmp_path: Path, label: bytes) -> None:
+def test_files_without_labels_are_refused(tmp_path: Path, label: bytes) -> None:
     with pytest.raises(DataError, match=r"1\.cls in .*a\.tar must hold"):
         open_images(web(tmp_path / "a.tar", {"1": label}))
 

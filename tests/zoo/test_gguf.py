@@ -252,7 +252,7 @@ def replaced(raw: bytes, at: int, form: str, value: int) -> bytes:
     return raw[:at] + number + raw[at + len(number) :]
 
 
-def test_lies_of_a_header_are_one_line(mixture: Path, tmp_path: Path) -> None:
+def test_false_header_is_one_line(mixture: Path, tmp_path: Path) -> None:
     raw = mixture.read_bytes()
     words = raw.index(b"tokenizer.ggml.tokens") + len(b"tokenizer.ggml.tokens")  # then: a type, its type, a length
     tensor = raw.index(b"blk.0.attn_k.weight") + len(b"blk.0.attn_k.weight")  # then: 2 dimensions, a type, an offset
@@ -296,7 +296,7 @@ def test_factors_of_rotary_frequencies(tmp_path: Path) -> None:
         load_model(f"gguf:{tmp_path}/other.gguf")
 
 
-def test_what_is_no_such_file(tmp_path: Path) -> None:
+def test_invalid_gguf_file_is_refused(tmp_path: Path) -> None:
     for name in (f"gguf:{tmp_path / 'none.gguf'}", "gguf:json", "gguf:no_such_package", "gguf:"):
         with pytest.raises(ModelError):
             gguf_file(name)

@@ -425,7 +425,7 @@ def test_a_list_of_paths_keeps_its_order(folder: Path, tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize("text", ["", "\n", "photos/cats/1.png 3\n", "nowhere.png", "\x00"])
-def test_lists_that_are_none(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_lists_of_paths_are_refused(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder.parent)
     Path("list.txt").write_text(text)
     with pytest.raises(DataError, match=r"list\.txt"):

@@ -50,13 +50,13 @@ def test_parameters_are_on_meta_and_buffers_are_real() -> None:
     assert devices(nn.Linear(2, 2)) == {"cpu"}
 
 
-def test_it_restores_itself_after_an_error() -> None:
+def test_meta_context_ends_after_an_error() -> None:
     with pytest.raises(KeyError), meta_parameters():
         raise KeyError
     assert devices(nn.Linear(2, 2)) == {"cpu"}
 
 
-def test_it_may_be_nested() -> None:
+def test_meta_context_can_be_nested() -> None:
     with meta_parameters():
         with meta_parameters():
             pass

@@ -38,7 +38,7 @@ def test_a_missing_library_says_what_to_install(monkeypatch: pytest.MonkeyPatch)
         optional_import("nosuchlibrary", "data", DataError)
 
 
-def test_one_line_is_one_line_and_short() -> None:
+def test_one_line_shortens_an_error() -> None:
     assert one_line(ValueError("a\n b")) == "a b"
     assert one_line(ValueError()) == "ValueError"
     assert len(one_line(ValueError("x" * 999), 50)) == 50

@@ -115,7 +115,7 @@ def test_a_sparse_image_is_not_read(tmp_path: Path) -> None:
             open_images(path).read(0)
 
 
-def test_an_expression_at_which_the_library_panics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokenizer_panic_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class PanicException(BaseException):
         """As pyo3 makes one; which expressions panic depends on the version."""
 

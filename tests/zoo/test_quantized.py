@@ -191,7 +191,7 @@ def test_numbers_of_a_layout(case: str) -> None:
     assert fingerprint_of(weights) != fingerprint_of(opened(settings, changed))
 
 
-def test_rows_of_one_block_and_of_no_whole_ones() -> None:
+def test_rows_of_one_or_partial_blocks_are_unpacked() -> None:
     torch.manual_seed(0)
     cases: list[tuple[dict[str, Any], Encoded]] = [
         (FP8, float8(200, 300, 128, 128, "weight_scale_inv")), (GPTQ, gptq(16, 200)), (BNB, bnb(5, 20)),

@@ -177,7 +177,7 @@ def weights(tmp_path: Path) -> Path:
     return tmp_path / "three.safetensors"
 
 
-def test_they_decide_how_many_classes_a_model_has(weights: Path) -> None:
+def test_class_names_set_the_number_of_classes(weights: Path) -> None:
     for name in (VIT, f"{VIT},num_classes=3"):
         found = load_model(name, weights=weights, whole=True)
         assert found.name == name
@@ -188,7 +188,7 @@ def test_they_decide_how_many_classes_a_model_has(weights: Path) -> None:
     assert "num_classes" in str(caught.value)
 
 
-def test_of_hugging_face_too(tmp_path: Path) -> None:
+def test_class_names_work_for_hugging_face_models(tmp_path: Path) -> None:
     options = "image_size=8,patch_size=4,hidden_size=8,num_hidden_layers=1,num_attention_heads=2,intermediate_size=8"
     name = f"hf:vit,{options}"
     model = load_model(f"{name},num_labels=3", head="images")
@@ -199,19 +199,19 @@ def test_of_hugging_face_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", '{"a": 1}', '["' + "x" * 2000 + '"]', "null"])
-def test_what_is_no_list_of_names(text: str, tmp_path: Path) -> None:
+def test_invalid_class_names_are_refused(text: str, tmp_path: Path) -> None:
     save_file({"w": torch.ones(1)}, tmp_path / "w.safetensors", metadata={"penstock.classes": text})
     with pytest.raises(ModelError):
         read_classes(FileWeights(tmp_path / "w.safetensors").metadata)
 
 
-def test_nothing_is_said_of_no_classes() -> None:
+def test_model_without_classes_has_no_metadata() -> None:
     assert write_classes(None) == write_classes(()) == {}
     assert read_classes({}) is None
     assert with_classes("tests.models:gpt2", 3) == "tests.models:gpt2"
 
 
-def test_training_writes_them_and_goes_on_in_their_order(tmp_path: Path) -> None:
+def test_training_keeps_the_order_of_class_names(tmp_path: Path) -> None:
     digits = open_images("digits")
     other_way_round = tuple(reversed(digits.classes))
     model = load_model(f"{VIT},num_classes=10")

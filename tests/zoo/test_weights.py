@@ -71,7 +71,7 @@ def test_check_serves_tied_names_from_one() -> None:
         assert torch.equal(checked.load("head"), checked.load("embed"))
 
 
-def test_check_lets_optional_names_go() -> None:
+def test_check_ignores_optional_names() -> None:
     source = TensorWeights({"w": torch.ones(2), "index": torch.zeros(3, dtype=torch.int64)})
     expected = {"w": ((2,), F32), "index": ((4,), torch.int64), "count": ((), torch.int64)}
     assert list(check_weights(source, expected, optional=["index", "count"]).names()) == ["w"]
@@ -87,7 +87,7 @@ def test_check_names_what_is_missing() -> None:
     )
 
 
-def test_another_depth_is_no_other_spelling() -> None:
+def test_names_of_other_depth_are_not_suggested() -> None:
     expected = {f"blocks.{index}.weight": ((2,), F32) for index in range(5)}
     with pytest.raises(ModelError, match=r"blocks\.2\.weight.*options"):
         check_weights(TensorWeights({f"blocks.{index}.weight": torch.ones(2) for index in range(2)}), expected)

@@ -195,7 +195,7 @@ def test_files_that_a_killed_process_was_filling_are_removed(tmp_path: Path) -> 
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
 
-def test_owners_do_not_meet(tmp_path: Path) -> None:
+def test_shards_of_owners_are_separate(tmp_path: Path) -> None:
     with fill_shard(tmp_path / "cache") as shard, fill_shard(tmp_path / "cache", owner=0) as other:
         check_rows(shard)
         check_rows(other)

@@ -26,11 +26,11 @@ def test_a_list_that_changes_later_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("layers", [[], [0, -4], [0, 1.5], [True], ["4"]])
-def test_what_are_no_layers(layers: list[Any]) -> None:
+def test_invalid_numbers_of_layers_are_refused(layers: list[Any]) -> None:
     with pytest.raises(UsageError) as error:
         ByHand(layers)
     assert f"got {layers}; " in str(error.value)
 
 
-def test_never() -> None:
+def test_policy_never_freezes_nothing() -> None:
     assert follow(Never(), ROWS, 12) == [0] * 6

@@ -32,7 +32,7 @@ def test_layers_by_epoch(num_layers: int, alpha: float, frozen: list[int]) -> No
 
 
 @given(alphas, st.integers(0, 100))
-def test_it_only_grows_and_stays_within_the_model(alpha: float | Fraction, num_layers: int) -> None:
+def test_closed_form_grows_up_to_all_layers(alpha: float | Fraction, num_layers: int) -> None:
     policy = ClosedForm(alpha)
     frozen = [policy.after(epochs, num_layers) for epochs in range(30)]
     assert frozen[0] == 0

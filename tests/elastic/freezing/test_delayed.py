@@ -13,7 +13,7 @@ def test_the_closed_form_an_epoch_later() -> None:
     assert follow(Delayed(ClosedForm(1 / 3)), [[1.0] * 12] * 9, 12) == [0, 0, 4, 7, 9, 10, 11, 11, 12, 12]
 
 
-def test_what_is_said_by_hand_waits_too() -> None:
+def test_delay_applies_to_layers_by_hand() -> None:
     assert follow(Delayed(ByHand([3, 5]), num_epochs=2), [[1.0] * 12] * 4, 12) == [0, 0, 3, 5, 5]
 
 
@@ -26,7 +26,7 @@ def test_only_the_epochs_after_the_delay_count(training: tuple[list[list[float]]
 
 
 @pytest.mark.parametrize("num_epochs", [0, -1])
-def test_no_delay_is_none(num_epochs: int) -> None:
+def test_delay_must_be_at_least_one_epoch(num_epochs: int) -> None:
     with pytest.raises(UsageError) as error:
         Delayed(ClosedForm(), num_epochs)
     assert str(error.value) == f"the delay of freezing must be at least 1 epoch; got {num_epochs}; leave the delay out"

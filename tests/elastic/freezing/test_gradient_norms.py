@@ -27,7 +27,7 @@ def test_before_the_first_epoch_nothing_is_frozen() -> None:
         ([1.0, 1.0, 1.0, 1.0, 1.0, 1.0], 1),  # the first of equals
     ],
 )
-def test_the_first_epoch_is_judged_by_its_norms(norms: list[float], frozen: int) -> None:
+def test_first_epoch_compares_norms_of_layers(norms: list[float], frozen: int) -> None:
     assert next_frozen(GradientNorms(), epochs(norms), 6) == frozen
 
 
@@ -40,11 +40,11 @@ def test_the_first_epoch_is_judged_by_its_norms(norms: list[float], frozen: int)
         ([0.0, 4.0, 4.0, 4.0, 4.0, 4.0], [1.0, 3.9, 2.0, 2.0, 2.0, 2.0], 2),  # from zero is no small change
     ],
 )
-def test_later_ones_by_the_change(before: list[float], now: list[float], frozen: int) -> None:
+def test_later_epochs_compare_changes_of_norms(before: list[float], now: list[float], frozen: int) -> None:
     assert next_frozen(GradientNorms(), epochs(before, now), 6) == frozen
 
 
-def test_only_layers_still_trained_are_asked() -> None:
+def test_frozen_layers_are_not_compared() -> None:
     history = epochs([0.0, 0.0, 3.0, 3.0, 3.0], [0.0, 0.0, 1.0, 2.9, 1.0], frozen=[2, 2])
     assert next_frozen(GradientNorms(alpha=0.9), history, 5) == 4
 

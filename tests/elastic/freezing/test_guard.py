@@ -26,7 +26,7 @@ NAN = float("nan")
         ([0, 4, 7], [0.80, None, 0.70], 7, 0),
     ],
 )
-def test_accuracy_that_drops(frozen: list[int], accuracy: list[float], stop: int, back: int) -> None:
+def test_dropped_accuracy_stops_freezing(frozen: list[int], accuracy: list[float], stop: int, back: int) -> None:
     history = validated(frozen, accuracy=accuracy)
     assert next_frozen(Guarded(INNER), history, 12) == stop
     assert next_frozen(Guarded(INNER, then="take back"), history, 12) == back
@@ -42,7 +42,7 @@ def test_accuracy_that_drops(frozen: list[int], accuracy: list[float], stop: int
         ([0, 4, 7], [None, None, None]),
     ],
 )
-def test_accuracy_that_does_not(frozen: list[int], accuracy: list[float]) -> None:
+def test_steady_accuracy_keeps_freezing(frozen: list[int], accuracy: list[float]) -> None:
     history = validated(frozen, accuracy=accuracy)
     for then in ("stop", "take back"):
         assert next_frozen(Guarded(INNER, then=then), history, 12) == INNER.after(3, 12)
@@ -58,7 +58,7 @@ def test_accuracy_that_does_not(frozen: list[int], accuracy: list[float]) -> Non
         ([2.0, 1.0, float("inf")], 7, 4),
     ],
 )
-def test_loss_where_there_is_no_accuracy(loss: list[float], stop: int, back: int) -> None:
+def test_guard_uses_the_loss_without_accuracy(loss: list[float], stop: int, back: int) -> None:
     history = validated([0, 4, 7], loss=loss)
     assert next_frozen(Guarded(INNER), history, 12) == stop
     assert next_frozen(Guarded(INNER, then="take back"), history, 12) == back
@@ -89,7 +89,7 @@ def test_without_validation_it_is_the_inner_policy(training: tuple[list[list[flo
     st.lists(st.tuples(st.integers(0, 12), st.none() | st.floats(0, 1), st.none() | st.floats(-9, 9)), max_size=10),
     st.sampled_from(["stop", "take back"]),
 )
-def test_once_it_has_spoken_it_keeps_its_word(rows: list[Any], then: Then) -> None:
+def test_guard_stays_after_its_first_decision(rows: list[Any], then: Then) -> None:
     frozen, accuracy, loss = ([row[at] for row in rows] for at in range(3))
     history = validated(frozen, accuracy=accuracy, loss=loss)
     answers = [next_frozen(Guarded(INNER, then=then), history[:end], 12) for end in range(len(history) + 1)]
@@ -107,7 +107,7 @@ def test_drops_out_of_range(drop: float) -> None:
     )
 
 
-def test_what_else_a_guard_cannot_do() -> None:
+def test_guard_must_stop_or_take_back() -> None:
     with pytest.raises(UsageError) as error:
         Guarded(INNER, then="shout")  # type: ignore[arg-type]
     assert str(error.value) == "a guard can 'stop' or 'take back', not 'shout'"

@@ -32,7 +32,7 @@ from penstock.errors import UsageError
         (" plateau:3+take-back:0.02 ", Guarded(Plateau(patience=3), max_drop=0.02, then="take back")),
     ],
 )
-def test_names(text: str, policy: FreezePolicy) -> None:
+def test_policy_is_read_by_name(text: str, policy: FreezePolicy) -> None:
     assert read_policy(text) == policy
 
 
@@ -43,7 +43,7 @@ def test_names(text: str, policy: FreezePolicy) -> None:
      "schedule+guards", "schedule+guard+take-back", "schedule+after:", "schedule+after:x", "schedule+after:1.5",
      "schedule+after+after", "schedule+guard+after", "after:1", "٣", "schedule:٣"],
 )  # fmt: skip
-def test_other_names(text: str) -> None:
+def test_unknown_policy_names_the_known_ones(text: str) -> None:
     with pytest.raises(UsageError) as error:
         read_policy(text)
     assert str(error.value) == (

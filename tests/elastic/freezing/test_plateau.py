@@ -14,7 +14,7 @@ from tests.elastic.freezing.records import epochs, follow, trainings
 STILL = [1.0, 1.0, 1.0, 1.0, 1.0, 1.0]
 
 
-def test_before_there_are_enough_epochs_nothing_is_frozen() -> None:
+def test_nothing_freezes_before_enough_epochs() -> None:
     assert follow(Plateau(patience=3), [STILL] * 4, 6) == [0, 0, 0, 0, 2]
 
 
@@ -28,7 +28,7 @@ def test_before_there_are_enough_epochs_nothing_is_frozen() -> None:
         ([[9.0, 9.0, 9.0, 9.0], [1.0, 1.0, 1.0, 9.0], [1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 1.0, 1.0]], 3),
     ],
 )
-def test_the_leading_run_that_stands_still(rows: list[list[float]], frozen: int) -> None:
+def test_leading_layers_without_change_freeze(rows: list[list[float]], frozen: int) -> None:
     assert next_frozen(Plateau(alpha=0.9), epochs(*rows), 4) == frozen
 
 

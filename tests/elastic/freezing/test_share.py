@@ -13,7 +13,7 @@ from penstock.errors import UsageError
 from tests.elastic.freezing.records import alphas
 
 
-def test_the_bound_iterated() -> None:
+def test_bound_of_frozen_layers_by_epoch() -> None:
     frozen = [0]
     for _ in range(8):
         frozen.append(most_frozen(frozen[-1], 1 / 3, 12))

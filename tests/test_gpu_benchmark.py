@@ -45,5 +45,5 @@ def test_failed_and_skipped_sections_are_rows(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU on this machine")
-def test_without_a_gpu(tmp_path: Path) -> None:
+def test_gpu_benchmark_needs_a_gpu(tmp_path: Path) -> None:
     assert gpu.main(["--json", str(tmp_path / "gpu.json")]) == 2

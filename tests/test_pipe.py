@@ -29,9 +29,7 @@ def parted() -> nn.Sequential:
 
 @pytest.mark.parametrize("balance", [None, [6], [2, 4], [1, 2, 1, 2], [1] * 6])
 @pytest.mark.parametrize("rows", [8, 7, 2])
-def test_outputs_gradients_and_statistics_are_those_of_the_same_microbatches(
-    balance: list[int] | None, rows: int
-) -> None:
+def test_pipe_matches_its_module_on_microbatches(balance: list[int] | None, rows: int) -> None:
     plain = perceptron()
     pipe = penstock.Pipe(deepcopy(plain), split_size=2 if rows % 2 == 0 else 5, balance=balance)
     torch.manual_seed(1)

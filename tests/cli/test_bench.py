@@ -97,7 +97,7 @@ def test_a_runtime_that_this_processor_lacks_is_refused_first(
     "arguments",
     ["--stages 1,two", "--stages 0", "--policy fair", "--runtime abacus", "--device tpu", "--device cuda --peer"],
 )
-def test_bad_options(arguments: str, penstock: Run) -> None:
+def test_invalid_bench_options_are_refused(arguments: str, penstock: Run) -> None:
     assert penstock("bench", SMALL, *arguments.split())[0] == 2
 
 

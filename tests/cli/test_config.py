@@ -77,7 +77,7 @@ def test_every_verb_that_runs_a_model_takes_a_file(penstock: Run, tmp_path: Path
 
 
 @pytest.mark.parametrize("given", [["--on-loss", "stop"], ["--set", "on-loss='stop'"], ["--config=stop.toml"]])
-def test_a_cluster_knows_the_settings_wherever_they_are(
+def test_settings_file_counts_for_cluster_runs(
     given: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

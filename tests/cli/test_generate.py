@@ -217,7 +217,7 @@ def test_a_tokenizer_of_another_model(penstock: Run, folder: Path, tmp_path: Pat
     assert (status, "another model" in err) == (2, True)
 
 
-def test_what_was_trained_writes_text(penstock: Run, tmp_path: Path) -> None:
+def test_trained_language_model_writes_text(penstock: Run, tmp_path: Path) -> None:
     text, run = tmp_path / "text.txt", tmp_path / "run"
     text.write_text("to be or not to be, that is the question. " * 60)
     model = "hf:gpt2,vocab_size=300,n_embd=16,n_layer=2,n_head=2,n_positions=64,bos_token_id=0,eos_token_id=0"

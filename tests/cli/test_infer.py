@@ -232,7 +232,7 @@ def test_classes_have_names_if_anything_names_them(
     assert "random" not in err
 
 
-def test_random_weights_are_said(penstock: Run, photos: Path) -> None:
+def test_random_weights_are_reported(penstock: Run, photos: Path) -> None:
     given = ["--images", photos, "--stages", 1, "--set", "seed=3"]
     assert "random weights (seed 3)" in penstock("infer", SMALL, *given)[2]
 

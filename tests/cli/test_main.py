@@ -78,7 +78,7 @@ def test_a_name_is_in_one_group() -> None:
     assert set(names) <= flags | {name.replace("_", "-") for struct in structs for name in struct.rare}
 
 
-def test_an_old_name_says_the_new_one(penstock: Run) -> None:
+def test_old_verb_names_the_new_one(penstock: Run) -> None:
     status, _, err = penstock("keys", "new", "run.key")
     assert (status, err) == (2, "error: penstock keys has another name: penstock hosts key FILE\n")
 

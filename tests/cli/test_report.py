@@ -48,7 +48,7 @@ def test_from_a_run_to_its_page(penstock: Run, photos: Path, tmp_path: Path) -> 
     assert "No operators were recorded of run" in text
 
 
-def test_what_is_no_run(penstock: Run, tmp_path: Path) -> None:
+def test_folder_without_a_run_is_refused(penstock: Run, tmp_path: Path) -> None:
     status, _, errors = penstock("report", tmp_path)
     assert status == 2
     assert "run.json not found" in errors

@@ -6,7 +6,7 @@ import pytest
 from penstock.cli.main import main
 
 
-def test_it_draws_and_prints_bubble_and_memory(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_schedule_prints_drawing_bubble_and_memory(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["schedule", "1f1b", "--stages", "4", "--microbatches", "8", "--json", str(tmp_path / "s.json")]) == 0
     printed = capsys.readouterr().out
     assert "device 0  F0 F1 F2 F3" in printed

@@ -80,7 +80,7 @@ def test_nothing_pruned_is_the_model_itself(timm_model: nn.Module) -> None:
     assert torch.equal(same(images()), timm_model(images()))
 
 
-def test_it_saves_loads_and_streams(timm_model: nn.Module, tmp_path: Path) -> None:
+def test_pruned_model_is_saved_loaded_and_streamed(timm_model: nn.Module, tmp_path: Path) -> None:
     smaller = prune(timm_model, images(), Pruning(ratio=0.3), batches())
     file = tmp_path / "pruned.safetensors"
     save_pruned(smaller, timm_model, file)
@@ -217,7 +217,7 @@ class TwoHeads(nn.Module):
 @pytest.mark.parametrize(
     ("model", "shape"), [(ConvolutionalHead, (2, 3, 8, 8)), (HeadFirst, (2, 8)), (TwoHeads, (2, 8))]
 )
-def test_what_makes_the_output_keeps_its_channels(model: type[nn.Module], shape: tuple[int, ...]) -> None:
+def test_output_layer_keeps_its_channels(model: type[nn.Module], shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     module, example = model(), torch.randn(shape)
     smaller = prune(module, example, Pruning(ratio=0.5, importance="magnitude", round_to=1))

@@ -72,7 +72,7 @@ def test_a_part_has_its_own_weights_and_no_others(bundle: tuple[nn.Module, Plan,
     assert read_bundle(folder)[0] == plan
 
 
-def test_it_runs_from_the_parts_bit_for_bit(bundle: tuple[nn.Module, Plan, Path]) -> None:
+def test_bundle_computes_the_same_bits(bundle: tuple[nn.Module, Plan, Path]) -> None:
     model, _, folder = bundle
     inputs = [torch.randn(1 + index % ROWS, 3, 32, 32) for index in range(9)]
     with penstock.Pipeline.from_bundle(folder, threads=1) as pipe, torch.no_grad():

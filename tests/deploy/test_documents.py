@@ -47,7 +47,7 @@ def test_a_job_reads_no_folder_outside_of_the_bundle(device: object) -> None:
         ({"import": "os"}, "`import`"),
     ],
 )
-def test_what_does_not_fit_is_refused(change: dict[str, Any], message: str) -> None:
+def test_contradicting_job_is_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ProgramError, match=message) as caught:
         read_document(json.dumps({**STAGES, **change}).encode(), 2)
     assert "\n" not in str(caught.value)

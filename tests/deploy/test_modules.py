@@ -91,7 +91,7 @@ def test_a_failing_module_is_named() -> None:
         ([Join(), nn.Identity()], torch.zeros(1, 2), r"stage 0 \(Join\) fails on the example: .*'flat'"),
     ],
 )
-def test_what_cannot_be_a_chain(modules: list[nn.Module], example: Tensor, said: str) -> None:
+def test_modules_that_form_no_chain_are_refused(modules: list[nn.Module], example: Tensor, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         chain(modules, (example,), {})
 

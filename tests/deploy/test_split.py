@@ -104,7 +104,7 @@ def test_stages_are_called_by_hand() -> None:
         assert torch.equal(model(x), values[0])
 
 
-def test_one_stage_and_no_cuts() -> None:
+def test_split_into_one_stage() -> None:
     model = seeded(UNet)
     x = torch.randn(2, 3, 8, 8)
     with torch.no_grad():

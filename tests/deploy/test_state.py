@@ -70,7 +70,7 @@ def move(network: MemoryNetwork, have: Ranks, want: Ranks, in_flight: int) -> tu
 
 @settings(max_examples=examples(60), deadline=None)
 @given(moves())
-def test_what_is_wanted_comes_in_order_however_many_are_in_flight(moving: tuple[int, Ranks, Ranks]) -> None:
+def test_requested_tensors_arrive_in_order(moving: tuple[int, Ranks, Ranks]) -> None:
     size, have, want = moving
     for in_flight in IN_FLIGHT:
         network = MemoryNetwork(size)
@@ -117,7 +117,7 @@ def test_all_of_them_are_on_their_way_at_once() -> None:
 
 @pytest.mark.parametrize("in_flight", IN_FLIGHT)
 @pytest.mark.parametrize("message", [0, 3, 6])
-def test_a_tensor_that_arrives_damaged_is_told_of(in_flight: int, message: int) -> None:
+def test_damaged_tensor_is_reported(in_flight: int, message: int) -> None:
     names = [f"t{number}" for number in range(7)]
 
     def act(transport: Transport) -> int:

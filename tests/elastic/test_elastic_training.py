@@ -103,7 +103,7 @@ def test_any_layers_may_be_frozen_and_thawed(freeze: list[int], pipelined: bool,
     assert not list(tmp_path.iterdir())
 
 
-def test_thawed_layers_are_cached_anew_or_not_at_all(tmp_path: Path) -> None:
+def test_thawed_layers_are_cached_again_or_not_at_all(tmp_path: Path) -> None:
     freeze = [0, 4, 2, 2, 0, 0]
     found = train_elastically(vit(), 2, images(), freeze, epochs=6, folder=tmp_path)
     assert [change.cached for change in found.changes] == [False, True, True, True, False, False]

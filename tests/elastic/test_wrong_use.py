@@ -168,7 +168,7 @@ def test_a_schedule_of_the_users_own() -> None:
         ({"cache_limit": "much"}, "much"),
     ],
 )
-def test_options_that_cannot_be(wrong: dict[str, Any], said: str) -> None:
+def test_impossible_elastic_options_are_refused(wrong: dict[str, Any], said: str) -> None:
     assert said in refused(UsageError, lambda: ElasticOptions(**wrong))
 
 

@@ -78,7 +78,7 @@ def test_a_table_of_positions_may_be_used_to_its_end(name: str) -> None:
     assert found == expected(model, prompt, max_new_tokens=3, do_sample=False)
 
 
-def test_what_keeps_something_else_is_refused() -> None:
+def test_model_without_key_value_cache_is_refused() -> None:
     with pytest.raises(UsageError, match="not Linear"):
         CachedDecoder(torch.nn.Linear(2, 2), slots=1, length=64)
     rwkv = transformers.RwkvConfig(vocab_size=50, hidden_size=16, num_hidden_layers=2, context_length=64)

@@ -372,12 +372,12 @@ def test_waiting_requests_fail_when_the_generator_closes(model: Any) -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"slots": 0}, {"max_length": 1}, {"lanes": -1}, {"lanes": 0}])
-def test_options_that_cannot_be(model: Any, wrong: dict[str, Any]) -> None:
+def test_impossible_generator_options_are_refused(model: Any, wrong: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=next(iter(wrong))):
         Generator(model, **wrong)
 
 
-def test_under_torchrun() -> None:
+def test_generator_works_under_torchrun() -> None:
     script = str(PROGRAMS / "generate_under_torchrun.py")
     arguments = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
     done = run_python(*arguments, deadline_s=120.0)

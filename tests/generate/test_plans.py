@@ -134,7 +134,7 @@ def of_speeds(*speeds: float) -> Cluster:
     )
 
 
-def test_what_a_plan_does_not_allow(folder: Path, profile: Profile, tmp_path: Path) -> None:
+def test_options_that_a_plan_sets_are_refused(folder: Path, profile: Profile, tmp_path: Path) -> None:
     plan = make_plan(profile, cluster(1e12))
     path = tmp_path / "plan.json"
     write_plan(path, plan)

@@ -146,7 +146,7 @@ def test_more_stages_than_blocks(deit_small: Graph) -> None:
         names(deit_small, "equal-size", 60)
 
 
-def test_no_stages(deit_small: Graph) -> None:
+def test_zero_stages_are_refused(deit_small: Graph) -> None:
     with pytest.raises(CutError, match=r"stages .*got 0$"):
         names(deit_small, "balanced", 0)
 

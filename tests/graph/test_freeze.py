@@ -105,7 +105,7 @@ def run(frozen: Captured, model: nn.Module, *args: Any, **kwargs: Any) -> tuple[
 
 
 @pytest.mark.parametrize("name", [name if name in {"deit", "resnet"} else long(name) for name in CASES])
-def test_frozen_layers_compute_as_in_evaluation_and_those_after_as_in_training(name: str) -> None:
+def test_frozen_layers_evaluate_and_later_ones_train(name: str) -> None:
     case, (model, captured) = CASES[name], made(name)
     assert len(captured.layers) == len(case.layers)
     for count in (len(case.layers) // 2, len(case.layers)):
@@ -133,7 +133,7 @@ def test_statistics_of_frozen_layers_stay_and_those_after_change() -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_cuts_have_their_names_and_operations_after_the_frozen_layers_theirs(name: str) -> None:
+def test_frozen_model_keeps_names_of_cuts_and_operations(name: str) -> None:
     _, captured = made(name)
     count = len(captured.layers) // 2
     frozen = captured.frozen(count)

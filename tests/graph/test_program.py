@@ -319,7 +319,7 @@ def _places(node: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 @settings(max_examples=examples(600), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.tuples(st.sampled_from(_places(SMALL)), WEIRD), min_size=1, max_size=3))
-def test_whatever_a_file_holds_it_is_a_program_or_refused(changes: list[tuple[tuple[Any, ...], Any]]) -> None:
+def test_any_file_is_a_program_or_refused(changes: list[tuple[tuple[Any, ...], Any]]) -> None:
     document = copy.deepcopy(SMALL)
     for path, to in changes:
         place: Any = document

@@ -78,6 +78,6 @@ def test_what_depends_on_the_number_of_keys_is_refused(more: Callable[[Tensor, T
         lambda positions, _read: positions.sum() / 2 + positions[..., None] * 0.0,
     ],
 )
-def test_what_is_chosen_for_all_rows_is_refused(more: Callable[[Tensor, Tensor], Tensor]) -> None:
+def test_choice_for_all_rows_at_once_is_refused(more: Callable[[Tensor, Tensor], Tensor]) -> None:
     with pytest.raises(CaptureError, match="all sequences"):
         made(more)

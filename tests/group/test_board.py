@@ -9,7 +9,7 @@ import pytest
 from penstock.group.board import connect_board
 
 
-def test_a_process_that_ends_while_it_is_connected_to_is_gone_at_once() -> None:
+def test_process_that_ends_during_a_connection_is_lost() -> None:
     """Torch alone tries for a minute: longer than anybody waits for the reason why nothing answers."""
     listener = socket.create_server(("127.0.0.1", 0))
 

@@ -89,7 +89,7 @@ def test_failures_that_end_a_run(make_world: MakeWorld, verdict: Verdict) -> Non
     assert not outlives(alone)
 
 
-def test_what_kept_a_group_from_forming_is_raised(make_world: MakeWorld) -> None:
+def test_error_of_forming_a_group_is_raised(make_world: MakeWorld) -> None:
     def go_over(_of: World) -> World:
         raise DeviceLost("the others went on without this process")
 

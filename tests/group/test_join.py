@@ -241,7 +241,7 @@ def test_the_first_hosts_own_name_is_not_loopback_for_others(monkeypatch: pytest
     assert first_address(DESK, all_here=True) == LOOPBACK
 
 
-def test_a_first_host_that_nobody_could_reach_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_first_host_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_route(_towards: str) -> str:
         raise RunError("there is no route")
 

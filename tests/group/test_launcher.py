@@ -143,7 +143,7 @@ def test_commands_leave_the_current_folder_out(tmp_path: Path, monkeypatch: pyte
     assert not mark.exists()
 
 
-def test_what_torchrun_sets() -> None:
+def test_torchrun_variables_are_read() -> None:
     assert read_launched(GOOD) == Launched(1, 2, "10.0.0.1", 29500)
     assert read_launched({}) is None
     assert read_launched({"RANK": "0", "WORLD_SIZE": "1"}) is None

@@ -105,7 +105,7 @@ def test_a_run_that_is_over() -> None:
         (lambda store: store.set("penstock/again", '{"run": "r", "penstock": "0.0.0"}'), "penstock is 0.0.0 at here"),
     ],
 )
-def test_what_a_newcomer_finds_elsewhere(prepare: Callable[[Store], None], message: str) -> None:
+def test_newcomer_at_another_run_is_refused(prepare: Callable[[Store], None], message: str) -> None:
     store = HashStore()
     prepare(store)
     patient = PatientStore(lambda: store, 5.0)

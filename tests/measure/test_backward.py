@@ -59,7 +59,7 @@ def test_kept_bytes_by_hand() -> None:
     assert [unit.kept_per_row for unit in unit_bytes(graph, [])] == [3 * ROW]
 
 
-def test_what_the_loss_holds() -> None:
+def test_loss_bytes_are_counted() -> None:
     model = Chain().train()
     graph = capture(model, (torch.randn(2, 4),))
     found = loss_bytes(graph, lambda outputs, _rows: (outputs[0] ** 2).sum())

@@ -276,7 +276,7 @@ def test_each_device_computes_on_the_fastest_runtime_that_it_has() -> None:
         make_plan(profile, wrong, request)
 
 
-def test_where_other_runtimes_are_not_known_or_do_not_train() -> None:
+def test_max_error_needs_profiled_runtimes_and_inference() -> None:
     with pytest.raises(PlanError, match=r"eager; .*--runtime"):
         make_plan(make_profile([1.0] * 4), make_cluster(1, 1), replace(PLAIN, max_error=0.1))
     with pytest.raises(PlanError, match="leave --max-error out"):

@@ -47,7 +47,7 @@ def test_forty_unequal_devices_are_used_well() -> None:
     assert bottleneck_s(problem, found) <= bottleneck_bound_s(problem) * 1.03
 
 
-def test_some_devices_only() -> None:
+def test_search_can_use_some_devices_only() -> None:
     problem = Problem(make_profile([1.0] * 40), make_cluster(1, 2, 3, 4, 5), Setting())
     found = good_division(problem, [1, 3])
     assert found is not None

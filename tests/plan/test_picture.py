@@ -22,7 +22,7 @@ def test_a_drawing_is_a_schedule(name: str, devices: int, microbatches: int) -> 
     assert read_schedule(f"\n{draw(schedule)}\nbubble 27.3% simulated\nmicrobatches in flight: 1\n") == schedule
 
 
-def test_what_the_verb_writes_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_written_schedule_can_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     json_file, drawing = tmp_path / "mine.json", tmp_path / "mine.txt"
     assert main(["schedule", "1f1b", "--stages", "2", "--microbatches", "3", "--json", str(json_file)]) == 0
     printed = capsys.readouterr().out

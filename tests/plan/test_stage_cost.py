@@ -69,7 +69,7 @@ def test_buckets_of_replicas() -> None:
     assert Costs(make_profile([1.0], units=units), setting).held_bytes[0, 1] == 2 * 150 + 2 * 150
 
 
-def test_who_has_the_model_s_library() -> None:
+def test_driver_and_training_devices_hold_the_script() -> None:
     profile = make_profile(
         [1.0], base_bytes=100.0, script_bytes=30.0, units=(Unit(forward_s=(1.0,), backward_s=(1.0,)),)
     )
@@ -99,7 +99,7 @@ def test_the_three_things_that_may_set_the_pace() -> None:
     assert latency_s(problem, halves) == pytest.approx((1 + 0.4) + 4.0 + 4.0 + 2.0)
 
 
-def test_what_a_feeder_is_spared_at_its_own_ends() -> None:
+def test_driver_saves_messages_at_its_own_ends() -> None:
     profile = make_profile(
         [1.0, 1.0], [0, 0, 0], stage_overhead_s=0.5, feed_s=0.2, result_s=0.2, own_input_s=0.3, own_output_s=0.1
     )

@@ -75,7 +75,7 @@ def test_damaged_images_are_left_out_on_every_rank(tmp_path: Path, stages: int) 
         fit(settings.replace(resume=True, skip_damaged=False))
 
 
-def test_without_a_teacher_s_damaged_rows(tmp_path: Path) -> None:
+def test_damaged_rows_are_skipped_with_a_teacher(tmp_path: Path) -> None:
     data = folders(tmp_path / "ds", ["a", "b"], images=11)
     damage(data, "a/1.png")
     settings = FitSettings(model=SMALL, data=str(data), output=str(tmp_path / "one"), skip_damaged=True)

@@ -55,7 +55,7 @@ def losses(folder: Path) -> list[float]:
     return [line["loss"] for line in lines(folder / "run", "step")]
 
 
-def test_a_run_that_was_killed_goes_on_as_if_it_had_not_been(whole: Path, costs: Path, tmp_path: Path) -> None:
+def test_killed_run_resumes_with_the_same_result(whole: Path, costs: Path, tmp_path: Path) -> None:
     moments = [
         ("fill", 2, "1", STEPS),  # the first cache: one process has written half of its rows
         ("move", 2, "1", STEPS),  # tensors have come to where they are used next, and the optimizer's have not

@@ -71,7 +71,7 @@ class Ending:
         return [self._exits.pop(0)] if self._exits else []
 
 
-def test_only_the_first_process_ends_a_run_that_outlives_others() -> None:
+def test_surviving_run_ends_with_its_first_process() -> None:
     lost, first = WorkerExit(3, -signal.SIGKILL), WorkerExit(0, 0)
 
     def watched(*exits: WorkerExit, outlives: bool) -> RunError | None:
@@ -82,7 +82,7 @@ def test_only_the_first_process_ends_a_run_that_outlives_others() -> None:
     assert "rank 0" in str(watched(lost, WorkerExit(0, 1), outlives=True))
 
 
-def test_an_epoch_that_a_process_joins_has_the_rows_and_losses_of_whole_batches(tmp_path: Path) -> None:
+def test_joined_epoch_has_rows_and_losses_of_whole_batches(tmp_path: Path) -> None:
     given = [str(tmp_path), str(free_port()), "join"]
     ended, (joined,) = run_groups(SCRIPT, [(2, given), (0, given)], 120.0)
     assert [end.status for end in (*ended, joined)] == [0, -signal.SIGKILL, 0]

@@ -78,7 +78,7 @@ def rates(folder: Path, given: FitSettings) -> list[float]:
     return [line["learning_rate"] for line in lines(folder, "step")[before:]]
 
 
-def test_another_rate_is_applied_and_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_changed_learning_rate_is_applied_and_reported(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     given = settings(tmp_path, steps=3, validate=False)
     assert rates(tmp_path / "a", given) == [1e-3] * 3
     assert rates(tmp_path / "a", given.replace(steps=5, lr=1e-4, resume=True)) == [1e-4] * 2

@@ -119,7 +119,7 @@ def test_a_busy_stretch_pays_nothing_again() -> None:
     assert account.speedup == pytest.approx(200 * 0.064 / (100 * 0.016 + 100 * 0.020), rel=0.03)
 
 
-def test_what_is_no_whole_stream_is_refused() -> None:
+def test_incomplete_trace_is_refused() -> None:
     run = streamed(num=3)
     with pytest.raises(DataError):
         make_account(Run(run.facts, run.processes[:1]))

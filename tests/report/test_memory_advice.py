@@ -30,5 +30,5 @@ def test_processes_of_one_host_share_its_memory() -> None:
     assert line.startswith("desk (stage 0, 1) reached 240 MB")
 
 
-def test_what_is_not_known_is_not_advised_on() -> None:
+def test_unknown_memory_limit_gives_no_advice() -> None:
     assert held(10**12, limit=0) == []

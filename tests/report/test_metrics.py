@@ -98,7 +98,7 @@ def test_lines_that_no_training_writes(tmp_path: Path, line: str, message: str) 
     assert str(error.value).endswith("remove it, or copy the file again")
 
 
-def test_what_is_no_text(tmp_path: Path) -> None:
+def test_metrics_in_another_encoding_are_refused(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_bytes(b"\xff\xfe\n")
     with pytest.raises(DataError, match=r"metrics\.jsonl cannot be read"):
         read_metrics(tmp_path)

@@ -77,7 +77,7 @@ def test_eager_outputs_are_those_of_the_model(model: nn.Module, program: StagePr
             assert torch.equal(runtime({"batch": batch}, [x])[0], model(x))
 
 
-def test_missing_state(model: nn.Module, program: StageProgram) -> None:
+def test_missing_weight_is_named(model: nn.Module, program: StageProgram) -> None:
     state = dict(model.state_dict())
     del state["second.bias"]
     with pytest.raises(ProgramError) as caught:

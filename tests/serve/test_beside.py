@@ -80,7 +80,7 @@ LARGE: list[tuple[str, dict[str, Any], str | None]] = [
 
 
 @pytest.mark.parametrize(("path", "body", "code"), LARGE, ids=[f"{path}-{sorted(body)[-1]}" for path, body, _ in LARGE])
-def test_large_bodies_stop_nobody(app: App, path: str, body: dict[str, Any], code: str | None) -> None:
+def test_large_bodies_do_not_delay_other_clients(app: App, path: str, body: dict[str, Any], code: str | None) -> None:
     answers, worst_s = beside(app, 4, path, json.dumps(body).encode())
     for answer in answers:
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, code)

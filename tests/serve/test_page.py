@@ -47,7 +47,7 @@ def shown(browser: Any, name: str) -> bool:
     return bool(browser.find_element("id", name).is_displayed())
 
 
-def test_a_chat(server: Server, browser: Any) -> None:
+def test_page_holds_a_chat(server: Server, browser: Any) -> None:
     browser.get(server.url)
     until(browser, lambda b: shown(b, "lock"))
     browser.find_element("id", "key").send_keys(KEY)

@@ -126,7 +126,7 @@ def test_an_answer_is_a_message_of_the_next_request(app: App, more: dict[str, An
     assert IGNORED not in answer.headers
 
 
-def test_values_that_other_servers_take(app: App) -> None:
+def test_values_of_other_servers_are_accepted(app: App) -> None:
     plain = app.complete(max_tokens=12)["text"]
     assert app.complete(max_tokens=12, temperature=1, top_p=0)["text"] == plain
     for stop in ("", [""], ["", "\x00"]):

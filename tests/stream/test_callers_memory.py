@@ -97,7 +97,7 @@ class Two(Passing):
 
 
 @pytest.mark.parametrize("stages", [1, 2])
-def test_one_batch_cut_up(world: World, stages: int) -> None:
+def test_inputs_can_be_reused_after_microbatches(world: World, stages: int) -> None:
     torch.manual_seed(0)
     model, batch = Two().eval(), torch.cat(different())
     with torch.no_grad():
@@ -110,7 +110,7 @@ def test_one_batch_cut_up(world: World, stages: int) -> None:
 
 
 @pytest.mark.parametrize("num_modules", [1, 2, 3])
-def test_with_a_list_of_modules(num_modules: int) -> None:
+def test_inputs_can_be_reused_with_a_list_of_modules(num_modules: int) -> None:
     class First(Passing):
         """All of it in one module; what follows passes on what comes."""
 
@@ -150,14 +150,14 @@ def planned(model: nn.Module, devices: int, pipelines: int, *, rotating: bool = 
 
 
 @pytest.mark.parametrize(("devices", "pipelines"), [(1, 3), (2, 1), (3, 1)])
-def test_with_a_plan(world: World, devices: int, pipelines: int) -> None:
+def test_inputs_can_be_reused_with_a_plan(world: World, devices: int, pipelines: int) -> None:
     model = passing()
     _, plan = planned(model, devices, pipelines)
     with Pipeline(model, (different(1)[0],), plan=plan, world=world, threads=1) as pipe:
         check(pipe, model)
 
 
-def test_from_a_bundle(tmp_path: Path) -> None:
+def test_inputs_can_be_reused_with_a_bundle(tmp_path: Path) -> None:
     model = passing()
     graph, plan = planned(model, 2, 1)
     write_bundle(tmp_path, graph, plan, partial(load_state, graph, weights=ModuleWeights(model)))
@@ -165,14 +165,14 @@ def test_from_a_bundle(tmp_path: Path) -> None:
         check(pipe, model)
 
 
-def test_under_torchrun() -> None:
+def test_inputs_can_be_reused_under_torchrun() -> None:
     groups = [(processes, [str(stages)]) for processes in (1, 2, 3) for stages in (1, 2, 3) if stages >= processes]
     ended = run_groups(PROGRAMS / "callers_memory.py", groups, 120.0)
     assert all(end.status == 0 for group in ended for end in group)
 
 
 @pytest.mark.parametrize("stages", [1, 3])
-def test_in_this_process(stages: int) -> None:
+def test_inputs_can_be_reused_in_one_process(stages: int) -> None:
     model = passing()
     parts = penstock.split(model, (different(1)[0],), stages=stages)
     expected = torch.arange(float(WIDTH))
@@ -182,7 +182,7 @@ def test_in_this_process(stages: int) -> None:
         given[2].fill_(0.0)
 
 
-def test_outputs_of_a_pipeline_that_trains() -> None:
+def test_outputs_of_a_training_pipeline_can_be_changed() -> None:
     model = passing().train()
     with Pipeline(model, (different(1)[0],), threads=1) as pipe:
         for _ in range(2):

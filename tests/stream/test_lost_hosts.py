@@ -14,7 +14,7 @@ pytestmark = LAB_MARKS
 
 
 @pytest.mark.parametrize(("victim", "power_off"), [(0, False), (1, True)])
-def test_a_host_that_is_gone_is_named(victim: int, power_off: bool) -> None:
+def test_lost_host_is_named(victim: int, power_off: bool) -> None:
     hosts = tuple(
         HostSpec(name=f"host{index}", cpu=0.5, memory_bytes=800 * 2**20, bandwidth_bytes_per_s=12_500_000.0)
         for index in range(3)

@@ -246,7 +246,7 @@ print("fine")
 
 @pytest.mark.board
 @pytest.mark.parametrize("way", ["stdin", long("-c")])
-def test_without_a_main_guard(way: str) -> None:
+def test_script_without_main_guard_streams(way: str) -> None:
     arguments = ["-c", SCRIPT] if way == "-c" else ["-"]
     finished = run_python(*arguments, stdin=SCRIPT if way == "stdin" else "", deadline_s=60.0)
     assert (finished.status, finished.stdout) == (0, "fine\n"), finished.stderr
@@ -263,7 +263,7 @@ def test_workers_end_when_their_parent_is_killed() -> None:
 
 
 @pytest.mark.board
-def test_under_torchrun() -> None:
+def test_pipeline_works_under_torchrun() -> None:
     script = str(PROGRAMS / "stream_under_torchrun.py")
     finished = run_python(
         "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script, deadline_s=120.0
@@ -278,7 +278,7 @@ def test_a_process_without_a_stage_is_refused() -> None:
 
 
 @pytest.mark.fresh
-def test_what_goes_wrong_while_starting() -> None:
+def test_failed_start_ends_soon() -> None:
     x = tower_inputs(1)[0]
     with pytest.raises(UsageError, match="needs the model"):
         Pipeline(None, x)

@@ -43,7 +43,7 @@ def images() -> list[Tensor]:
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
-def test_any_number_of_stages(world: World, model: nn.Module, runtime: str) -> None:
+def test_runtime_streams_in_any_number_of_stages(world: World, model: nn.Module, runtime: str) -> None:
     found = []
     for stages in (1, 2, 3):
         with penstock.Pipeline(model, (images()[0],), stages=stages, world=world, runtime=runtime) as pipe:

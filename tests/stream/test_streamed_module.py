@@ -79,7 +79,7 @@ def test_other_weights_are_noticed(
     assert "weights of Net" in capsys.readouterr().err
 
 
-def test_weights_are_those_of_the_beginning_and_a_note_says_so(
+def test_streams_keep_the_first_weights_with_a_note(
     model: Net, pipe: Pipeline, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = pipe(ROWS, microbatch_size=4)

@@ -13,7 +13,7 @@ def recorded(view: LiveView) -> list[str]:
     return [line.rstrip() for line in console.export_text().splitlines()]
 
 
-def test_what_stages_do_per_second() -> None:
+def test_live_view_has_rates_of_stages() -> None:
     now = [0.0]
     states = [
         StageState("inputs", 0, 0.0, 0, computes=False),

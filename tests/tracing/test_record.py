@@ -30,7 +30,7 @@ def test_a_track_records_waiting_and_reading() -> None:
     ]
 
 
-def test_what_does_not_fit_is_counted() -> None:
+def test_spans_beyond_the_limit_are_counted() -> None:
     recorder = Recorder(limit=2)
     for microbatch in range(5):
         recorder.span("compute", 0, microbatch, 0.0, 1.0)
@@ -104,7 +104,7 @@ def test_without_alignment_a_drift_would_show() -> None:
     assert alignment.align(3.0 + 100.01) == pytest.approx(100.0, abs=1e-3)
 
 
-def test_the_quickest_exchange_counts_and_says_how_wrong_it_may_be() -> None:
+def test_fastest_exchange_bounds_the_clock_error() -> None:
     slow, quick = Exchange(0.0, 5.9, 5.9, 1.0), Exchange(2.0, 7.01, 7.03, 2.06)
     assert read_clock([slow, quick]).offset_s == pytest.approx(2.03 - 7.02)
     assert read_clock([slow, quick]).error_s == pytest.approx(0.02)

@@ -120,7 +120,7 @@ def test_an_idle_device_has_no_part_in_a_schedule() -> None:
         assert beside == (*alone, ())
 
 
-def test_what_a_plan_cannot_be_used_for() -> None:
+def test_plan_refuses_conflicting_training_options() -> None:
     inputs, labels = images(4)
     given = Captured(small().train(), (inputs,))
     plan, streams = (plan_for(given, [(2, [])], schedule) for schedule in ("1f1b", "forward-only"))

@@ -108,7 +108,7 @@ def test_each_microbatch_has_its_own_rows(name: str, microbatches: int, rows: in
 
 
 @pytest.mark.parametrize("name", ["sequence", long("states")])
-def test_in_stages_and_replicas(name: str) -> None:
+def test_other_batch_dimensions_train_in_stages_and_replicas(name: str) -> None:
     model, make, dim = CASES[name]
     wanted = plain(model, make(ROWS))
 

@@ -46,9 +46,7 @@ def train(pipe: penstock.Pipeline, loader: Any, steps: int) -> list[int]:
 
 
 @pytest.mark.parametrize("validates", [False, True])
-def test_the_loader_that_was_trained_on_goes_on_whichever_was_made_last(
-    pipes: Any, tmp_path: Path, validates: bool
-) -> None:
+def test_loader_that_was_trained_on_resumes(pipes: Any, tmp_path: Path, validates: bool) -> None:
     pipe = pipes()
     training, validation = pipe.loader(DATA, batch_size=4), pipe.loader(DATA, batch_size=8)
     for step, batch in enumerate(training):
@@ -70,7 +68,7 @@ def test_the_loader_that_was_trained_on_goes_on_whichever_was_made_last(
     assert first(next(iter(loaders[1]))) == 0
 
 
-def test_every_loader_of_several_that_are_trained_goes_on(pipes: Any, tmp_path: Path) -> None:
+def test_every_trained_loader_resumes(pipes: Any, tmp_path: Path) -> None:
     pipe = pipes()
     first_task, second_task = pipe.loader(DATA, batch_size=4), pipe.loader(DATA, batch_size=8)
     ones, others = iter(first_task), iter(second_task)

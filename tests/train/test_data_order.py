@@ -132,7 +132,7 @@ class Thirds(DistributedSampler[Any]):
         lambda: DataLoader(DATA, batch_sampler=[["a"], ["b"]]),
     ],
 )
-def test_what_cannot_be_shared_out_is_refused(captured: Captured, make: Callable[[], DataLoader[Any]]) -> None:
+def test_undistributable_loaders_are_refused(captured: Captured, make: Callable[[], DataLoader[Any]]) -> None:
     with pytest.raises(UsageError):
         epochs_of(captured, make, size=1)
 

@@ -148,7 +148,7 @@ def test_loading_processes_hold_no_sockets() -> None:
         assert not running.children(), "it outlives the process that trained"
 
 
-def test_the_size_of_a_batch_is_the_average_where_a_sampler_says_it(captured: Captured) -> None:
+def test_batch_size_of_a_sampler_is_its_average(captured: Captured) -> None:
     class Parts:
         def __iter__(self) -> Iterator[list[int]]:
             return iter([[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]])

@@ -148,7 +148,7 @@ def contrastive(output: Tensor, _labels: Tensor) -> Tensor:
         ("classes", lambda output, labels: F.cross_entropy(output, labels, reduction="none")),
     ],
 )
-def test_what_is_no_loss_is_refused(labels: str, loss_fn: LossFunction) -> None:
+def test_invalid_loss_values_are_refused(labels: str, loss_fn: LossFunction) -> None:
     given = data()
     for size, way in WAYS:
         with pytest.raises(UsageError, match=r"\(sum, count\)"):

@@ -308,7 +308,7 @@ def test_evaluation_and_the_saved_model_are_those_of_one_process(name: str, tmp_
         assert torch.allclose(tensor.double(), saved[key].double(), rtol=1e-9, atol=1e-12), key
 
 
-def test_statistics_of_frozen_layers_are_saved_as_they_were_when_they_froze(tmp_path: Path) -> None:
+def test_statistics_of_frozen_layers_are_saved_unchanged(tmp_path: Path) -> None:
     """In evaluation nothing uses how many batches were seen, but the module's state_dict has it."""
     whole = captured("unet", DOUBLE)
     given = cast(batches("unet", 3, rows=8), DOUBLE)

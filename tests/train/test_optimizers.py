@@ -128,7 +128,7 @@ def test_optimizers_that_work_parameter_by_parameter(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ACROSS)
-def test_optimizers_that_look_across_parameters_are_refused_for_stages_alone(name: str) -> None:
+def test_cross_parameter_optimizers_are_refused_for_stages(name: str) -> None:
     with pytest.raises(UsageError, match=name):
         check_separable(ACROSS[name](parameters()))
     rows, labels = torch.randn(4, 4), torch.tensor([0, 1, 2, 0])

@@ -91,7 +91,7 @@ def test_an_earlier_batch_tells_what_is_not_certain() -> None:
 @pytest.mark.parametrize(
     "labels", [X[:3], torch.tensor(1), [X[:3], X[:3], X[:3]], object(), {"a": {1, 2}}, X.float().to_sparse()]
 )
-def test_what_has_no_rows_is_refused(labels: Any) -> None:
+def test_labels_without_rows_are_refused(labels: Any) -> None:
     with pytest.raises(UsageError):
         RowCut().parts(labels, 4, [range(2), range(2, 4)])
 

@@ -118,7 +118,7 @@ def test_a_parameter_that_is_frozen_meanwhile_stays(model: Net, pipe: Pipeline) 
     assert model.last.weight.grad is not None
 
 
-def test_what_was_frozen_is_not_unfrozen_in_silence(model: Net) -> None:
+def test_unfreezing_a_parameter_is_refused(model: Net) -> None:
     model.first.weight.requires_grad_(False)
     with Pipeline(model, ROWS, microbatches=1) as pipe:
         step(pipe)

@@ -115,7 +115,7 @@ class Held:
     """Something with a descriptor, such as a listening socket."""
 
 
-def test_what_an_abandoned_call_held_is_released_without_a_collection() -> None:
+def test_abandoned_call_releases_memory_without_gc() -> None:
     held, goes_on = Held(), threading.Event()
     still_there = weakref.ref(held)
 

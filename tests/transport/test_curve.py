@@ -68,7 +68,7 @@ def test_bytes_of_strangers_change_nothing(room: Room) -> None:
     store.close()
 
 
-def test_held_connections_cost_little_and_keep_nobody_out(room: Room) -> None:
+def test_held_connections_cost_little_and_block_no_rank(room: Room) -> None:
     """A stranger that announces 4 MiB and withholds the end, or says nothing, does not count for long."""
     ports = [room.store.port, int(room.store.get("g/data/1").split()[1])]
     before = psutil.Process().memory_info().rss
@@ -106,7 +106,7 @@ def test_connections_that_have_proved_the_key_are_kept(room: Room) -> None:
         store.close()
 
 
-def test_a_request_is_longer_than_what_a_stranger_may_announce(room: Room) -> None:
+def test_long_value_is_stored_after_authentication(room: Room) -> None:
     store = ZmqStore(room.connections[1], HOST, room.store.port)
     text = '"' * (MAX_VALUE_BYTES - 1)  # twice as long in JSON
     store.set("long", text)

@@ -90,7 +90,7 @@ def test_a_dict_has_all_that_a_classifier_needs(source: str) -> None:
         ("of_torchvision", "size=64,mean=0.5,std=0.5", (3, 64, 64), None),
     ],
 )
-def test_what_a_function_leaves_out_is_that_of_its_library(
+def test_function_uses_defaults_of_its_library(
     source: str, name: str, preprocess: str | None, shape: tuple[int, ...], names: Any
 ) -> None:
     model = load_model(f"{source}:{name}", preprocess=preprocess, whole=True)

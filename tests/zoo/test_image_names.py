@@ -90,7 +90,7 @@ def test_a_folder_of_links_is_followed_and_does_not_end_in_itself(folder: Path, 
     assert len(open_images(tmp_path / "links")) == 6
 
 
-def test_what_is_left_out_is_counted(folder: Path, tmp_path: Path) -> None:
+def test_ignored_files_are_counted(folder: Path, tmp_path: Path) -> None:
     for name in ("cats/a.heic", "cats/b.HEIC", "dogs/c.mp4", "Makefile", ".hidden"):
         (folder / name).write_text("")
     expected = {"2 .heic files", "1 .mp4 files", "1 .txt files", "1 Makefile files"}

@@ -72,7 +72,7 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["../elsewhere.safetensors", "/etc/passwd"])
-def test_a_shard_lies_beside_its_index(tmp_path: Path, name: str) -> None:
+def test_shard_must_be_next_to_its_index(tmp_path: Path, name: str) -> None:
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": name}}))
     with pytest.raises(ModelError, match="folder of their index"):

@@ -222,6 +222,6 @@ def test_closing_after_a_process_has_gone(tmp_path: Path) -> None:
     check(found[0], [1, 2])
 
 
-def test_where_samples_lie() -> None:
+def test_samples_are_dealt_to_owners_in_turn() -> None:
     assert [owner_of(sample, 3) for sample in range(7)] == [0, 1, 2, 0, 1, 2, 0]
     assert [place_of(sample, 3) for sample in range(7)] == [0, 0, 0, 1, 1, 1, 2]

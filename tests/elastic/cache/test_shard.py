@@ -58,7 +58,7 @@ def test_strided_and_learned_tensors_are_taken(tmp_path: Path) -> None:
         assert not found.requires_grad
 
 
-def test_what_is_read_is_a_copy(tmp_path: Path) -> None:
+def test_read_rows_are_copies(tmp_path: Path) -> None:
     with fill_shard(tmp_path) as shard:
         for tensor in shard.read([0, 1]):
             tensor.zero_()
@@ -149,7 +149,7 @@ def test_a_limit_is_kept(tmp_path: Path) -> None:
         fill_shard(tmp_path / "b", values=[((4,), torch.int64)], limit_bytes=1)
 
 
-def test_a_closed_shard_says_so(tmp_path: Path) -> None:
+def test_closed_shard_is_refused(tmp_path: Path) -> None:
     shard = fill_shard(tmp_path)
     shard.close()
     shard.close()

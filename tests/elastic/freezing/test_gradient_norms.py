@@ -56,7 +56,7 @@ def test_norms_that_are_not_finite_freeze_nothing_more(strange: float) -> None:
     assert next_frozen(GradientNorms(), epochs([strange] * 3, [1.0] * 3), 3) == 0
 
 
-def test_with_every_layer_frozen_it_stays_so() -> None:
+def test_frozen_model_stays_frozen() -> None:
     assert next_frozen(GradientNorms(), epochs([0.0] * 3, frozen=[3]), 3) == 3
 
 

@@ -96,7 +96,7 @@ def lose(groups: Groups, name: str) -> None:
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
-def test_who_is_behind_gets_what_another_has(groups: Groups, ahead: int) -> None:
+def test_survivor_gets_the_result_of_another(groups: Groups, ahead: int) -> None:
     """The third has told one of the others before it was lost: then both have it, and nothing is done again."""
     names = list(groups.first)
     reached = threading.Barrier(2)
@@ -129,7 +129,7 @@ def test_who_is_behind_gets_what_another_has(groups: Groups, ahead: int) -> None
         assert changed == [{0: 0, 1: 1}]
 
 
-def test_what_nobody_has_is_done_again(groups: Groups) -> None:
+def test_lost_result_is_computed_again(groups: Groups) -> None:
     names = list(groups.first)
 
     def run(rank: int) -> Any:
@@ -154,7 +154,7 @@ def test_what_nobody_has_is_done_again(groups: Groups) -> None:
     assert third == (told, [2, 1], 1, "b is gone")
 
 
-def test_what_no_group_follows_on_is_raised(groups: Groups) -> None:
+def test_loss_without_a_next_group_is_raised(groups: Groups) -> None:
     def run(rank: int) -> Any:
         own, _ = exchanges_of(groups.first["abc"[rank]])
         if rank == 2:

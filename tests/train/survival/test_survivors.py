@@ -297,7 +297,7 @@ def test_a_step_that_fails_leaves_buffers_as_they_were() -> None:
         ({}, "at least two processes"),
     ],
 )
-def test_what_cannot_go_on_after_a_loss(asked: dict[str, Any], message: str) -> None:
+def test_options_that_exclude_on_loss_are_refused(asked: dict[str, Any], message: str) -> None:
     model = torch.nn.Linear(3, 2)
     with (
         pytest.raises(UsageError, match=message),

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 from penstock.train.captured import Captured
 from tests.models import UNet, bert, deit, gpt2, seeded, t5
@@ -61,6 +62,21 @@ LOSSES: dict[str, Any] = {
     "bert": lambda output, labels: F.cross_entropy(output.logits, labels),
     "t5": sum_and_count,
 }
+
+
+class Numbers(Dataset[tuple[Tensor, int]]):
+    """Rows that say their number, and count how often they are read."""
+
+    def __init__(self, num: int = 11) -> None:
+        self.num = num
+        self.read: list[int] = []
+
+    def __len__(self) -> int:
+        return self.num
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        self.read.append(index)
+        return torch.full((4,), float(index)), index
 
 
 @cache

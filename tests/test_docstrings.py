@@ -5,7 +5,7 @@ import json
 from tests.processes import PROGRAMS, run_python
 
 
-def test_examples_give_what_they_say() -> None:
+def test_docstring_examples_hold() -> None:
     done = run_python(str(PROGRAMS / "docstring_examples.py"), deadline_s=120.0)
     attempted, failed = json.loads(done.stdout.splitlines()[-1])
     assert failed == [], done.stdout

@@ -27,7 +27,7 @@ def test_a_long_message_keeps_its_beginning_and_its_end() -> None:
     assert len(text) < 1600
 
 
-def test_every_error_is_shown_so() -> None:
+def test_every_error_type_is_printed_in_one_line() -> None:
     def all_of(kind: type[PenstockError]) -> list[type[PenstockError]]:
         return [kind, *(inner for sub in kind.__subclasses__() for inner in all_of(sub))]
 

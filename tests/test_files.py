@@ -97,7 +97,7 @@ def test_predictions_continue_after_a_full_disk(tmp_path: Path, name: str) -> No
 
 @pytest.mark.root
 @pytest.mark.parametrize("name", ["out.csv", "out.jsonl"])
-def test_a_disk_that_is_really_full(small_disk: Path, name: str) -> None:
+def test_real_full_disk_keeps_complete_rows(small_disk: Path, name: str) -> None:
     def fill(file: PredictionFile) -> None:
         for index in range(1000):
             file.write({"image": f"{index}.jpg", "prediction": 1})

@@ -16,7 +16,7 @@ from penstock.errors import PlanError
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="children are watched through /proc")
 
 
-def test_some_hundreds_of_cases(tmp_path: Path) -> None:
+def test_generated_cases_hold(tmp_path: Path) -> None:
     """In a process of its own: children of this one would inherit the locks of torch's threads, and not the threads."""
     file = tmp_path / "fuzz.json"
     options = ["--json", str(file), "--cases", "600", "--seed", "1"]

@@ -16,7 +16,9 @@ def test_gpu_checks_hold_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert "MISSED" not in table
 
 
-def test_a_wrong_number_is_a_miss(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_number_is_reported_as_missed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def wrong(*_: Any) -> Any:
         yield gpu_check.Row("a sum", gpu_check.error(torch.ones(4), torch.ones(4) + 1e-3), gpu_check.GRADIENTS)
         yield gpu_check.Row("no number", gpu_check.error(torch.ones(4), torch.full((4,), torch.nan)), gpu_check.OUTPUTS)

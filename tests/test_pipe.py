@@ -175,7 +175,7 @@ def test_rows_that_depend_on_each_other_are_refused(child: nn.Module, said: str,
     assert torch.equal(penstock.Pipe(module, split_size=10)(x), module(x))  # the way out
 
 
-def test_a_mode_is_checked_when_it_is_used() -> None:
+def test_training_mode_is_checked_on_use() -> None:
     pipe = penstock.Pipe(nn.Sequential(nn.Linear(3, 3), TrainedMean()).eval(), split_size=2)
     assert pipe(torch.ones(4, 3)).shape == (4, 3)
     with pytest.raises(UsageError, match="mixes rows"):

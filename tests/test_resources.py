@@ -47,7 +47,7 @@ def test_unrelated_error_is_not_out_of_memory(error: BaseException) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the count is Linux's")
-def test_the_system_counts_what_it_kills() -> None:
+def test_kills_by_the_system_are_counted() -> None:
     assert isinstance(num_killed(), int)
 
 
@@ -72,7 +72,7 @@ def test_too_few_addresses_are_one_line(gigabytes: int, needed: bool) -> None:
     assert ("ulimit -v" in ended.stderr) == needed
 
 
-def test_an_error_that_is_its_own_cause() -> None:
+def test_cyclic_exception_chain_is_handled() -> None:
     error = RunError("the connection broke")
     error.__cause__ = error
     assert not is_out_of_memory(error)
@@ -91,7 +91,7 @@ def test_cores_that_do_not_divide_belong_to_all(num_processes: int) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system does not bind threads")
-def test_a_quota_decides_instead(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_quota_limits_the_share(monkeypatch: pytest.MonkeyPatch) -> None:
     cores = os.sched_getaffinity(0)
     if len(cores) < 2:
         pytest.skip("one core cannot be shared out")

@@ -83,7 +83,7 @@ def test_expressions_evaluate_like_python_or_are_refused(expression: Expression,
 
 
 @given(EXPRESSIONS)
-def test_json_and_back(expression: Expression) -> None:
+def test_sizes_round_trip_as_json(expression: Expression) -> None:
     assert check_expression(expression, SYMBOLS) == expression
     assert decode(encode(Size(expression)), SYMBOLS) == Size(expression)
 
@@ -104,7 +104,7 @@ def test_json_and_back(expression: Expression) -> None:
         ("+", "batch", "unknown"),
     ],
 )
-def test_absurd_sizes_are_refused_at_once(expression: Expression) -> None:
+def test_absurd_sizes_are_refused_quickly(expression: Expression) -> None:
     with pytest.raises(ProgramError) as caught:
         Size(expression).evaluate({"batch": 3})
     assert "\n" not in str(caught.value)
@@ -122,7 +122,7 @@ def test_invalid_expressions_are_refused(content: object) -> None:
         check_expression(content, SYMBOLS)
 
 
-def test_deep_nesting() -> None:
+def test_deeply_nested_expressions_are_refused() -> None:
     content: Any = 1
     for _ in range(40):
         content = ["+", content, 1]

@@ -78,7 +78,7 @@ def test_several_processes_of_one_machine(verb: str, bind: tuple[str, ...], tmp_
     ],
 )
 @pytest.mark.parametrize("verb", ["infer", "bench", "train"])
-def test_an_address_of_no_machine(verb: str, address: str, said: str, penstock: Run) -> None:
+def test_invalid_bind_address_is_refused(verb: str, address: str, said: str, penstock: Run) -> None:
     data = {"infer": ["--images", "digits"], "bench": [], "train": ["--data", "digits"]}[verb]
     status, _, err = penstock(verb, VIT, *data, *bound(verb, address))
     assert (status, err.count("\n")) == (2, 1)

@@ -57,7 +57,7 @@ def test_training_and_what_does_not_fit(penstock: Run, boards: Path, tmp_path: P
     assert not json.loads((tmp_path / "fits.json").read_text())["fits"]
 
 
-def test_the_memory_of_a_gpu(penstock: Run, pretended_gpu: torch.device) -> None:
+def test_fits_reads_the_memory_of_a_gpu(penstock: Run, pretended_gpu: torch.device) -> None:
     status, out, _ = penstock("fits", VIT, "--device", pretend.NAME)
     assert (status, pretended_gpu) == (1, torch.device(pretend.NAME, 0))
     assert "the largest memory is 55.5 kB" in out

@@ -147,7 +147,7 @@ def test_an_encoders_prompts_are_not_continued(penstock: Run, encoding: Path) ->
     assert out.splitlines() == answers(encoding, [PROMPTS[0], PROMPTS[2]], 9, transformers.AutoModelForSeq2SeqLM)
 
 
-def test_a_choice_with_a_seed_is_the_same_again(penstock: Run, folder: Path) -> None:
+def test_seeded_choice_repeats(penstock: Run, folder: Path) -> None:
     words = ("generate", f"hf:{folder}", "-p", PROMPTS[0], "--temperature", 1.5, "--max-new-tokens", 20)
     first, again, other = (penstock(*words, "--set", f"seed={seed}")[1] for seed in (1, 1, 2))
     assert first == again
@@ -163,7 +163,7 @@ def test_a_conversation(penstock: Run, folder: Path) -> None:
     assert out.splitlines() == [first, second]
 
 
-def test_a_conversation_that_is_too_long_is_one_line(penstock: Run, folder: Path) -> None:
+def test_too_long_conversation_is_one_line(penstock: Run, folder: Path) -> None:
     typed = " ".join(["w5"] * 70) + "\nw7\n\n"
     status, out, err = penstock("chat", f"hf:{folder}", "--max-new-tokens", 6, "--max-length", 64, typed=typed)
     assert status == 0

@@ -49,7 +49,7 @@ def test_init_does_not_overwrite(tmp_path: Path) -> None:
     assert read_lab(file).hosts[0].bandwidth_bytes_per_s == 1.25e6
 
 
-def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
+def test_invalid_lab_options_are_refused(tmp_path: Path) -> None:
     assert "did you mean raspberry-pi-5" in refused("init", "--like", "raspberrypi5", "-o", tmp_path / "x")
     assert "at least one host; got 0" in refused("init", "--hosts", 0, "-o", tmp_path / "x")
     assert "penstock lab init" in refused("down", tmp_path / "none.toml")

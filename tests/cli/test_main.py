@@ -19,7 +19,7 @@ from tests.processes import run_python
 Run = Callable[..., tuple[int, str, str]]
 
 
-def test_version(penstock: Run) -> None:
+def test_version_is_printed(penstock: Run) -> None:
     assert penstock("--version") == (0, f"penstock {__version__}\n", "")
 
 
@@ -104,7 +104,7 @@ def test_debug_shows_the_traceback() -> None:
         main(["--debug", "split", "no_such_module:make"])
 
 
-def test_an_escape_in_a_name_is_shown_and_not_obeyed(penstock: Callable[..., tuple[int, str, str]]) -> None:
+def test_escape_sequences_in_names_are_shown(penstock: Callable[..., tuple[int, str, str]]) -> None:
     status, out, err = penstock("infer", "timm:vit_tiny_patch16_224", "--images", "no\x1b[2Jthing\nat all")
     assert status == 2
     assert "\x1b" not in out + err

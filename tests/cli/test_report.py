@@ -14,7 +14,7 @@ from tests.report.written_metrics import epoch, trained, write_metrics
 Run = Callable[..., tuple[int, str, str]]
 
 
-def test_from_a_run_to_its_page(penstock: Run, photos: Path, tmp_path: Path) -> None:
+def test_report_verb_writes_the_page(penstock: Run, photos: Path, tmp_path: Path) -> None:
     run, file = tmp_path / "run", tmp_path / "report.json"
     arguments = ["--images", photos, "-o", tmp_path / "p.csv", "--stages", 2, "--threads", 1, "--trace", run]
     assert penstock("infer", SMALL, *arguments)[0] == 0

@@ -41,7 +41,7 @@ def test_options_that_do_not_go_together(penstock: Run, words: tuple[str, ...], 
         ("a b" * 9, 0o600, "16"),
     ],
 )
-def test_keys_that_are_none(penstock: Run, tmp_path: Path, text: str, mode: int, said: str) -> None:
+def test_invalid_keys_are_refused(penstock: Run, tmp_path: Path, text: str, mode: int, said: str) -> None:
     keys = tmp_path / "keys"
     keys.write_text(text)
     keys.chmod(mode)

@@ -26,7 +26,7 @@ EMULATED = (
 )
 
 
-def test_a_command_on_a_host_of_this_processor_is_as_it_was() -> None:
+def test_command_for_the_same_processor_is_unchanged() -> None:
     assert root_folder(os.uname().machine) is None
     assert inside(None, ["python", "-c", ""]) == ["python", "-c", ""]
 

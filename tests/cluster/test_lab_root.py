@@ -64,7 +64,7 @@ def test_status_tells_what_hosts_have(lab: Lab) -> None:
     assert (host.cpu, host.memory_bytes, host.num_processes, host.cut) == (0.35, 256 * MIB, 0, False)
 
 
-def test_hosts_have_no_way_out(lab: Lab) -> None:
+def test_lab_hosts_reach_no_other_network(lab: Lab) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         code = f"import socket; socket.create_connection(('127.0.0.1', {server.getsockname()[1]}))"
         with lab.start([sys.executable, "-c", code], on=["host0"], output=Collected()) as run:

@@ -1,5 +1,4 @@
 import re
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -8,7 +7,6 @@ from hypothesis import strategies as st
 from penstock.cluster.lab import PRESETS, HostSpec, LabSpec, parse_lab, preset, read_lab, write_lab
 from penstock.cluster.lab.spec import check_fit
 from penstock.errors import ClusterError
-from penstock.spec.cluster import read_cluster
 
 GIB = 2**30
 EXAMPLE = """
@@ -64,11 +62,6 @@ def test_a_wrong_lab_file_is_explained(change: tuple[str, str], message: str) ->
     with pytest.raises(ClusterError, match=message) as caught:
         parse_lab(EXAMPLE.replace(*change, 1))
     assert "\n" not in str(caught.value)
-
-
-def test_a_lab_file_is_a_cluster_file(tmp_path: Path) -> None:
-    (tmp_path / "lab.toml").write_text(EXAMPLE)
-    assert [device.name for device in read_cluster(tmp_path / "lab.toml").devices] == ["host0", "host1"]
 
 
 def test_a_lab_has_hosts() -> None:

@@ -104,7 +104,7 @@ def test_up_makes_network_names_and_limits(machine: Machine, tmp_path: Path) -> 
     assert Lab.from_name("lab", machine).spec == spec
 
 
-def test_up_twice_is_up_once(machine: Machine) -> None:
+def test_second_up_changes_nothing(machine: Machine) -> None:
     lab = Lab(make_spec("lab"), machine)
     lab.up()
     shell_of(machine).answers["ip netns list"] = NAMESPACES

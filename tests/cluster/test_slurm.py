@@ -71,7 +71,7 @@ def test_the_printed_script_predicts_as_one_process(
     assert rows.read_text() == alone.read_text()
 
 
-def test_a_script_of_ones_own_finds_its_ranks(nodes: SlurmNodes, tmp_path: Path) -> None:
+def test_own_script_gets_its_ranks(nodes: SlurmNodes, tmp_path: Path) -> None:
     script = PROGRAMS / "slurm_script.py"
     nodes.run("srun", "-N2", "-n2", "python", str(script), str(tmp_path), timeout_s=JOB_S)
     assert run_python(str(script), str(tmp_path), deadline_s=JOB_S).status == 0

@@ -69,7 +69,7 @@ def test_slow_answer_is_not_a_wrong_clock(off_s: float, found_s: float, shell: P
     )
 
 
-def test_a_machine_is_reached_as_its_file_says() -> None:
+def test_host_has_the_target_and_paths_of_its_file() -> None:
     desk, board = hosts_of(cluster())
     assert (desk.target, desk.folder, desk.interpreter) == ("desk", "penstock", "penstock/.venv/bin/python")
     assert (board.target, board.folder, board.interpreter) == ("pi@board", "ann/penstock", "/opt/venv/bin/python")

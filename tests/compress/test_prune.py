@@ -155,7 +155,7 @@ def with_metadata(file: Path, text: str, target: Path) -> Path:
         long('{"blocks.0.norm1": {"normalized_shape": 4}}', "narrow blocks.0.norm1.normalized_shape"),
     ],
 )
-def test_a_forged_header(text: str, message: str, timm_model: nn.Module, tmp_path: Path) -> None:
+def test_forged_pruning_header_is_refused(text: str, message: str, timm_model: nn.Module, tmp_path: Path) -> None:
     file = tmp_path / "pruned.safetensors"
     save_pruned(prune(timm_model, images(), Pruning(ratio=0.3, importance="magnitude")), timm_model, file)
     with safe_open(file, framework="pt") as opened:

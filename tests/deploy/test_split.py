@@ -187,7 +187,7 @@ def test_weights_of_another_model() -> None:
     assert str(caught.value) == ("weight is (4, 5) in the weights but (4, 4) in the model; give weights of this model")
 
 
-def test_the_result_of_a_call_is_not_that_of_the_one_before() -> None:
+def test_results_of_calls_are_separate() -> None:
     class Add(nn.Module):
         def forward(self, x: Tensor) -> Any:
             return {"positions": torch.arange(x.shape[1]) * 2, "sum": x + 1}

@@ -86,7 +86,7 @@ def test_requested_tensors_arrive_in_order(moving: tuple[int, Ranks, Ranks]) -> 
         assert network.num_open() == 0
 
 
-def test_all_of_them_are_on_their_way_at_once() -> None:
+def test_requested_tensors_are_in_flight_together() -> None:
     """A sender posts as many as may be in flight before the first has gone; the next only when it has."""
     for in_flight in IN_FLIGHT:
         network, names = MemoryNetwork(2), [f"t{number}" for number in range(5)]

@@ -39,7 +39,7 @@ def test_a_worker_of_infer_imports_what_a_worker_needs() -> None:
 
 
 @pytest.mark.fresh
-def test_workers_know_no_models() -> None:
+def test_workers_import_no_model_library() -> None:
     """Nothing that a worker imports can find a model by its name."""
     code = "import sys, penstock.deploy.worker; print([m for m in sys.modules if m.startswith('penstock.zoo.models')])"
     assert run_python("-c", code, deadline_s=60.0).stdout.strip() == "[]"

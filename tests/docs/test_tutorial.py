@@ -30,7 +30,7 @@ def test_the_scripts_are_the_examples() -> None:
     assert blocks() == [(ROOT / "examples" / name).read_text() for name in SCRIPTS]
 
 
-def test_at_most_six_lines_differ() -> None:
+def test_parallel_script_differs_in_at_most_six_lines() -> None:
     plain, pipeline = (block.splitlines() for block in blocks())
     changes = [line for line in difflib.ndiff(plain, pipeline) if line[0] in "+-" and line[2:].strip()]
     added, removed = ([line for line in changes if line[0] == sign] for sign in "+-")

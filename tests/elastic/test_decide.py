@@ -79,7 +79,7 @@ def test_the_last_epoch_fills_no_cache(cluster: Cluster) -> None:
     assert more.cached_layers == 4
 
 
-def test_filling_goes_on_from_what_is_cached() -> None:
+def test_cache_is_extended_from_cached_layers() -> None:
     """Two layers more of four cost half; so they pay in fewer rows than all four would."""
     costs = caching(1e-4, samples=100)
     rows = {
@@ -140,15 +140,12 @@ def test_a_cache_frees_devices_and_replicas_use_them() -> None:
     assert sorted(stages(both)) == [["a"], ["b"]]
 
 
-def test_without_packing_the_stages_stay() -> None:
-    found = decide(situation(pack=False))
-    assert found.plan.pipelines == begun(TWO).pipelines
-
-
-def test_the_reason_without_packing() -> None:
+def test_decision_without_packing_has_its_reason() -> None:
     """A plan that stays, one that loses a stage whose layers are all cached, and one that no longer fits."""
     plan = begun(TWO)
-    assert decide(situation(pack=False)).why.startswith("keeps the plan; ")
+    kept = decide(situation(pack=False))
+    assert kept.plan.pipelines == plan.pipelines
+    assert kept.why.startswith("keeps the plan; ")
     cached = decide(situation(pack=False, frozen=6, cached_layers=6, caching=caching(1e-6)))
     assert cached.moves
     assert cached.why.startswith("keeps the plan, without ")

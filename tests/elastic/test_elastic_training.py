@@ -57,7 +57,7 @@ def _expected(how: tuple[torch.dtype, Any]) -> Outcome:
         long(3, SINGLE, {"arranged": {"stages": 3, "schedule": "zero-bubble"}, "replicate": False}),
     ],
 )
-def test_elastic_training_learns_what_one_process_learns(
+def test_elastic_training_matches_one_process(
     size: int, how: tuple[torch.dtype, Any], changed: dict[str, Any], tmp_path: Path
 ) -> None:
     dtype, make = how

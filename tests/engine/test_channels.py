@@ -75,7 +75,7 @@ def test_ragged_microbatches_arrive_in_order_and_nothing_stays_posted() -> None:
     assert network.num_open() == 0
 
 
-def test_a_put_waits_for_the_receiver() -> None:
+def test_put_blocks_until_the_receiver_takes() -> None:
     _, sender, make_receiver = remote()
     feeding = Feeding(sender, [*(data(index) for index in range(8)), Message(CLOSE)])
     assert feeding.settled() == DEPTH

@@ -89,7 +89,7 @@ def test_a_message_lost_before_a_stage(clock: Clock) -> None:
         (1, [counted(1, 1, 1), counted(1, 1, 1)], "the driver has waited 10 s for activations 1 of 1"),
     ],
 )
-def test_the_place_is_named(clock: Clock, fed: int, stages: list[Counters], expected: str) -> None:
+def test_stalled_stage_is_named(clock: Clock, fed: int, stages: list[Counters], expected: str) -> None:
     pipe = Pipe(clock)
     pipe.fed(fed)
     pipe.stages = stages
@@ -97,7 +97,7 @@ def test_the_place_is_named(clock: Clock, fed: int, stages: list[Counters], expe
     assert (pipe.after(10.0) or "").startswith(expected)
 
 
-def test_a_stage_that_was_never_set_up(clock: Clock) -> None:
+def test_stage_without_its_program_is_named(clock: Clock) -> None:
     pipe = Pipe(clock)
     pipe.watch = pipe.watching(8, [1])  # what they say is of job 7
     pipe.after(0.0)

@@ -31,7 +31,7 @@ def test_all_reduce(size: int, length: int, at_once: bool) -> None:
     assert all(torch.equal(result, results[0]) for result in results)
 
 
-def test_exchange() -> None:
+def test_all_gather_exchanges_documents() -> None:
     told = in_threads(3, lambda world: all_gather(world.transport, {"rank": world.rank, "odd": float("inf")}))
     assert told == [[{"rank": rank, "odd": float("inf")} for rank in range(3)]] * 3
 

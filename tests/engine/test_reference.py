@@ -90,7 +90,7 @@ def test_other_threads_do_not_count_as_stage_time() -> None:
 
 @pytest.mark.long
 @pytest.mark.fresh
-def test_what_recording_takes_does_not_grow_with_the_cut_sets() -> None:
+def test_recording_memory_does_not_grow_with_cut_sets() -> None:
     # with a threshold of its own the allocator gives back what was freed; else it keeps up to 30 MB, each time another
     # number, where a stream would have left room
     allocator = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "131072"}

@@ -54,7 +54,7 @@ def test_the_tokens_of_transformers(name: str) -> None:
         assert sequence.tokens[sequence.num_prompt :] == wanted
 
 
-def test_caches_are_no_weights() -> None:
+def test_caches_are_not_weights() -> None:
     wrapped = CachedDecoder(decoder("llama"), slots=3, length=100).eval()
     parts = penstock.split(wrapped, (), wrapped.example(3, 32), stages=2, dynamic=wrapped.dynamic)
     caches = [state for stage in parts.stages for state in stage.program.states if state.kind == "cache"]
@@ -96,7 +96,7 @@ def test_model_without_key_value_cache_is_refused() -> None:
         CachedDecoder(transformers.MoshiForCausalLM(moshi), slots=1, length=64)
 
 
-def test_attention_that_counts_from_the_cache_is_refused_beyond_its_start() -> None:
+def test_cache_relative_attention_is_refused() -> None:
     model = decoder("llama4")
     assert {layer.self_attn.floor_scale for layer in model.model.layers} == {8192}
     with pytest.raises(UsageError, match="8256"):

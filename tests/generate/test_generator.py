@@ -229,13 +229,13 @@ def test_tokens_come_one_by_one_and_a_request_may_be_left(generator: Generator) 
         ({"num_return_sequences": 3, "do_sample": True}, "num_return_sequences=3"),
     ],
 )
-def test_what_cannot_be_generated_is_refused(generator: Generator, changes: dict[str, Any], value: str) -> None:
+def test_invalid_generation_requests_are_refused(generator: Generator, changes: dict[str, Any], value: str) -> None:
     with pytest.raises(UsageError, match=value):
         generator.submit(prompts(5)[0], **changes)
 
 
 @pytest.mark.parametrize(("prompt", "value"), [([], "none"), ([5] * 9 + [-1], "-1"), ([120], "120"), ("text", "text")])
-def test_what_is_no_prompt_is_refused(generator: Generator, prompt: Any, value: str) -> None:
+def test_invalid_prompts_are_refused(generator: Generator, prompt: Any, value: str) -> None:
     with pytest.raises(UsageError, match=value):
         generator.submit(prompt, max_new_tokens=3)
 
@@ -426,7 +426,7 @@ def test_a_generator_that_failed_is_collected(model: Any) -> None:
 
 
 @pytest.mark.parametrize("stages", [2, long(1)])
-def test_a_process_that_ends_with_a_request_in_flight(stages: int) -> None:
+def test_process_can_end_with_a_request_in_flight(stages: int) -> None:
     done = run_python(str(PROGRAMS / "request_left_open.py"), str(stages), deadline_s=120.0)
     assert done.status == 3, done.stderr
     assert "failed" not in done.stderr

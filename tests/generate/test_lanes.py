@@ -191,7 +191,7 @@ def test_an_encoder_runs_with_the_first_chunk() -> None:
         lanes.begin_again()
 
 
-def test_a_wrong_guess_is_fed_over_at_once() -> None:
+def test_wrong_guess_is_corrected_in_the_next_step() -> None:
     lanes = Lanes(chunk=32, num_lanes=1, num_used=1, slots=1)
     sequence = SequenceState([5, 6], 2, max_length=20, guesser=Guesses(random.Random(0), 1.0))
     lanes.admit(sequence)

@@ -33,7 +33,7 @@ class UntilFive:
 @pytest.mark.parametrize(
     "options", [{"suppress_tokens": list(range(8))}, {"eos_token_id": list(range(8)), "min_new_tokens": 2}]
 )
-def test_a_token_must_be_left(sample: bool, options: dict[str, Any]) -> None:
+def test_at_least_one_token_must_be_allowed(sample: bool, options: dict[str, Any]) -> None:
     config = transformers.GenerationConfig(do_sample=sample, **options)
     with pytest.raises(RunError, match="suppress_tokens"):
         Sampler(config, num_prompt=1, seed=0)([3], torch.zeros(8))

@@ -57,7 +57,7 @@ def test_keys_and_values_in_fewer_bits(cache_dtype: Any, part: float) -> None:
         assert few[0] == pytest.approx(exact[0], abs=0.02)
 
 
-def test_a_cache_dtype_that_there_is_not() -> None:
+def test_unknown_cache_dtype_is_refused() -> None:
     wrong: Any = "int4"
     with pytest.raises(UsageError, match="int4"):
         Generator(decoder("llama"), cache_dtype=wrong)

@@ -47,7 +47,7 @@ def test_stop_string_is_never_shown(text: str, stops: list[str]) -> None:
 
 
 @pytest.mark.parametrize("text", ["é€😀", "a😀b"])
-def test_a_character_comes_whole(text: str) -> None:
+def test_characters_are_never_split(text: str) -> None:
     tokens = TOKENIZER(text)["input_ids"]
     assert len(tokens) > len(text)
     found, _ = parts(tokens, [])

@@ -457,7 +457,7 @@ WAY_OUT = "; use torch.where in place of an if, or give Pipeline a list of modul
         (Odd(), "Odd cannot be captured: ValueError (test_capture.py:LINE: raise ValueError)"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_captured_is_said_in_one_line(
+def test_uncapturable_model_is_named_in_one_line(
     model: nn.Module, message: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(CaptureError) as caught:

@@ -153,7 +153,7 @@ def test_frozen_model_keeps_names_of_cuts_and_operations(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_trains_is_what_the_frozen_layers_do_not_use(name: str) -> None:
+def test_trainable_parameters_exclude_those_of_frozen_layers(name: str) -> None:
     case, (_, captured) = CASES[name], made(name)
     for count in range(1, len(case.layers) + 1):
         paths = tuple(f"{path}." for layer in case.layers[:count] for path in layer)

@@ -292,7 +292,7 @@ def test_every_truncation_is_refused() -> None:
             read_program(text[:end])
 
 
-def test_a_missing_field() -> None:
+def test_missing_field_is_refused() -> None:
     for field in SMALL:
         refused({key: value for key, value in SMALL.items() if key != field})
 

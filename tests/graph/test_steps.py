@@ -51,7 +51,7 @@ def made(more: Callable[[Tensor, Tensor], Tensor]) -> None:
         lambda positions, _read: torch.where(positions >= 3, 1.0, 2.0)[..., None],
     ],
 )
-def test_what_depends_on_a_rows_own_position_is_captured(more: Callable[[Tensor, Tensor], Tensor]) -> None:
+def test_row_positions_are_captured(more: Callable[[Tensor, Tensor], Tensor]) -> None:
     made(more)
 
 
@@ -64,7 +64,7 @@ def test_what_depends_on_a_rows_own_position_is_captured(more: Callable[[Tensor,
         lambda positions, read: positions[..., None] / read.shape[1],
     ],
 )
-def test_what_depends_on_the_number_of_keys_is_refused(more: Callable[[Tensor, Tensor], Tensor]) -> None:
+def test_dependence_on_the_number_of_keys_is_refused(more: Callable[[Tensor, Tensor], Tensor]) -> None:
     with pytest.raises(CaptureError, match="number of keys"):
         made(more)
 

@@ -189,7 +189,7 @@ def test_patient_store_returns_results_and_errors() -> None:
     store.close()
 
 
-def test_what_a_thread_raises_reaches_its_caller() -> None:
+def test_thread_errors_reach_their_caller() -> None:
     def fail() -> None:
         raise MemoryError("no more")
 

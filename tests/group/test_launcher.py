@@ -244,5 +244,5 @@ def test_tasks_of_nodes(text: str, counts: list[int]) -> None:
 @pytest.mark.parametrize(
     ("nodes", "first"), [("n1", "n1"), ("n[1-2]", "n1"), ("n[003,5-9]", "n003"), ("a,b[1-2]", "a"), ("b[2],a", "b2")]
 )
-def test_the_first_node(nodes: str, first: str) -> None:
+def test_first_node_of_a_slurm_list(nodes: str, first: str) -> None:
     assert first_node(nodes) == first

@@ -63,7 +63,7 @@ def test_silence_is_noticed_by_the_others_and_named(group: Group) -> None:
     assert not group.failed[2].is_set()
 
 
-def test_a_goodbye_is_not_a_failure(group: Group) -> None:
+def test_orderly_exit_is_not_a_failure(group: Group) -> None:
     time.sleep(0.1)
     group.healths[2].close()
     time.sleep(0.6)

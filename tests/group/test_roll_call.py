@@ -84,7 +84,7 @@ def test_process_that_failed_twice_is_not_admitted() -> None:
     patient.close()
 
 
-def test_a_run_that_is_over() -> None:
+def test_end_of_the_run_is_announced_to_members() -> None:
     store = HashStore()
     roll = RollCall(store, "run")
     thread, found = answering(store, "a")

@@ -26,12 +26,12 @@ def test_replan_leaves_out_a_lost_device() -> None:
     check_devices(again, observed(CLUSTER, {}, {"c"}))
 
 
-def test_a_device_that_slows_down() -> None:
+def test_replan_gives_a_slowed_device_less() -> None:
     again = plan_again(PLAN, PROFILE, CLUSTER, speeds={"c": 0.5})
     assert again.prediction.rows_per_s == pytest.approx(3.5 / 40, rel=0.02)
 
 
-def test_a_little_slower_is_not_worth_moving_weights() -> None:
+def test_small_slowdown_keeps_the_plan() -> None:
     again = plan_again(PLAN, PROFILE, CLUSTER, speeds={"c": 0.99})
     assert again.pipelines == PLAN.pipelines
     assert again.prediction.rows_per_s == pytest.approx(0.099, rel=1e-3)

@@ -36,7 +36,7 @@ def test_a_ring_of_replicas() -> None:
     assert step.all_reduced_s == pytest.approx(3.0 + 6 * 0.26)
 
 
-def test_a_small_bucket_goes_to_all_at_once() -> None:
+def test_small_bucket_is_broadcast() -> None:
     given = problem((("w", 8 * 2**10),), devices=4, latency_s=0.01, feed_s=0.001, result_s=0.002)
     (bucket,) = make_buckets(given, [(Placed(number, 0, 1),) for number in range(4)])
     wire_s = 3 * 8 * 2**10 / A_SECOND
@@ -44,7 +44,7 @@ def test_a_small_bucket_goes_to_all_at_once() -> None:
     assert bucket.seconds(given) == pytest.approx(wire_s + 0.01 + 3 * 0.003)
 
 
-def test_every_device_tells_all_others_how_its_step_went() -> None:
+def test_step_outcome_is_sent_to_every_device() -> None:
     parted = [(Placed(0, 0, 1), Placed(1, 1, 2), Placed(2, 2, 3))]
     weights = [((name, 4),) for name in "abc"]
     free, costly = (

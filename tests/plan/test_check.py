@@ -145,5 +145,5 @@ def test_devices_of_another_cluster() -> None:
         check_devices(make_plan(), make_cluster(1, 1))
 
 
-def test_the_sample_is_a_plan() -> None:
+def test_sample_plan_is_valid() -> None:
     check_plan(make_plan())

@@ -211,7 +211,7 @@ def test_cut_names_are_in_order() -> None:
     assert all(a < b for a, b in pairwise(positions))
 
 
-def test_what_the_feeder_keeps_crosses_no_link() -> None:
+def test_driver_stage_sends_no_input_over_links() -> None:
     # 100 bytes go in and 1 crosses the cut; a link takes 10 bytes per second
     profile = make_profile([1.0, 1.0], [100.0, 1.0, 0.0])
     cluster = make_cluster(1, 1, bandwidth_bytes_per_s=10.0)

@@ -46,7 +46,7 @@ def test_equal_devices_are_one_kind() -> None:
     assert found[7][0] == pytest.approx(9.0)
 
 
-def test_a_bound_leaves_the_best_in() -> None:
+def test_bound_keeps_the_best_plan() -> None:
     for seed in range(100):
         problem = random_problem(seed)
         everything = best_divisions(problem)
@@ -59,6 +59,6 @@ def test_a_bound_leaves_the_best_in() -> None:
         assert min(value for value, _ in bounded.values()) == pytest.approx(best, rel=1e-9)
 
 
-def test_too_much_effort_is_refused() -> None:
+def test_exact_search_gives_up_beyond_its_effort() -> None:
     problem = Problem(make_profile([1.0] * 30), make_cluster(*[1 + index / 10 for index in range(9)]), Setting())
     assert best_divisions(problem, effort=1000) is None

@@ -11,7 +11,7 @@ def stage(*compute: float, wire: float = 0.0) -> StageTimes:
     return StageTimes(compute_s=compute, wire_s=(wire,) * len(compute))
 
 
-def test_two_equal_stages() -> None:
+def test_stream_time_of_two_equal_stages() -> None:
     assert result_times([stage(1.0), stage(1.0)], (0,), 4) == [2, 3, 4, 5]
 
 
@@ -19,7 +19,7 @@ def test_the_slowest_stage_sets_the_pace() -> None:
     assert result_times([stage(1.0), stage(3.0), stage(1.0)], (0,), 3) == [5, 8, 11]
 
 
-def test_the_wire_is_hidden_behind_compute_until_it_is_the_slowest() -> None:
+def test_transfers_are_hidden_until_they_are_slowest() -> None:
     assert steady_s([stage(2.0), stage(2.0, wire=1.5)], (0,)) == pytest.approx(2.0)
     assert steady_s([stage(2.0), stage(2.0, wire=3.0)], (0,)) == pytest.approx(3.0)
     # with one buffer the wire and the next stage's computing cannot overlap

@@ -11,7 +11,7 @@ from tests.plan.instances import every_division, random_problem
 from tests.spec.samples import make_cluster, make_profile
 
 
-def test_the_bound_holds() -> None:
+def test_lower_bound_is_below_every_plan() -> None:
     for seed in range(120):
         problem = random_problem(seed, max_units=7, max_devices=3, trains=seed % 2 == 1)
         paces = [bottleneck_s(problem, division) for division in every_division(problem)]

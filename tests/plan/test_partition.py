@@ -35,18 +35,6 @@ def test_balanced_lets_fewer_bytes_cross_among_equals() -> None:
     assert balanced([2, 0, 0, 2], [0, 7, 3, 5, 0], 2) == [2]
 
 
-def test_balanced_of_nothing_but_zeros() -> None:
-    assert balanced([0, 0, 0], [0, 4, 2, 0], 2) == [2]
-
-
-def test_as_many_stages_as_units() -> None:
-    assert balanced([5, 1, 1], [0, 1, 1, 0], 3) == [1, 2]
-
-
-def test_one_stage_has_no_boundary() -> None:
-    assert balanced([1, 2], [0, 1, 0], 1) == []
-
-
 def test_slack_buys_a_cheaper_cut() -> None:
     work, crossing = [1.0, 1.0, 1.0, 1.0], [0, 9, 9, 1, 0]
     assert balanced(work, crossing, 2, slack=0.49) == [2]

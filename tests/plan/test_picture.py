@@ -35,6 +35,6 @@ def test_written_schedule_can_be_read(tmp_path: Path, capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     "text", ["{", "{}", json.dumps({"devices": [1]}), json.dumps({"devices": []}), json.dumps({"devices": ["F0 X1"]})]
 )
-def test_json_of_something_else(text: str) -> None:
+def test_unrelated_json_is_refused_as_schedule(text: str) -> None:
     with pytest.raises(UsageError):
         read_schedule(text)

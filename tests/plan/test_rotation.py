@@ -44,7 +44,7 @@ def instances(draw: st.DrawFn) -> tuple[BoundaryCosts, list[int]]:
     return make_costs(seconds, crossing, num_stages, links=draw(st.booleans())), cuts
 
 
-def test_three_equal_units_on_two_devices() -> None:
+def test_three_units_alternate_on_two_devices() -> None:
     sets = rotate(make_costs([1, 1, 1], [0] * 4, 2), [1])
     assert sets == [((1,), 0.5), ((2,), 0.5)]
 

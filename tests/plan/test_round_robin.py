@@ -8,7 +8,7 @@ from penstock.errors import PlanError
 from penstock.plan.schedule.round_robin import round_robin, round_robin_counts
 
 
-def test_few_cut_sets() -> None:
+def test_cut_sets_take_turns() -> None:
     assert round_robin([1.0]) == (0,)
     assert round_robin([0.5, 0.5]) == (0, 1)
     assert round_robin([0.5, 0.25, 0.25]) == (0, 1, 2, 0)
@@ -21,18 +21,18 @@ def test_weights_of_deit_s() -> None:
     assert [order.count(index) for index in range(4)] == [12, 13, 12, 63]
 
 
-def test_a_set_too_rare_for_the_period_gets_no_turn() -> None:
+def test_cut_set_rarer_than_the_period_is_dropped() -> None:
     assert round_robin_counts([0.999, 0.001]) == (1, 0)
     assert round_robin([0.999, 0.001]) == (0,)
 
 
-def test_a_period_as_short_as_it_can_be() -> None:
+def test_period_is_as_short_as_possible() -> None:
     assert round_robin_counts([1 / 3, 2 / 3]) == (1, 2)
     assert round_robin_counts([0.4, 0.6], period=3) == (1, 2)
 
 
 @pytest.mark.parametrize("weights", [[], [0.5, 0.6], [1.5, -0.5]])
-def test_weights_that_are_not_parts_of_one(weights: list[float]) -> None:
+def test_weights_must_add_up_to_one(weights: list[float]) -> None:
     with pytest.raises(PlanError, match="weights of cut sets must add up to 1"):
         round_robin(weights)
 

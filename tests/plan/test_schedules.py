@@ -65,7 +65,9 @@ def test_a_forward_is_computed_once_more_before_each_backward() -> None:
 
 
 @given(st.sampled_from(sorted(SCHEDULES)), st.integers(1, 7), st.integers(1, 9), st.integers(1, 5))
-def test_any_counts_can_be_run(name: str, num_stages: int, num_microbatches: int, num_devices: int) -> None:
+def test_every_schedule_runs_with_any_counts(
+    name: str, num_stages: int, num_microbatches: int, num_devices: int
+) -> None:
     if num_devices > num_stages:
         with pytest.raises(UsageError, match="at least as many stages as devices"):
             make_schedule(name, num_stages, num_microbatches, num_devices)

@@ -79,7 +79,7 @@ def test_driver_and_training_devices_hold_the_script() -> None:
     assert [trains.memory_bytes(device, 0, 1, in_flight=1) for device in (0, 1)] == [130, 130]
 
 
-def test_the_three_things_that_may_set_the_pace() -> None:
+def test_compute_driver_or_link_sets_the_pace() -> None:
     profile = make_profile([1.0, 1.0], [10, 40, 20], send_s_per_byte=0.01, receive_s_per_byte=0.02)
     cluster = Cluster(
         devices=(
@@ -112,7 +112,7 @@ def test_driver_saves_messages_at_its_own_ends() -> None:
     assert problem.feeding_only_s() == pytest.approx(0.4)
 
 
-def test_a_narrow_place_between_two_devices() -> None:
+def test_slow_link_between_two_devices_sets_the_pace() -> None:
     profile = make_profile([1.0, 1.0], [0, 8, 0])
     cluster = Cluster(
         devices=make_cluster(1, 1).devices, links=(Link(between=("a", "b"), bandwidth_bytes_per_s=2.0, latency_s=0.5),)

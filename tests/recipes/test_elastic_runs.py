@@ -123,7 +123,7 @@ def test_more_epochs_after_the_end(whole: Path, costs: Path, tmp_path: Path) -> 
     assert frozen == dict(enumerate(FREEZE))
 
 
-def test_a_run_that_ends_within_an_epoch_is_of_no_validation(costs: Path, tmp_path: Path) -> None:
+def test_run_that_ends_within_an_epoch_has_no_validation(costs: Path, tmp_path: Path) -> None:
     freeze = "0,1+take-back:0"
     fit(elastic(tmp_path, costs, freeze=freeze, steps=STEPS + 2))
     index = next((tmp_path / "run" / "checkpoints").glob("*8/*.json"))

@@ -379,7 +379,7 @@ def test_teacher_adds_its_part_to_the_loss(labels: Tensor) -> None:
 
 
 @pytest.mark.parametrize(("option", "value"), [("teacher", "w.safetensors"), ("hold_out", 5)])
-def test_what_is_for_images_is_refused_for_text(option: str, value: Any, tmp_path: Path) -> None:
+def test_image_options_are_refused_for_text(option: str, value: Any, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("to be or not to be " * 50)
     given = settings(tmp_path / "run", model="hf:gpt2", data=str(text), **{option: value})

@@ -223,9 +223,7 @@ def test_nan_is_an_error_of_its_row(penstock: Run, tmp_path: Path) -> None:  # n
         (["train/a", "train/b", "test/a"], 18, 2),
     ],
 )
-def test_training_takes_the_parts_of_a_data_set_for_what_they_are(
-    tmp_path: Path, names: list[str], rows: int, kept: int
-) -> None:
+def test_train_and_val_folders_are_recognized(tmp_path: Path, names: list[str], rows: int, kept: int) -> None:
     data = folders(tmp_path / "ds", names, images=10)
     task = make_task(FitSettings(model=SMALL, data=str(data), output=str(tmp_path / "run")))
     assert read_classes(task.metadata) == ("a", "b")

@@ -26,7 +26,7 @@ def write(path: Path, rows: list[dict[str, Any]], *, resume: bool = False) -> li
 
 
 @pytest.mark.parametrize("name", ["out.csv", "out.jsonl"])
-def test_every_place_where_a_run_may_be_killed(tmp_path: Path, name: str) -> None:
+def test_run_can_be_killed_at_any_write(tmp_path: Path, name: str) -> None:
     """Cut the file after every single byte, resume, write what is missing: it is the uninterrupted file."""
     whole = tmp_path / name
     write(whole, ROWS)
@@ -55,7 +55,7 @@ def test_each_row_is_on_disk_when_written(tmp_path: Path, name: str) -> None:
                 assert len(reader.done) == count
 
 
-def test_without_resume_it_starts_again(tmp_path: Path) -> None:
+def test_predictions_start_again_without_resume(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     write(path, ROWS)
     assert write(path, ROWS[:1]) == []
@@ -84,7 +84,7 @@ def test_another_file_is_left_as_it_is(tmp_path: Path, name: str, text: str) -> 
     assert path.read_text() == text + "half"
 
 
-def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
+def test_unwritable_output_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot be written"):
         PredictionFile(tmp_path / "no folder" / "out.csv")
 

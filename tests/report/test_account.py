@@ -78,7 +78,7 @@ def test_slow_loading_is_named() -> None:
     assert account.largest.key == "loading"
 
 
-def test_the_own_process_may_have_had_the_core() -> None:
+def test_other_threads_of_the_process_are_overhead() -> None:
     # 6 ms longer than the CPU time says, of which the process's other threads used 5
     run = streamed(compute_s=(0.016,) * 4, alone_s=(ALONE_S,) * 4, cpu_s=(ALONE_S,) * 4, num=100, cpu_of=lambda _: 1.5)
     account = check(run)
@@ -96,7 +96,7 @@ def test_no_process_is_quicker_than_its_cpu_seconds() -> None:
     assert elsewhere.largest.key == "loading"
 
 
-def test_a_stage_that_computes_early_pays_for_it_later() -> None:
+def test_early_computing_is_charged_later() -> None:
     # half a core, 8 ms of CPU in 10 ms: in the long run they take 16, as alone
     account = check(
         streamed(load_s=0.016, num=100, alone_s=(0.016,) * 4, cpu_s=(0.008,) * 4, cpus=(0.5,) * 4, cpu_of=lambda _: 0.8)
@@ -106,7 +106,7 @@ def test_a_stage_that_computes_early_pays_for_it_later() -> None:
     assert account.times("bubble") == pytest.approx(4 - 4 * 100 / 103)
 
 
-def test_a_busy_stretch_pays_nothing_again() -> None:
+def test_one_busy_stretch_is_charged_once() -> None:
     # half a core: 8 ms of CPU come in 10 ms after a wait, and take 16 without one
     def step(stage: int, microbatch: int) -> tuple[float, float]:
         if microbatch < 100:

@@ -52,7 +52,7 @@ def rows_of(document: dict[str, Any]) -> dict[int, list[tuple[float, str]]]:
 
 
 @pytest.mark.parametrize("schedule", [gpipe(4, 4), gpipe(3, 5), one_f_one_b(4, 8)])
-def test_the_textbook_picture(schedule: Schedule) -> None:
+def test_schedule_matches_the_textbook_picture(schedule: Schedule) -> None:
     document = chrome_trace(simulated(schedule))
     check_format(document)
     rows = rows_of(document)

@@ -23,7 +23,7 @@ def spans(tmp_path: Path, lines: list[dict[str, Any]]) -> list[tuple[int, int, i
     return [(span.plan.frozen_layers, span.begin, span.end) for span in timeline(tmp_path, lines).spans()]
 
 
-def test_a_training_read(tmp_path: Path) -> None:
+def test_metrics_of_a_training_are_read(tmp_path: Path) -> None:
     found = timeline(tmp_path, trained())
     assert [line.frozen_layers for line in found.plans] == [0, 4, 7, 9, 10, 11]
     assert found.epochs[0] == EpochLine(
@@ -50,7 +50,7 @@ def test_a_training_read(tmp_path: Path) -> None:
         ([plan(30, epoch=3, frozen_layers=7)], [(7, 3, 4)]),
     ],
 )
-def test_which_epochs_plans_were_for(tmp_path: Path, lines: list[dict[str, Any]], found: list[Any]) -> None:
+def test_timeline_has_the_epochs_of_each_plan(tmp_path: Path, lines: list[dict[str, Any]], found: list[Any]) -> None:
     assert spans(tmp_path, lines) == found
 
 

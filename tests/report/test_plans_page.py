@@ -26,7 +26,7 @@ def timeline(folder: Path, lines: list[dict[str, Any]]) -> PlanTimeline:
     return found.timeline
 
 
-def test_the_rows_one_below_the_other(tmp_path: Path) -> None:
+def test_plans_figure_stacks_its_rows(tmp_path: Path) -> None:
     figure = plans_figure(timeline(tmp_path, trained()))
     frozen, bands, rates, accuracies = figure.data
     assert frozen["x"] == [-0.5, 0.5, 1.5, 2.5, 3.5, 4.5, 11.5]
@@ -43,13 +43,13 @@ def test_the_rows_one_below_the_other(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("accuracy", [None, float("nan")])
-def test_without_accuracy_there_is_no_row_for_it(tmp_path: Path, accuracy: float | None) -> None:
+def test_metrics_without_accuracy_have_no_row(tmp_path: Path, accuracy: float | None) -> None:
     figure = plans_figure(timeline(tmp_path, [plan(), epoch(0, accuracy=accuracy)]))
     assert len(figure.data) == 3
     assert "accuracy" not in figure.alt
 
 
-def test_a_run_that_just_began(tmp_path: Path) -> None:
+def test_plans_figure_of_a_new_run(tmp_path: Path) -> None:
     figure = plans_figure(timeline(tmp_path, [plan()]))
     assert [trace["type"] for trace in figure.data] == ["scatter", "bar"]
     assert figure.layout["xaxis"]["range"] == [-0.5, 0.5]
@@ -64,7 +64,7 @@ def test_plans_table_has_a_row_per_epoch(tmp_path: Path) -> None:
     assert [row[0] for row in table.rows] == list(range(12))
 
 
-def test_a_plan_that_another_took_the_place_of_has_a_row(tmp_path: Path) -> None:
+def test_replaced_plan_has_a_row(tmp_path: Path) -> None:
     found = timeline(tmp_path, [plan(), plan(stages=2, replicas=2, why="the run goes on"), epoch(0)])
     assert [(row[0], row[3], row[5], row[-1]) for row in plans_table(found).rows] == [
         (0, "4 × 1", None, "the first plan"),
@@ -88,7 +88,7 @@ def test_plans_are_described_in_words(tmp_path: Path, lines: list[dict[str, Any]
     assert plans_lines(timeline(tmp_path, lines)) == words
 
 
-def test_without_a_trace_the_page_has_the_plans(browser: Any, tmp_path: Path) -> None:
+def test_page_without_a_trace_has_plans(browser: Any, tmp_path: Path) -> None:
     folder = write_metrics(tmp_path / "vit", trained())
     report = write_any_report(folder)
     assert isinstance(report, TrainingReport)
@@ -105,7 +105,7 @@ def test_without_a_trace_the_page_has_the_plans(browser: Any, tmp_path: Path) ->
         fits_a_phone(page, dark)
 
 
-def test_with_a_trace_they_stand_beside_the_account(browser: Any, tmp_path: Path) -> None:
+def test_page_with_a_trace_has_plans_and_account(browser: Any, tmp_path: Path) -> None:
     run = samples.trained(gpipe(3, 4))
     write_run(tmp_path, run.facts, list(run.processes))
     lines = [plan(why=PAYLOADS[0]), epoch(0, unit=PAYLOADS[2]), plan(10, why=PAYLOADS[4]), epoch(1)]

@@ -103,7 +103,7 @@ def test_an_operation_that_fails_is_named(model: nn.Module, program: StageProgra
         runtime({"batch": 3}, [torch.randn(3, 5)])
 
 
-def test_the_prelude_is_computed_once_for_each_size(model: nn.Module, program: StageProgram) -> None:
+def test_prelude_runs_once_for_each_size(model: nn.Module, program: StageProgram) -> None:
     runtime = Runtime(program, dict(model.state_dict()))
     with torch.inference_mode(), Calls() as calls:
         for batch in (3, 3, 2, 3, 2):
@@ -158,7 +158,7 @@ def test_seconds_of_every_operation(model: nn.Module, program: StageProgram) -> 
     assert seconds == [1.0] * len(program.ops)
 
 
-def test_a_keyword_that_is_a_value() -> None:
+def test_keyword_argument_may_be_a_value() -> None:
     class Attend(nn.Module):
         def forward(self, x: Tensor, mask: Tensor) -> Tensor:
             return torch.nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=mask)

@@ -150,7 +150,7 @@ def test_other_states_on_an_engine(family: str) -> None:
     assert wanted[0] == wanted[1]
 
 
-def test_a_device_that_has_no_engine() -> None:
+def test_missing_engine_of_a_device_is_refused() -> None:
     graph, model = captured("gpt2")
     (program,) = divide(graph, [])
     with pytest.raises(PlanError, match="meta"):

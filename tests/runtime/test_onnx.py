@@ -200,7 +200,7 @@ def test_exported_runtime_refuses_other_devices() -> None:
 
 
 @pytest.mark.parametrize(("runtime", "extra"), [("onnxruntime", "onnx"), ("openvino", "openvino")])
-def test_a_package_that_is_not_installed(runtime: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_of_a_runtime_is_named(runtime: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.startswith("penstock.runtime.onnx")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, runtime, None)

@@ -38,7 +38,7 @@ def test_a_weight_used_twice_and_one_not_at_all() -> None:
     compare(twice, [leaf(3, 4)], [leaf(4, 4), leaf(4)])
 
 
-def test_a_branch_that_runs_into_another_ones_sum() -> None:
+def test_branch_can_join_the_sum_of_another() -> None:
     def crossing(x: Tensor, a: Tensor, b: Tensor) -> list[Tensor]:
         table = (a * a).tanh()
         query = table @ b

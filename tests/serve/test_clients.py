@@ -272,7 +272,7 @@ def test_a_client_that_leaves_frees_its_slot(server: Server) -> None:
         raise AssertionError(f"slots are in use {time.perf_counter() - begun:.1f} s later")
 
 
-def test_a_lost_process_is_a_pause(folder: Path, model: tuple[Any, Any]) -> None:
+def test_answers_continue_after_a_lost_process(folder: Path, model: tuple[Any, Any]) -> None:
     text = wanted(model, "A pipe", 200)[1]
     words = (f"hf:{folder}", "--open", "--stages", 2, "--set", "slots=1", "--max-length", 256)
     with serving(*words) as made, openai.OpenAI(base_url=f"{made.url}/v1", api_key="none", max_retries=0) as client:

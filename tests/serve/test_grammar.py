@@ -41,7 +41,7 @@ def test_a_grammar_that_has_ended_ends_the_answer(app: App, more: dict[str, Any]
 
 
 @pytest.mark.parametrize("more", [{"min_tokens": 5}, {"ignore_eos": True}, {}])
-def test_a_number_that_could_go_on(app: App, more: dict[str, Any]) -> None:
+def test_answers_with_a_number_are_complete_json(app: App, more: dict[str, Any]) -> None:
     found = app.chat(response_format=formatted({"type": "integer", "maximum": 10**9}), max_tokens=60, **more)
     assert found["finish_reason"] == "stop"
     json.loads(found["message"]["content"])

@@ -98,7 +98,7 @@ def test_a_client_that_is_gone_holds_no_slot(app: App, number: int) -> None:
     asyncio.run(run())
 
 
-def test_a_full_queue_is_a_status(app: App) -> None:
+def test_full_queue_is_answered_with_429(app: App) -> None:
     answer = app.post("/v1/completions", ASK | {"n": 12})
     assert answer.status_code == 429
     assert int(answer.headers["retry-after"]) >= 1

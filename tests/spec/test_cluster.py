@@ -35,7 +35,7 @@ bandwidth = "300 Mbit/s"
 """
 
 
-def test_a_file_by_hand() -> None:
+def test_cluster_file_by_hand_is_read() -> None:
     cluster = parse_cluster(OFFICE)
     assert cluster.feeding == Device(
         name="desk", speed=1.0, memory_bytes=2**33, threads=4, address="192.168.1.10",
@@ -129,12 +129,12 @@ def test_wrong_cluster_files_are_refused(text: str, message: str) -> None:
         parse_cluster(text)
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+def test_missing_cluster_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ClusterError, match=r"cluster file .* cannot be read \(No such file"):
         read_cluster(tmp_path / "none.toml")
 
 
-def test_durations() -> None:
+def test_durations_are_parsed() -> None:
     assert parse_seconds("0.2 ms") == 0.2e-3
     assert parse_seconds("50us") == 50e-6
     with pytest.raises(UsageError, match=r"duration .*got '5'"):

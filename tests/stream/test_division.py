@@ -26,7 +26,7 @@ def test_default_number_of_stages_is_four() -> None:
     assert len(divide(layers(6)).cuts) == 3
 
 
-def test_as_many_stages_as_were_asked_for() -> None:
+def test_division_has_the_requested_number_of_stages() -> None:
     assert len(divide(layers(6), stages=2).cuts) == 1
 
 
@@ -65,6 +65,6 @@ def test_options_without_effect_on_modules_are_refused(change: dict[str, Any], m
         divide(list(layers(3)), **change)
 
 
-def test_a_model_is_needed() -> None:
+def test_stream_needs_a_model() -> None:
     with pytest.raises(UsageError, match="needs the model"):
         divide(None)

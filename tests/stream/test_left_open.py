@@ -19,7 +19,7 @@ def test_a_training_ends_with_its_script() -> None:
 
 
 @pytest.mark.parametrize(("how", "taken"), [("end", 5), ("middle", 1)])
-def test_at_the_end_of_a_script(how: str, taken: int) -> None:
+def test_script_ends_without_closing_the_pipeline(how: str, taken: int) -> None:
     done = run_python(OPEN, how, deadline_s=60.0)
     assert (done.status, done.stdout, done.stderr) == (0, f"0 took {taken}\n", "")
 

@@ -29,7 +29,7 @@ class Watched:
         return self.speeds.changed()
 
 
-def test_a_device_that_becomes_slower() -> None:
+def test_changed_speeds_are_detected() -> None:
     watched = Watched()
     assert not watched.work(10, a=0.1, b=0.4)
     assert watched.speeds.now() == {}

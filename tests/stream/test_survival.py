@@ -208,7 +208,7 @@ def test_options_that_do_not_fit(asked: dict[str, object], message: str) -> None
         Pipeline(tower(), tower_inputs(1)[0], stages=2, **asked)  # type: ignore[arg-type]
 
 
-def test_a_wait_takes_time() -> None:
+def test_wait_for_must_be_positive() -> None:
     with pytest.raises(UsageError, match=r"got 0\.0"):
         OnLoss("wait", wait_s=0.0)
 

@@ -16,7 +16,7 @@ def ticking() -> float:
     return float(ticking.now)  # type: ignore[attr-defined]
 
 
-def test_a_track_records_waiting_and_reading() -> None:
+def test_track_records_waits_and_reads() -> None:
     ticking.now = 0.0  # type: ignore[attr-defined]
     recorder = Recorder(ticking)
     track = Track(recorder, 2, "B")
@@ -63,7 +63,7 @@ def test_a_folder_is_read_on_one_clock(tmp_path: Path) -> None:
     assert [(span.begin_s, span.end_s) for span in run.spans] == [(101.5, 103.0)]
 
 
-def test_what_is_not_a_run_is_refused(tmp_path: Path) -> None:
+def test_invalid_trace_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"run\.json not found"):
         read_run(tmp_path)
     (tmp_path / "run.json").write_text("{}")
@@ -98,7 +98,7 @@ def test_offset_and_drift_are_found_within_the_error(offset_s: float, drift: flo
     assert alignment.drift == pytest.approx(-drift, abs=1e-6)
 
 
-def test_without_alignment_a_drift_would_show() -> None:
+def test_alignment_removes_a_drift() -> None:
     alignment = fit_clock([ask(begin, 3.0, 1e-4, random.Random(1)) for begin in (0.0, 100.0)])
     assert abs(3.0 + 100.01 - 100.0) > 3.0  # what the clocks differ by
     assert alignment.align(3.0 + 100.01) == pytest.approx(100.0, abs=1e-3)

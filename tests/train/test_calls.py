@@ -22,6 +22,12 @@ from tests.trainers import in_threads
 X, Y = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 3
 
 
+def make(world: World, **settings: Any) -> Pipeline:
+    """Two stages of a small model, unless the settings say otherwise."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)).train()
+    return Pipeline(model, X, world=world, **(settings or {"stages": 2, "microbatches": 2}))
+
+
 def step(pipe: Pipeline) -> Tensor:
     loss: Tensor = pipe.train_step(X, Y, F.cross_entropy)
     return loss
@@ -40,9 +46,8 @@ def run(own: Callable[[Pipeline], object], rank: int, settings: dict[str, Any], 
     """Have one of two processes call something by itself; returns what each of them was told."""
 
     def script(world: World) -> str:
-        model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)).train()
         try:
-            with Pipeline(model, X, world=world, **settings) as pipe:
+            with make(world, **settings) as pipe:
                 step(pipe)
                 if world.rank == rank:
                     own(pipe)
@@ -154,8 +159,7 @@ CASES = [
 @pytest.mark.parametrize(("way", "error"), CASES)
 def test_closing_after_an_error_names_the_error(way: Any, rank: int, error: BaseException) -> None:
     def script(world: World) -> BaseException | None:
-        model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)).train()
-        pipe = Pipeline(model, X, world=world, stages=2, microbatches=2)
+        pipe = make(world)
 
         def work() -> None:
             step(pipe)
@@ -179,8 +183,7 @@ def test_closing_after_an_error_names_the_error(way: Any, rank: int, error: Base
 
 def test_an_error_within_a_call_is_named_too() -> None:
     def script(world: World) -> str:
-        model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)).train()
-        pipe = Pipeline(model, X, world=world, stages=2, microbatches=2)
+        pipe = make(world)
         try:
             by_finally(pipe, lambda: pipe.train_step(X, Y[: 4 if world.rank else 8], F.cross_entropy))
         except (RunError, UsageError) as error:
@@ -194,8 +197,7 @@ def test_an_error_within_a_call_is_named_too() -> None:
 
 def test_all_ranks_may_end_by_an_exception(tmp_path: Path) -> None:
     def script(world: World) -> None:
-        model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)).train()
-        pipe = Pipeline(model, X, world=world, stages=2, microbatches=2, trace=tmp_path / "trace")
+        pipe = make(world, stages=2, microbatches=2, trace=tmp_path / "trace")
         try:
             step(pipe)
             raise StopIteration(f"enough, says {world.rank}")

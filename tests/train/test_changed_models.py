@@ -152,7 +152,7 @@ def test_hooks_of_all_modules_are_refused(pipe: Pipeline) -> None:
     step(pipe)
 
 
-def test_what_the_forward_does_not_read_may_change(model: Net, pipe: Pipeline) -> None:
+def test_unread_attributes_may_change(model: Net, pipe: Pipeline) -> None:
     losses = [step(pipe), evaluate(pipe)]
     model.epoch, model.new, model.config.name = 3, "x", "other"  # type: ignore[assignment]
     model.history.append(1.0)

@@ -11,7 +11,6 @@ import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    Dataset,
     DistributedSampler,
     RandomSampler,
     SequentialSampler,
@@ -25,21 +24,9 @@ from penstock.group.world import World
 from penstock.train.captured import Captured
 from penstock.train.data_order import SampledOrder
 from penstock.train.loader import Loader, WorkerStart
+from tests.learners import Numbers
 from tests.models import seeded
 from tests.trainers import in_threads, make_trainer
-
-
-class Numbers(Dataset[tuple[torch.Tensor, int]]):
-    """Rows that say their number."""
-
-    def __init__(self, num: int = 11) -> None:
-        self.num = num
-
-    def __len__(self) -> int:
-        return self.num
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        return torch.full((4,), float(index)), index
 
 
 @pytest.fixture(scope="module")
@@ -193,7 +180,7 @@ def first(batch: Any) -> int:
     return int(batch[1][0])
 
 
-def test_a_look_at_a_batch_costs_nothing() -> None:
+def test_first_batch_can_be_inspected() -> None:
     with penstock.Pipeline(model(), torch.zeros(2, 4)) as pipe:
         loader = pipe.loader(DATA, batch_size=4)
         assert [first(next(iter(loader))) for _ in range(3)] == [0, 0, 0]

@@ -74,7 +74,7 @@ def test_a_loaded_dict_is_known_in_another_order() -> None:
     assert loaded_batch([meta]).places(meta) is not None
 
 
-def test_what_is_loaded_in_inference_mode_is_in_no_cache() -> None:
+def test_inference_mode_batches_are_not_cached() -> None:
     """Such tensors have no count of how often they were written to; to load them for evaluation is no error."""
     with torch.inference_mode():
         x = torch.ones(2, 3)
@@ -208,9 +208,7 @@ def test_rows_that_are_in_no_cache_are_computed(
     assert all(features is None or not features.asked for features, _ in ranks)
 
 
-def test_from_where_a_loop_changes_its_batches_they_are_computed(
-    computed: tuple[list[float], dict[str, Tensor]],
-) -> None:
+def test_rows_are_computed_once_a_loop_changes_its_batches(computed: tuple[list[float], dict[str, Tensor]]) -> None:
     losses, learned, ranks = learn(
         3, (Replica((0, 1, 2), (1, 1, 2), 4),), skipped=1, change=_changed_from_the_fourth_on()
     )

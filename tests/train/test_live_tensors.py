@@ -195,7 +195,7 @@ def test_values_of_other_processes_are_named(use: Callable[[Net, Tensor], object
         in_threads(2, script)
 
 
-def test_a_loss_is_a_tensor(tmp_path: Path) -> None:
+def test_loss_is_a_tensor_without_backward(tmp_path: Path) -> None:
     with Pipeline(net(), ROWS, stages=1, microbatches=2) as pipe:
         loss = pipe.train_step(ROWS, LABELS, F.cross_entropy)
         with pytest.raises(UsageError, match=r"loss\.backward\(\)"):

@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, WeightedRandomSampler
 
 from penstock.engine.placement import shares
 from penstock.errors import UsageError
@@ -18,24 +18,10 @@ from penstock.train.arrangement import ScheduleChoice, make_grid
 from penstock.train.captured import Captured
 from penstock.train.loader import Loader
 from penstock.train.trainer import Trainer
+from tests.learners import Numbers
 from tests.models import seeded
 from tests.processes import PROGRAMS, Running, free_port
 from tests.trainers import in_threads, make_trainer
-
-
-class Numbers(Dataset[tuple[torch.Tensor, int]]):
-    """Rows that say their number, and count how often they are read."""
-
-    def __init__(self, num: int) -> None:
-        self.num = num
-        self.read: list[int] = []
-
-    def __len__(self) -> int:
-        return self.num
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        self.read.append(index)
-        return torch.full((4,), float(index)), index
 
 
 @pytest.fixture(scope="module")

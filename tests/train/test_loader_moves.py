@@ -15,8 +15,8 @@ from penstock.train.captured import Captured
 from penstock.train.loader import Loader
 from penstock.train.migration import fix_microbatches, migrate
 from tests.fewer import examples
+from tests.learners import Numbers
 from tests.models import seeded
-from tests.train.test_loader import Numbers
 from tests.trainers import Still, in_threads, make_trainer
 
 SIZE = 3
@@ -99,7 +99,7 @@ def test_samples_keep_their_order_across_placements(num_rows: int, batch_size: i
     assert all(result[2] == {"epoch": 2, "position": 0} for result in results)
 
 
-def test_a_change_before_the_ragged_last_batch_and_at_the_end_of_an_epoch() -> None:
+def test_placement_changes_before_a_short_batch_and_between_epochs() -> None:
     results = load(11, 4, {2: 2, 3: 3, 4: 1, 6: 0})
     check(results, 4)
     assert [len(batch) for batch in results[0][1]] == [4, 4, 3, 4, 4, 3]

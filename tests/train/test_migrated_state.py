@@ -132,7 +132,7 @@ def test_lost_momentum_changes_the_weights() -> None:
 
 
 @pytest.mark.parametrize("frozen", [0, 2])
-def test_gradients_that_wait_for_their_step_are_taken_along(frozen: int) -> None:
+def test_pending_gradients_move_with_the_placement(frozen: int) -> None:
     whole = captured("bert", DOUBLE)
     (inputs, labels), (others, other_labels) = cast(batches("bert", 2, rows=8), DOUBLE)
 
@@ -165,7 +165,7 @@ def test_gradients_that_wait_for_their_step_are_taken_along(frozen: int) -> None
     assert max(errors(expected, moved).values()) < 1e-9
 
 
-def test_gradients_of_layers_that_freeze_count_no_more() -> None:
+def test_gradients_of_frozen_layers_are_dropped() -> None:
     whole = captured("deit", DOUBLE)
     ((inputs, labels),) = cast(batches("deit", 1, rows=8), DOUBLE)
 

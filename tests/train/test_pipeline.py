@@ -116,7 +116,7 @@ def test_training_loop_reduces_the_loss(pipe: penstock.Pipeline) -> None:
     assert accuracy > 0.7
 
 
-def test_gradients_accumulate_until_they_are_taken_away(pipe: penstock.Pipeline) -> None:
+def test_gradients_accumulate_until_zero_grad(pipe: penstock.Pipeline) -> None:
     x, y = images(4)
     optimizer = pipe.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.0))
     pipe.trainer.seed = 7
@@ -131,7 +131,7 @@ def test_gradients_accumulate_until_they_are_taken_away(pipe: penstock.Pipeline)
     assert all(p.grad is None for _, p in pipe.named_parameters())
 
 
-def test_clipping_is_torchs(pipe: penstock.Pipeline) -> None:
+def test_clipping_matches_torch(pipe: penstock.Pipeline) -> None:
     x, y = images(4)
     pipe.train_step(x, y, F.cross_entropy)
     parameters = [nn.Parameter(p.detach().clone()) for _, p in pipe.named_parameters()]
@@ -188,7 +188,7 @@ def test_a_module_without_values_is_refused() -> None:
         penstock.Pipeline(small().to("meta").train(), images(2)[0], stages=2)
 
 
-def test_a_function_makes_the_model() -> None:
+def test_pipeline_takes_a_function_that_makes_the_model() -> None:
     with penstock.Pipeline(small, images(2)[0], stages=2) as made:
         assert made(images(6)[0]).shape == (6, 4)
         assert float(made.train_step(*images(6), F.cross_entropy)) > 0

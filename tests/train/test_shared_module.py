@@ -104,13 +104,6 @@ def test_hooks_over_several_parameters(model: Net) -> None:
     assert seen == [2, 2]
 
 
-def test_gradients_add_up_until_they_are_set_to_zero(model: Net, pipe: Pipeline) -> None:
-    expected = {name: 2 * gradient for name, gradient in plain(model).items()}
-    step(pipe)
-    step(pipe)
-    assert_gradients(model, expected)
-
-
 def test_a_parameter_that_is_frozen_meanwhile_stays(model: Net, pipe: Pipeline) -> None:
     dict(pipe.named_parameters())["first.weight"].requires_grad_(False)
     step(pipe)

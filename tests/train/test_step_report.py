@@ -56,7 +56,7 @@ def test_replicas_send_sums_of_gradients() -> None:
         assert report.forward_s + report.backward_s + report.wait_s + report.synchronize_s <= seconds
 
 
-def test_alone_nothing_is_sent() -> None:
+def test_one_process_sends_nothing() -> None:
     ((report, seconds),) = steps(1)
     assert report.sent_bytes == 0
     assert 0.0 < report.forward_s + report.backward_s <= seconds

@@ -38,7 +38,7 @@ def test_messages_arrive_in_order_and_by_channel() -> None:
     assert network.num_open() == 0
 
 
-def test_a_message_longer_than_its_buffer_is_an_error() -> None:
+def test_message_longer_than_its_buffer_is_refused() -> None:
     network = MemoryNetwork(2)
     network.transports[0].send(data(1, 2, 3), to=1, tag=1)
     with pytest.raises(TransportError, match=r"3 bytes does not fit .* 2$"):

@@ -100,5 +100,5 @@ def test_a_folder_with_too_long_a_name(tmp_path: Path, monkeypatch: pytest.Monke
     assert not list(place.iterdir())
 
 
-def test_a_folder_is_an_address_of_its_own() -> None:
+def test_folder_is_its_own_local_address() -> None:
     assert local_address("/tmp/penstock-5f0c") == "/tmp/penstock-5f0c"

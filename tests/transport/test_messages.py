@@ -95,7 +95,7 @@ def test_a_truncated_message_is_noticed() -> None:
             FORMAT.read(cut)
 
 
-def test_the_same_buffer_read_twice_is_not_another_message() -> None:
+def test_buffer_read_twice_is_refused() -> None:
     received = written(Message(DATA, 1, (2,), example(2)))
     FORMAT.read(received)
     with pytest.raises(TransportError, match="checksum"):

@@ -135,7 +135,7 @@ def test_messages_of_any_length(room: Room, parts: int, more: int) -> None:
     thread.join()
 
 
-def test_a_message_that_is_too_long_is_an_error_and_no_crash(room: Room) -> None:
+def test_too_long_message_is_an_error(room: Room) -> None:
     first, second, _ = room.ranks
     receive = second.receive(torch.zeros(4, dtype=torch.uint8), 0, 2)
     first.send(filled(1), 1, 2).wait()
@@ -185,7 +185,7 @@ def test_abort_ends_every_wait(kind: str) -> None:
         room.close()
 
 
-def test_a_store_does_what_torchs_does(room: Room) -> None:
+def test_zeromq_store_behaves_like_torch(room: Room) -> None:
     store = ZmqStore(room.connections[1], room.host, room.store.port)
     try:
         store.set("a", "1")
@@ -206,7 +206,7 @@ def test_a_store_does_what_torchs_does(room: Room) -> None:
         store.close()
 
 
-def test_a_store_whose_process_is_gone(place: tuple[Connections, str]) -> None:
+def test_store_of_a_lost_process_is_reported(place: tuple[Connections, str]) -> None:
     connections, host = place
     server = StoreServer(connections, host)
     store = ZmqStore(connections, host, server.port)

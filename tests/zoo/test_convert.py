@@ -104,7 +104,7 @@ def test_objects_beside_the_weights_are_not_made(tmp_path: Path, monkeypatch: py
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.pth", "out.safetensors"]
 
 
-def test_a_legacy_file_with_objects(tmp_path: Path) -> None:
+def test_objects_in_a_legacy_file_are_skipped(tmp_path: Path) -> None:
     torch.save({"model": STATE, "args": Namespace(a=1)}, tmp_path / "a.pth", _use_new_zipfile_serialization=False)
     assert convert_checkpoint(tmp_path / "a.pth", tmp_path / "out.safetensors").num_tensors == 2
 
@@ -203,7 +203,7 @@ def test_files_of_other_kinds_get_their_own_advice(tmp_path: Path) -> None:
         ({"w": torch.ones(2).to_sparse()}, "holds w as a sparse or quantized tensor"),
     ],
 )
-def test_what_is_no_state_dict_is_refused(tmp_path: Path, checkpoint: Any, message: str) -> None:
+def test_checkpoint_without_tensors_is_refused(tmp_path: Path, checkpoint: Any, message: str) -> None:
     torch.save(checkpoint, tmp_path / "in.pth")
     with pytest.raises(ModelError, match=message):
         convert_checkpoint(tmp_path / "in.pth", tmp_path / "out.safetensors")

@@ -160,7 +160,7 @@ def test_a_wrong_part_is_named(source: str, name: str, said: str) -> None:
         ("other_size", "takes inputs of 3x8x8, but images become 3x4x4"),
     ],
 )
-def test_what_is_missing_for_pictures_is_named(source: str, name: str, said: str) -> None:
+def test_missing_image_preparation_is_named(source: str, name: str, said: str) -> None:
     model = load_model(f"{source}:{name}")
     with pytest.raises(ModelError, match=said):
         model.pictures()

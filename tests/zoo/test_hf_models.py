@@ -216,6 +216,7 @@ def test_a_directory_needs_a_readable_configuration(tmp_path: Path) -> None:
         ("hf:gpt2", True, "give --weights FILE.safetensors or leave --pretrained out"),
         ("hf:someone/gpt2-xl", True, "give --weights FILE.safetensors or leave --pretrained out"),
         ("hf:gpt22", False, "or a model type such as hf:gpt2; did you mean gpt2"),
+        ("timm:vit_tiny_patch16_224", True, "give --weights FILE.safetensors or leave --pretrained out"),
     ],
 )
 def test_no_network_is_one_line(name: str, pretrained: bool, advice: str) -> None:

@@ -45,7 +45,7 @@ def test_one_line_shortens_an_error() -> None:
 
 
 @pytest.mark.fresh
-def test_importing_the_room_imports_no_optional_library() -> None:
+def test_zoo_imports_no_optional_library() -> None:
     code = (
         "import sys, penstock.zoo\n"
         "optional = ('timm', 'transformers', 'torchvision', 'PIL', 'sklearn')\n"

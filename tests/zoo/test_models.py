@@ -115,14 +115,14 @@ def test_a_file_serves_parameters_and_persistent_buffers(source: str, tmp_path: 
         ("bad:f", r"bad cannot be imported \(ZeroDivisionError: division by zero\)"),
     ],
 )
-def test_what_is_wrong_with_a_function_is_one_line(source: str, name: str, message: str) -> None:
+def test_faulty_model_function_is_one_line(source: str, name: str, message: str) -> None:
     with pytest.raises(ModelError, match=message) as caught:
         load_model(name.format(source))
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["resnet18", "timm:", ":f", ""])
-def test_a_name_has_a_source(name: str) -> None:
+def test_model_name_needs_a_source(name: str) -> None:
     with pytest.raises(ModelError, match=r"timm:NAME, hf:NAME_OR_PATH, gguf:FILE or package"):
         load_model(name)
 

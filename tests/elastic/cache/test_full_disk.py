@@ -48,7 +48,7 @@ def test_a_write_that_fails_or_is_short(tmp_path: Path, disk: Disk, monkeypatch:
 
 
 @pytest.mark.root
-def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
+def test_real_full_disk_is_reported(tmp_path: Path) -> None:
     if os.geteuid() or shutil.which("unshare") is None:
         pytest.skip("mounting needs root and unshare")
     if subprocess.run(["unshare", "-m", "true"], check=False, capture_output=True).returncode:

@@ -96,7 +96,7 @@ def test_bytes_of_a_row_and_of_a_file() -> None:
         assert layout_of(3, values=empty).num_bytes == 1  # an empty file cannot be mapped
 
 
-def test_a_shard_of_no_rows(tmp_path: Path) -> None:
+def test_shard_may_have_no_rows(tmp_path: Path) -> None:
     with fill_shard(tmp_path, 0) as shard:
         assert [len(tensor) for tensor in shard.read([])] == [0, 0]
 

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from penstock.elastic.epochs import exact_share, most_frozen
 from penstock.elastic.freezing import ClosedForm
-from penstock.errors import UsageError
 from tests.elastic.freezing.records import alphas, follow
 
 
@@ -40,7 +39,7 @@ def test_closed_form_grows_up_to_all_layers(alpha: float | Fraction, num_layers:
 
 
 @given(alphas, st.integers(0, 100))
-def test_it_is_the_recurrence_in_exact_numbers(alpha: float | Fraction, num_layers: int) -> None:
+def test_closed_form_solves_the_recurrence_exactly(alpha: float | Fraction, num_layers: int) -> None:
     share, exact, rounded = exact_share(alpha), Fraction(0), 0
     for epochs in range(12):
         assert exact == num_layers * (1 - (1 - share) ** epochs)
@@ -49,8 +48,3 @@ def test_it_is_the_recurrence_in_exact_numbers(alpha: float | Fraction, num_laye
         assert rounded >= ClosedForm(alpha).after(epochs, num_layers)
         exact += share * (num_layers - exact)
         rounded = most_frozen(rounded, alpha, num_layers)
-
-
-def test_a_share_is_between_0_and_1() -> None:
-    with pytest.raises(UsageError, match=r"between 0 and 1; got 1\.0; use 1/3"):
-        ClosedForm(1.0)

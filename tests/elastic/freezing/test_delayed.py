@@ -9,7 +9,7 @@ from penstock.errors import UsageError
 from tests.elastic.freezing.records import follow, trainings
 
 
-def test_the_closed_form_an_epoch_later() -> None:
+def test_delayed_closed_form_starts_an_epoch_later() -> None:
     assert follow(Delayed(ClosedForm(1 / 3)), [[1.0] * 12] * 9, 12) == [0, 0, 4, 7, 9, 10, 11, 11, 12, 12]
 
 

@@ -80,7 +80,7 @@ def test_before_the_first_epoch_the_inner_policy_answers() -> None:
 
 
 @given(trainings())
-def test_without_validation_it_is_the_inner_policy(training: tuple[list[list[float]], int]) -> None:
+def test_guard_without_validation_is_the_inner_policy(training: tuple[list[list[float]], int]) -> None:
     rows, num_layers = training
     assert follow(Guarded(GradientNorms()), rows, num_layers) == follow(GradientNorms(), rows, num_layers)
 

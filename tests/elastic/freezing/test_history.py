@@ -29,7 +29,7 @@ def test_a_number_of_layers_is_taken(answer: int) -> None:
 
 
 @pytest.mark.parametrize("answer", [13, -1])
-def test_other_numbers_are_refused(answer: int) -> None:
+def test_policy_must_stay_within_the_layers(answer: int) -> None:
     with pytest.raises(UsageError) as error:
         next_frozen(Own(answer), [], 12)
     assert (
@@ -38,7 +38,7 @@ def test_other_numbers_are_refused(answer: int) -> None:
 
 
 @pytest.mark.parametrize("answer", [None, 4.0, "4", True])
-def test_what_is_no_number_of_layers_is_refused(answer: object) -> None:
+def test_policy_must_return_an_integer(answer: object) -> None:
     with pytest.raises(UsageError) as error:
         next_frozen(Own(answer), [], 12)
     assert str(error.value) == (
@@ -68,7 +68,7 @@ def test_relative_changes(before: float, now: float, change: float) -> None:
     assert relative_change(before, now) == change
 
 
-def test_a_record_is_a_document() -> None:
+def test_epoch_record_round_trips_as_json() -> None:
     (record,) = epochs([1.0, 0.5], accuracy=[0.75])
     assert msgspec.json.decode(msgspec.json.encode(record), type=EpochRecord) == record
     with pytest.raises(msgspec.ValidationError, match="unknown field"):

@@ -36,13 +36,13 @@ def test_one_epoch_freezes_no_more_than_its_share() -> None:
     assert follow(Plateau(patience=1), [STILL] * 5, 6) == [0, 0, 2, 4, 5, 6]
 
 
-def test_a_layer_that_was_frozen_meanwhile_does_not_stand_still() -> None:
+def test_layer_that_was_frozen_between_epochs_is_compared_again() -> None:
     taken_back = epochs([0.0, 1.0], [0.0, 1.0], [0.0, 1.0], frozen=[1, 1, 0])
     assert next_frozen(Plateau(patience=2), taken_back, 2) == 0
 
 
 @given(trainings(), st.integers(1, 3), st.floats(0.01, 0.99))
-def test_it_never_unfreezes_and_never_exceeds_the_bound(
+def test_plateau_never_unfreezes_nor_exceeds_the_bound(
     training: tuple[list[list[float]], int], patience: int, threshold: float
 ) -> None:
     rows, num_layers = training

@@ -21,7 +21,7 @@ def test_bound_of_frozen_layers_by_epoch() -> None:
 
 
 @given(alphas, st.integers(0, 200))
-def test_it_grows_until_all_are_frozen(alpha: float | Fraction, num_layers: int) -> None:
+def test_bound_grows_until_all_layers_are_frozen(alpha: float | Fraction, num_layers: int) -> None:
     frozen = 0
     for _ in repeat(None, num_layers):
         grown = most_frozen(frozen, alpha, num_layers)
@@ -44,7 +44,7 @@ def test_the_smallest_share_is_none_that_rounds_to_nothing() -> None:
 
 
 @pytest.mark.parametrize("alpha", [0, 1, -0.5, 1.5, float("nan"), float("inf"), Fraction(4, 3)])
-def test_what_is_no_share_is_refused(alpha: float) -> None:
+def test_share_must_be_between_0_and_1(alpha: float) -> None:
     with pytest.raises(UsageError) as error:
         check_share(alpha)
     assert str(error.value) == (

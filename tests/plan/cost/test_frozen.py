@@ -124,7 +124,7 @@ def test_a_weight_of_two_joined_units_counts_once() -> None:
     assert keep_cuts(tied, {"unit1:after"}).units[0].parameters == (("w", 100),)
 
 
-def test_a_cut_that_is_not_there() -> None:
+def test_unknown_cut_is_refused() -> None:
     for name in ("blocks.3:after", "input", "output"):
         with pytest.raises(PlanError, match=f"cut '{name}' not found in the profile"):
             freeze(line(), name)
@@ -242,13 +242,13 @@ def test_a_plan_moves_at_any_cost_where_a_device_is_gone() -> None:
     assert set(found.devices) == {"a", "c"}
 
 
-def test_the_same_answer_twice() -> None:
+def test_replan_with_moving_costs_is_deterministic() -> None:
     for cost_s in (0.0, 100.0, math.inf):
         moving = Moving(cost_s=cost_s, remaining_rows=100)
         assert again(moving) == again(moving)
 
 
-def test_an_answer_is_stayed_with() -> None:
+def test_repeated_replan_keeps_the_plan() -> None:
     profile, cluster = line(8, crossing=0.0), make_cluster(1, 1, 1)
     moved = again(Moving(cost_s=1.0, remaining_rows=1e6))
     stays = plan_again(moved, profile, cluster, speeds=SLOWED, moving=Moving(cost_s=1.0, remaining_rows=1e6))

@@ -223,7 +223,7 @@ def test_one_that_comes_with_another_script_leaves_and_the_others_go_on(tmp_path
     assert said.endswith("has [1]")
 
 
-def test_the_planner_arranges_what_is_left(tmp_path: Path) -> None:
+def test_survivors_are_replanned(tmp_path: Path) -> None:
     """One board is much slower than the others: it has no part, however many are left."""
     how = {"stages": 2, "replicas": 2, "microbatches": 6, "on_loss": "continue"}
     asked = {

@@ -8,10 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from penstock.recipes import loop
 from penstock.recipes.launch import fit
-from penstock.recipes.loop import TrainingLoop
 from penstock.recipes.metrics import FitResult
 from penstock.recipes.settings import FitSettings
+from penstock.train.training_pipeline import TrainingPipeline
 
 os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
 folder, port, case, rank = Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(os.environ.get("RANK", "-1"))
@@ -30,16 +31,17 @@ def train(joins_after: str = "", **changes: Any) -> FitResult:
 
 def wait() -> None:
     """The last of four processes is killed, and the others wait for another."""
-    updates, update = list[int](), TrainingLoop._update
+    steps, step = list[int](), TrainingPipeline.train_step
 
-    def dies(run: TrainingLoop) -> bool:
-        updates.append(0)
-        if rank == 3 and len(updates) == 7:
+    def dies(pipe: TrainingPipeline, *given: Any) -> Any:
+        loss = step(pipe, *given)
+        steps.append(0)
+        if rank == 3 and len(steps) == 7:
             (folder / "lost").touch()
             os.kill(os.getpid(), signal.SIGKILL)
-        return update(run)
+        return loss
 
-    TrainingLoop._update = dies  # type: ignore[assignment, method-assign]
+    TrainingPipeline.train_step = dies  # type: ignore[assignment, method-assign]
     result = train("lost", stages=2, replicas=2, batch_size=64, steps=24, lr=1e-2, checkpoint_every=5, on_loss="wait")
     assert result.last is not None
     if rank <= 0:
@@ -47,15 +49,19 @@ def wait() -> None:
 
 
 def end(moment: str) -> None:
-    """The second of two processes is killed at the end of an epoch, and the first goes on alone."""
-    function = getattr(TrainingLoop, moment)
+    """The second of two processes is killed at the end of an epoch, and the first goes on alone.
 
-    def dies(run: TrainingLoop, *args: Any) -> Any:
-        if rank == 1 and run._trainer.step == 9 and run._loader.position == 0:
+    It dies before it clips gradients, validates or writes a checkpoint.
+    """
+    kind: Any = {"evaluate_all": loop}.get(moment, TrainingPipeline)
+    function = getattr(kind, moment)
+
+    def dies(trains: Any, *given: Any, **named: Any) -> Any:
+        if rank == 1 and getattr(trains, "trainer", trains).step == 9:
             os.kill(os.getpid(), signal.SIGKILL)
-        return function(run, *args)
+        return function(trains, *given, **named)
 
-    setattr(TrainingLoop, moment, dies)
+    setattr(kind, moment, dies)
     result = train(
         stages=2, batch_size=64, steps=24, checkpoint_every=4, on_loss="continue", clip=1.0, lr_schedule="cosine"
     )
@@ -64,17 +70,18 @@ def end(moment: str) -> None:
 
 def join() -> None:
     """The second of two processes is killed, the first goes on alone, and another joins in the same epoch."""
-    update = TrainingLoop._update
+    step = TrainingPipeline.train_step
 
-    def dies(run: TrainingLoop) -> bool:
-        if rank == 1 and run._trainer.step == 2:
+    def dies(pipe: TrainingPipeline, *given: Any) -> Any:
+        loss = step(pipe, *given)
+        if rank == 1 and pipe.trainer.step == 2:
             os.kill(os.getpid(), signal.SIGKILL)
-        if rank == 0 and len(run._trainer.changes) == 1:
+        if rank == 0 and len(pipe.trainer.changes) == 1:
             (folder / "alone").touch()
             time.sleep(0.4)
-        return update(run)
+        return loss
 
-    TrainingLoop._update = dies  # type: ignore[assignment, method-assign]
+    TrainingPipeline.train_step = dies  # type: ignore[assignment, method-assign]
     result = train("alone", stages=1, replicas=2, batch_size=8, steps=67, on_loss="continue")
     assert result.last is not None
     (folder / f"rank{rank}").write_text(f"{result.last.batch_rows} {result.last.train_loss:.6f}")

@@ -63,7 +63,7 @@ def stop_before_leave(*given: Any, **named: Any) -> Any:
 
 if rank == victim:
     if moment == "start":
-        links._connect = stop_here  # type: ignore[assignment]
+        links.PlainLinks.make_transport = stop_here  # type: ignore[assignment, method-assign]
     elif moment == "stream" and rank:
         Runtime.__call__ = stop_at_fourth  # type: ignore[assignment, method-assign]
     elif moment == "between" and rank:

@@ -39,7 +39,7 @@ def test_a_run_waits_for_another_that_joins(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("moment", ["_update", "_validate", "_checkpoint"])
+@pytest.mark.parametrize("moment", ["clip_grad_norm_", "evaluate_all", "save_checkpoint"])
 def test_an_epoch_whose_end_was_taken_back_is_recorded_when_it_ends_again(moment: str, tmp_path: Path) -> None:
     given = [str(tmp_path), str(free_port()), "end", moment]
     (ended,) = run_groups(SCRIPT, [(2, given)], 120.0)

@@ -35,7 +35,6 @@ from penstock.train import checkpoint, migration, trainer as trainers
 from penstock.spec.cluster import Cluster, Device
 from penstock.train.captured import Captured
 from penstock.train.loader import Loader
-from penstock.transport import collectives
 from tests.elastic.trainings import profile_of
 
 os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
@@ -111,9 +110,9 @@ def dies(module, name):
 
 
 dies(gradients.Synchronizer, "leaf_done")
-dies(collectives, "_sum_at_once")
+dies(gradients, "all_reduce")
 dies(trainers, "mean_loss")
-dies(migration, "_move")
+dies(migration, "PlacedStages")
 dies(checkpoint, "write_stages")
 if rank >= 0 and asked.get("second") == rank:
 
@@ -184,7 +183,7 @@ def train(
 
 def test_processes_lost_one_after_the_other(tmp_path: Path) -> None:
     """In a backward, while sums go round, between a step and its clipping; another rank's loop is slow meanwhile."""
-    moments = [[5, 2, "leaf_done"], [1, 6, "_sum_at_once"], [2, 9, "clip"]]
+    moments = [[5, 2, "leaf_done"], [1, 6, "all_reduce"], [2, 9, "clip"]]
     how = {"stages": 2, "replicas": 3, "microbatches": 4, "on_loss": "continue"}
     ended = train(tmp_path, 6, {"how": how, "moments": moments, "slow": [4, 6]})
     assert ended == [0, KILLED, KILLED, 0, 0, KILLED]
@@ -192,7 +191,13 @@ def test_processes_lost_one_after_the_other(tmp_path: Path) -> None:
 
 def test_the_worst_moments(tmp_path: Path) -> None:
     """Once some have the step and others not, while weights move, in an evaluation; then a stage without a replica."""
-    moments = [[3, 2, "mean_loss"], [2, 2, "_move"], [1, 8, "evaluate"], [5, 13, "leaf_done"], [4, 15, "write_stages"]]
+    moments = [
+        [3, 2, "mean_loss"],
+        [2, 2, "PlacedStages"],
+        [1, 8, "evaluate"],
+        [5, 13, "leaf_done"],
+        [4, 15, "write_stages"],
+    ]
     how = {"stages": 2, "replicas": 3, "microbatches": 4, "on_loss": "continue"}
     ended = train(tmp_path, 6, {"how": how, "moments": moments, "checkpoints": True})
     assert ended == [0] + [KILLED] * 5

@@ -125,14 +125,6 @@ def test_weights_in_16_bits(penstock: Run, folder: Path, tmp_path: Path) -> None
     assert (status, "int3" in err) == (2, True)
 
 
-@pytest.mark.long
-def test_answers_as_a_table(penstock: Run, folder: Path, tmp_path: Path) -> None:
-    output = tmp_path / "answers.csv"
-    assert penstock("generate", f"hf:{folder}", "-p", PROMPTS[0], "-o", output, "--max-new-tokens", 5)[0] == 0
-    rows = list(csv.DictReader(io.StringIO(output.read_text())))
-    assert [row["text"] for row in rows] == answers(folder, PROMPTS[:1], 5)
-
-
 def test_prompts_on_the_command_line(penstock: Run, folder: Path) -> None:
     status, out, _ = penstock("generate", f"hf:{folder}", "-p", PROMPTS[0], "-p", PROMPTS[1], "--max-new-tokens", 5)
     assert status == 0

@@ -70,7 +70,7 @@ class _Full:
         return getattr(self._file, name)
 
 
-def test_a_line_that_does_not_fit_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_incomplete_line_is_removed(tmp_path: Path) -> None:
     path = tmp_path / "lines"
     with LineFile(path) as file:
         file.write("one\n")
@@ -113,7 +113,7 @@ def test_real_full_disk_keeps_complete_rows(small_disk: Path, name: str) -> None
 
 
 @pytest.mark.parametrize("save", [write_whole, lambda path, _: save_weights(TensorWeights({}), path)])
-def test_a_link_stays_one_and_permissions_stay(tmp_path: Path, save: Any) -> None:
+def test_links_and_permissions_are_kept(tmp_path: Path, save: Any) -> None:
     (tmp_path / "far").mkdir()
     target, link = tmp_path / "far" / "target", tmp_path / "link"
     link.symlink_to(target)

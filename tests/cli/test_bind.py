@@ -87,7 +87,7 @@ def test_invalid_bind_address_is_refused(verb: str, address: str, said: str, pen
 
 
 @pytest.mark.parametrize("verb", ["infer", "bench", "train"])
-def test_not_for_the_hosts_of_a_lab(verb: str, penstock: Run) -> None:
+def test_bind_is_refused_for_labs(verb: str, penstock: Run) -> None:
     data = {"infer": ["--images", "digits"], "bench": [], "train": ["--data", "digits"]}[verb]
     status, _, err = penstock(verb, VIT, *data, *bound(verb, "127.0.0.1"), "--cluster", "lab.toml")
     assert (status, err.count("\n")) == (2, 1)

@@ -59,6 +59,6 @@ def test_a_port_in_use(penstock: Run) -> None:
     assert (status, str(port) in err) == (2, True)
 
 
-def test_models_that_cannot_be_served(penstock: Run) -> None:
+def test_unservable_model_is_refused(penstock: Run) -> None:
     status, _, err = penstock("serve", "hf:gpt2,n_layer=1", "--open", "--port", 0)
     assert (status, "tokenizer" in err) == (2, True)

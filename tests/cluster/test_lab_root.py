@@ -155,7 +155,7 @@ def test_hosts_may_outlive_each_other(lab: Lab) -> None:
     assert collected.of("host0") == ["late"]
 
 
-def test_output_is_kept_apart_and_ranks_are_torchruns(lab: Lab) -> None:
+def test_lab_run_separates_output_and_sets_ranks(lab: Lab) -> None:
     collected = Collected()
     command = ["sh", "-c", "echo $RANK/$WORLD_SIZE; echo $MASTER_ADDR:$MASTER_PORT $X >&2"]
     with lab.start(command, nproc_per_host=2, port=1234, env={"X": "y"}, output=collected) as run:
@@ -238,7 +238,7 @@ def test_two_labs_at_once(lab: Lab) -> None:
 @pytest.mark.parametrize(
     ("verb", "number"), [("infer", signal.SIGHUP), ("train", signal.SIGTERM), long("bench", signal.SIGTERM)]
 )
-def test_a_verb_on_a_cluster_ended_in_the_middle(
+def test_interrupted_verb_on_a_cluster_leaves_nothing(
     verb: str, number: signal.Signals, tmp_path: Path, cgroups: Cgroups
 ) -> None:
     name = f"{NAME}c"
@@ -272,7 +272,7 @@ def start_verb(*arguments: str) -> "subprocess.Popen[bytes]":
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("num_namespaces", [2, long(1), long(3)])
-def test_up_ended_in_the_middle(number: int, num_namespaces: int, tmp_path: Path) -> None:
+def test_interrupted_up_leaves_no_lab(number: int, num_namespaces: int, tmp_path: Path) -> None:
     name = f"{NAME}u"
     file = tmp_path / "lab.toml"
     file.write_text(write_lab(make_spec(name, 3)))
@@ -289,7 +289,7 @@ def test_up_ended_in_the_middle(number: int, num_namespaces: int, tmp_path: Path
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, long(signal.SIGINT), long(signal.SIGTERM)])
-def test_run_ended_in_the_middle(number: int, tmp_path: Path, cgroups: Cgroups) -> None:
+def test_interrupted_run_leaves_no_process(number: int, tmp_path: Path, cgroups: Cgroups) -> None:
     name = f"{NAME}r"
     file = tmp_path / "lab.toml"
     file.write_text(write_lab(make_spec(name)))

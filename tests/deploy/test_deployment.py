@@ -256,7 +256,7 @@ def test_a_silent_worker_is_named_with_its_stage(thirds: Divided) -> None:
         world.network.transports[2].abort()
 
 
-def test_own_stages_of_the_feeding_process(thirds: Divided) -> None:
+def test_driver_can_hold_stages(thirds: Divided) -> None:
     """As under torchrun, where the first process holds stages too."""
     threads = torch.get_num_threads()
     with memory_world(1) as world:
@@ -344,7 +344,7 @@ def test_a_deployment_on_a_broken_world_says_why(thirds: Divided) -> None:
         assert not isinstance(caught.value, ConnectionBroken)
 
 
-def test_operators_that_another_torch_has_otherwise_are_refused(thirds: Divided) -> None:
+def test_operators_that_differ_between_torch_versions_are_refused(thirds: Divided) -> None:
     """Before anything is sent; one that no stage there calls is no reason."""
     inputs = tower_inputs(2)
     with memory_world(3) as world:

@@ -53,7 +53,7 @@ def test_contradicting_job_is_refused(change: dict[str, Any], message: str) -> N
     assert "\n" not in str(caught.value)
 
 
-def test_nonsense_is_refused() -> None:
+def test_unreadable_job_is_refused() -> None:
     for data in (b"", b"\xff", b"[" * 10_000, b"null", b"{}"):
         with pytest.raises(ProgramError, match="start every process with the same command"):
             read_document(data, 2)

@@ -142,7 +142,7 @@ def test_a_split_model_prints_its_stages() -> None:
     ]
 
 
-def test_every_cut_at_once() -> None:
+def test_model_can_be_cut_everywhere() -> None:
     model = seeded(UNet)
     x = torch.randn(2, 3, 8, 8)
     graph = capture(model, (x,))
@@ -151,7 +151,7 @@ def test_every_cut_at_once() -> None:
         assert torch.equal(model(x), as_messages(split_at(model, graph, cuts), x))
 
 
-def test_cuts_that_cannot_be() -> None:
+def test_impossible_cuts_are_refused() -> None:
     with pytest.raises(CutError, match=r"^cut 'blocks\.9:after' not found in VisionTransformer; the nearest"):
         penstock.split(deit(), (torch.randn(1, 3, 32, 32),), cuts=["blocks.9:after"])
     with pytest.raises(CutError, match=r"^9 stages .*got 4"):

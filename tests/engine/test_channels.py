@@ -61,7 +61,7 @@ def take_all(receiver: Receiver) -> list[Message]:
     return taken
 
 
-def test_ragged_microbatches_arrive_in_order_and_nothing_stays_posted() -> None:
+def test_ragged_microbatches_arrive_in_order() -> None:
     network, sender, make_receiver = remote()
     batches = [3, 3, 1, 2, 3]
     sent = [data(index, batch) for index, batch in enumerate(batches)]

@@ -10,7 +10,7 @@ def grid(*counts: int | None) -> Grid:
     return Grid(tuple(Replica((rank,), (rank,), count) for rank, count in enumerate(counts)))
 
 
-def test_rows_by_hand() -> None:
+def test_replicas_get_rows_by_their_microbatches() -> None:
     assert grid(None, None).rows(7) == [range(4), range(4, 7)]
     assert grid(3, 1).rows(8) == [range(6), range(6, 8)]
     assert grid(1, 3).rows(6) == [range(2), range(2, 6)]  # microbatches of 2, 2, 1 and 1 rows

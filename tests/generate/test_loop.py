@@ -73,7 +73,7 @@ def test_tokens_are_those_of_every_model() -> None:
 
 
 @pytest.mark.parametrize("odd", [0, 1, 2])
-def test_other_bits_at_any_place_keep_lanes_full(odd: int) -> None:
+def test_different_bits_keep_lanes_full(odd: int) -> None:
     assert not tried((INT4,), odd=odd)[0]
 
 

@@ -48,7 +48,7 @@ def test_logits_must_be_finite_in_each_row_alone(sample: bool) -> None:
     sampler([3], logits[1], most_likely(logits)[1])
 
 
-def test_rows_together_are_as_each_alone() -> None:
+def test_rows_sample_together_as_alone() -> None:
     logits = torch.randn(5, 301, generator=torch.Generator().manual_seed(0))
     sampler = Sampler(transformers.GenerationConfig(), num_prompt=1)
     assert [sampler([3], row, each) for row, each in zip(logits, most_likely(logits), strict=True)] == [

@@ -51,7 +51,7 @@ def test_healthy_group_reports_no_failure(group: Group) -> None:
     assert not any(failed.is_set() for failed in group.failed)
 
 
-def test_silence_is_noticed_by_the_others_and_named(group: Group) -> None:
+def test_silent_rank_is_named_by_the_others(group: Group) -> None:
     time.sleep(0.1)
     group.fall_silent(2)
     begin = time.perf_counter()
@@ -71,7 +71,7 @@ def test_orderly_exit_is_not_a_failure(group: Group) -> None:
     group.healths[1].check()
 
 
-def test_one_report_reaches_everybody_and_the_first_counts(group: Group) -> None:
+def test_first_report_reaches_all_ranks(group: Group) -> None:
     group.healths[1].report(ValueError("no more paper\nsecond line"))
     group.healths[2].report(ValueError("too late"))
     for rank, failed in enumerate(group.failed):
@@ -81,7 +81,7 @@ def test_one_report_reaches_everybody_and_the_first_counts(group: Group) -> None
     assert not isinstance(group.healths[0].failure, DeviceLost)
 
 
-def test_running_out_of_memory_stays_what_it_is(group: Group) -> None:
+def test_out_of_memory_is_reported_as_such(group: Group) -> None:
     group.healths[1].report(MemoryError())
     for rank, failed in enumerate(group.failed):
         assert failed.wait(2.0)

@@ -128,7 +128,7 @@ def test_broken_connection_without_verdict_reaches_all_ranks() -> None:
             world.workers[0].health.wait_for_failure(2.0)
 
 
-def test_damage_explains_itself_at_once() -> None:
+def test_damaged_message_needs_no_verdict() -> None:
     with memory_world(2, reason_s=5.0) as world:
         begin = time.perf_counter()
         error = TransportError("message 3 is damaged")
@@ -138,7 +138,7 @@ def test_damage_explains_itself_at_once() -> None:
             world.workers[1].health.wait_for_failure(2.0)
 
 
-def test_the_first_verdict_counts() -> None:
+def test_first_verdict_wins() -> None:
     with memory_world(2) as world:
         world.workers[0].health.report(ValueError("first"))
         world.feeder.health.report(ValueError("second"))

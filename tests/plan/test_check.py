@@ -113,7 +113,7 @@ NONSENSE: list[tuple[str, Callable[[Any], object], str]] = [
 
 
 @pytest.mark.parametrize(("edit", "message"), [row[1:] for row in NONSENSE], ids=[row[0] for row in NONSENSE])
-def test_nonsense_is_refused(edit: Callable[[Any], object], message: str, tmp_path: Path) -> None:
+def test_contradicting_plan_is_refused(edit: Callable[[Any], object], message: str, tmp_path: Path) -> None:
     document = json.loads(encode_plan(make_plan()))
     edit(document)
     file = tmp_path / "plan.json"

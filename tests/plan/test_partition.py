@@ -60,7 +60,7 @@ def test_more_stages_than_blocks() -> None:
         (3, 4, "4 stages need at least 3 cuts, but this model allows 2; use at most 3 stages"),
     ],
 )
-def test_stages_that_cannot_be(num_units: int, num_stages: int, message: str) -> None:
+def test_impossible_numbers_of_stages_are_refused(num_units: int, num_stages: int, message: str) -> None:
     with pytest.raises(CutError) as caught:
         check_stages(num_units, num_stages)
     assert str(caught.value) == message

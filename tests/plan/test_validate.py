@@ -6,7 +6,7 @@ from penstock.plan.schedule.picture import read_schedule
 from penstock.plan.schedule.validate import check_schedule
 
 
-def test_reading_what_was_written() -> None:
+def test_written_schedule_reads_back() -> None:
     written = "F0.0 F1.0 B0.0 I1.0 W1.0 S.0 U.0"
     assert text(read_schedule(written)[0]) == written
     assert read_schedule("# mine\n\nF0 B0 # one\nF0.2 F0.1") == (

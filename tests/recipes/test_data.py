@@ -98,7 +98,7 @@ def test_model_and_data_must_go_together(tmp_path: Path) -> None:
         make_task(FitSettings(model="tests.models:gpt2", data="digits"))
 
 
-def test_settings_that_cannot_be_name_the_field() -> None:
+def test_invalid_settings_name_their_field() -> None:
     with pytest.raises(UsageError, match=r"Expected `int` >= 1 - at `\$.batch_size`"):
         make_settings({"model": "m", "data": "d", "batch_size": 0})
     with pytest.raises(UsageError, match="unknown field `batchsize`"):

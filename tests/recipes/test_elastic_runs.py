@@ -114,7 +114,7 @@ def test_the_lines_of_plans_are_what_a_report_reads(costs: Path, tmp_path: Path)
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_more_epochs_after_the_end(whole: Path, costs: Path, tmp_path: Path) -> None:
+def test_finished_run_continues_with_more_epochs(whole: Path, costs: Path, tmp_path: Path) -> None:
     """The last epoch of a run counts when it is continued."""
     fit(elastic(tmp_path / "parts", costs, epochs=2))
     fit(elastic(tmp_path / "parts", costs, epochs=4, resume=True))
@@ -139,7 +139,7 @@ def test_a_guard_sees_the_validation_of_each_epoch(costs: Path, tmp_path: Path) 
     assert [record["accuracy"] for record in history] == [line["accuracy"] for line in lines(tmp_path / "run", "epoch")]
 
 
-def test_settings_are_the_same_after_a_file(costs: Path, tmp_path: Path) -> None:
+def test_elastic_settings_round_trip_through_a_file(costs: Path, tmp_path: Path) -> None:
     cluster = Cluster(devices=tuple(Device(name=name, speed=0.5, memory_bytes=2**30) for name in ("desk", "board")))
     (tmp_path / "boards.toml").write_text(write_cluster(cluster))
     given = elastic(

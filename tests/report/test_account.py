@@ -64,7 +64,7 @@ def test_a_slow_link_is_not_hidden() -> None:
     assert check(streamed(wire_s=0.005, num=100)).times("communication") < 0.2  # a link that is quicker is hidden
 
 
-def test_messages_cost_by_their_bytes_and_besides() -> None:
+def test_message_costs_have_a_part_per_byte() -> None:
     small = check(streamed(give_s=0.005, num=100))
     assert small.largest.key == "overhead"
     assert small.times("overhead") == pytest.approx(4 * 100 / 103 - 4 * 100 / 103 / 1.5, rel=0.02)

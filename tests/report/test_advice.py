@@ -34,7 +34,7 @@ def test_unbalanced_pipeline_gets_better_cuts() -> None:
     assert gain > 100 * abs(predicted / measured - 1)
 
 
-def test_nothing_is_advised_on_a_run_that_the_planner_does_not_understand() -> None:
+def test_run_unlike_its_prediction_gets_no_advice() -> None:
     """Steps that take five times what they take alone: what the planner says of it is that far off."""
     lines, predicted, measured = numbers(streamed(num=60, wire_s=0.05))
     error = abs(predicted / measured - 1)

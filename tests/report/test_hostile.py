@@ -76,7 +76,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("kind", ["stream", "training", "bench"])
-def test_nothing_runs_and_everything_is_drawn(browser: Any, made: dict[str, Path], kind: str) -> None:
+def test_hostile_names_run_no_script(browser: Any, made: dict[str, Path], kind: str) -> None:
     from selenium.webdriver.common.keys import Keys
 
     page = opened(browser, made[kind])
@@ -108,7 +108,7 @@ def test_nothing_runs_and_everything_is_drawn(browser: Any, made: dict[str, Path
     asks_for_nothing(page)  # nor is there a violation of the page's policy in the log
 
 
-def test_plotlys_words_are_the_names(browser: Any, made: dict[str, Path]) -> None:
+def test_figures_show_hostile_names_as_text(browser: Any, made: dict[str, Path]) -> None:
     page = opened(browser, made["stream"])
     rows = [tick.text for tick in page.find_elements("css selector", "#figure-timeline .ytick text")]
     assert any("<script>document.ran=2</script>" in row for row in rows), rows

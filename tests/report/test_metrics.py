@@ -70,7 +70,7 @@ def test_a_line_that_was_not_finished_is_left_out(tmp_path: Path) -> None:
     assert (len(found.plans), len(found.epochs)) == (1, 1)
 
 
-def test_losses_that_are_no_numbers_are_read(tmp_path: Path) -> None:
+def test_nan_losses_are_read(tmp_path: Path) -> None:
     nan = float("nan")
     lines = [plan(), {"kind": "step", "step": 1, "loss": nan}, epoch(0, train_loss=nan, accuracy=nan)]
     assert spans(tmp_path, lines) == [(0, 0, 1)]
@@ -89,7 +89,7 @@ def test_losses_that_are_no_numbers_are_read(tmp_path: Path) -> None:
         (json.dumps(epoch(0, rate="quick")), "is not a line of kind epoch"),  # type: ignore[arg-type]
     ],
 )
-def test_lines_that_no_training_writes(tmp_path: Path, line: str, message: str) -> None:
+def test_invalid_metrics_lines_are_refused(tmp_path: Path, line: str, message: str) -> None:
     file = write_metrics(tmp_path, [plan()]) / "metrics.jsonl"
     file.write_text(file.read_text() + line + "\n")
     with pytest.raises(DataError, match=message) as error:

@@ -95,7 +95,7 @@ def asks_for_nothing(page: Any) -> None:
     assert [entry for entry in page.get_log("browser") if entry["level"] == "SEVERE"] == []
 
 
-def test_pointing_at_a_microbatch_tells_its_journey(page: Any) -> None:
+def test_hovering_shows_the_times_of_a_microbatch(page: Any) -> None:
     from selenium.webdriver.common.action_chains import ActionChains
     from selenium.webdriver.common.keys import Keys
 

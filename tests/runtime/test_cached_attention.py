@@ -141,7 +141,7 @@ def test_no_cut_inside_an_attention() -> None:
         Cuts(graph).find("model.model.layers.0.self_attn/index_select:after")
 
 
-def test_pieces_of_a_phase() -> None:
+def test_phase_is_divided_into_pieces() -> None:
     kinds = ["linear", "relu", "linear", "linear", "relu", "linear"]
     ops = [Op(f"x{index}", f"aten.{kind}.default", (Ref("y"),), {}) for index, kind in enumerate(kinds)]
     sizes = {"x0": 3, "x1": 9, "x2": 9, "x3": 0, "x4": 1, "x5": 1}

@@ -31,7 +31,7 @@ def test_clients_take_turns() -> None:
     asyncio.run(run())
 
 
-def test_the_queue_is_bounded() -> None:
+def test_admission_queue_is_bounded() -> None:
     async def run() -> None:
         queue = Admission(slots=2, most_waiting=3)
         tickets = queue.enter("a", 5)

@@ -211,7 +211,7 @@ def test_json_of_a_schema(client: openai.OpenAI) -> None:
         assert isinstance(answer["wet"], bool)
 
 
-def test_many_at_once_are_as_alone(server: Server, model: tuple[Any, Any]) -> None:
+def test_concurrent_answers_match_those_alone(server: Server, model: tuple[Any, Any]) -> None:
     alone = [wanted(model, prompt, 24)[1] for prompt in PROMPTS]
 
     async def ask(many: openai.AsyncOpenAI, number: int) -> str:

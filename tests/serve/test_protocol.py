@@ -14,7 +14,7 @@ def test_every_field_has_a_place_in_the_document() -> None:
     json.dumps(document)
 
 
-def test_only_texts_are_streamed_and_only_images_are_forms() -> None:
+def test_document_has_media_types_of_each_path() -> None:
     assert media_types("/v1/completions", texts=True) == (
         {"application/json"},
         {"application/json", "text/event-stream"},

@@ -161,7 +161,7 @@ def test_too_large_a_body(server: Server, client: httpx.Client) -> None:
             assert held.recv(100)[:12] in {b"HTTP/1.1 400", b"HTTP/1.1 431", b""}
 
 
-def test_more_than_may_wait(client: httpx.Client) -> None:
+def test_requests_beyond_the_queue_get_429(client: httpx.Client) -> None:
     ask = TEXT | {"max_tokens": 100, "ignore_eos": True}
     answer = client.post("/v1/completions", json=ask | {"n": 6})
     assert (answer.status_code, answer.json()["error"]["code"]) == (429, "queue_full")
@@ -169,7 +169,7 @@ def test_more_than_may_wait(client: httpx.Client) -> None:
     assert len(client.post("/v1/completions", json=ask | {"n": 5, "max_tokens": 3}).json()["choices"]) == 5
 
 
-def test_many_connections_that_ask_for_nothing(server: Server, client: httpx.Client) -> None:
+def test_idle_connections_keep_the_server_available(server: Server, client: httpx.Client) -> None:
     with contextlib.ExitStack() as stack:
         held = []
         for _ in range(10_000):

@@ -109,7 +109,7 @@ def test_without_a_terminal_a_line_comes_every_so_often() -> None:
     assert file.getvalue().splitlines() == said, "it has ended"
 
 
-def test_on_a_terminal_no_line_comes() -> None:
+def test_terminal_gets_no_periodic_lines() -> None:
     file = io.StringIO()
     with telling(lambda: "never", Console(file=file, force_terminal=True), every_s=0.01):
         time.sleep(0.1)

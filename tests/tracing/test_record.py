@@ -39,7 +39,7 @@ def test_spans_beyond_the_limit_are_counted() -> None:
     assert (recorder.spans, recorder.num_dropped) == ([], 0)
 
 
-def test_memory_is_sampled_now_and_then() -> None:
+def test_memory_is_sampled_at_intervals() -> None:
     recorder = Recorder()
     for moment in (0.0, 0.01, 0.2, 0.21):
         recorder.sample(moment)
@@ -110,7 +110,7 @@ def test_fastest_exchange_bounds_the_clock_error() -> None:
     assert read_clock([slow, quick]).error_s == pytest.approx(0.02)
 
 
-def test_one_reading_is_an_offset() -> None:
+def test_one_clock_reading_gives_an_offset() -> None:
     alignment = fit_clock([Reading(4.0, 1.5, 0.1)])
     assert (alignment.align(10.0), alignment.error_s) == (11.5, 0.1)
     assert Alignment().align(3.0) == 3.0

@@ -69,7 +69,7 @@ NAMES = ["a", "b", "c", "d"]
         (None, None),
     ],
 )
-def test_rows_are_cut(labels: Any, expected: Any) -> None:
+def test_labels_are_cut_by_rows(labels: Any, expected: Any) -> None:
     found = RowCut().parts(labels, 4, [range(2), range(2, 4)])[1]
     assert trees.structure(found) == trees.structure(expected)
     for one, other in zip(trees.leaves(found), trees.leaves(expected), strict=True):

@@ -177,7 +177,7 @@ def test_a_preparation_that_is_not_used_or_not_whole(source: str) -> None:
         model.transform(picture())
 
 
-def test_the_page_s_classifier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_classifier_of_the_documentation_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (Path(__file__).parents[2] / "docs" / "own-models.md").read_text()
     name = f"page_{tmp_path.name}"
     (tmp_path / f"{name}.py").write_text(page.split("```python\n")[1].split("```")[0])

@@ -145,7 +145,7 @@ def test_links_in_archives_are_files(folder: Path, tmp_path: Path) -> None:
     assert "1 links without a file" in images.left_out
 
 
-def test_pictures_beside_a_file_named_as_cifar_s(folder: Path, tmp_path: Path) -> None:
+def test_folder_with_images_ignores_cifar_names(folder: Path, tmp_path: Path) -> None:
     (folder / "train.bin").write_bytes(b"weights")
     assert open_images(folder).classes == ("cats", "dogs")
     assert ".bin" in open_images(pack(folder, tmp_path / "a.tar", "w")).left_out

@@ -102,7 +102,7 @@ def test_shard_may_have_no_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("places", [[8], [-1], [0, 9]])
-def test_rows_that_are_not_there(tmp_path: Path, places: list[int]) -> None:
+def test_rows_beyond_the_shard_are_refused(tmp_path: Path, places: list[int]) -> None:
     with fill_shard(tmp_path) as shard, pytest.raises(CacheError, match=r"0 to 7; got (8|-1|9);"):
         shard.read(places)
 

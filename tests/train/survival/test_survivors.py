@@ -181,7 +181,7 @@ def train(
     return [end.status for end in ended]
 
 
-def test_processes_lost_one_after_the_other(tmp_path: Path) -> None:
+def test_training_survives_three_lost_ranks(tmp_path: Path) -> None:
     """In a backward, while sums go round, between a step and its clipping; another rank's loop is slow meanwhile."""
     moments = [[5, 2, "leaf_done"], [1, 6, "all_reduce"], [2, 9, "clip"]]
     how = {"stages": 2, "replicas": 3, "microbatches": 4, "on_loss": "continue"}
@@ -189,7 +189,7 @@ def test_processes_lost_one_after_the_other(tmp_path: Path) -> None:
     assert ended == [0, KILLED, KILLED, 0, 0, KILLED]
 
 
-def test_the_worst_moments(tmp_path: Path) -> None:
+def test_training_survives_losses_at_critical_moments(tmp_path: Path) -> None:
     """Once some have the step and others not, while weights move, in an evaluation; then a stage without a replica."""
     moments = [
         [3, 2, "mean_loss"],
@@ -203,7 +203,7 @@ def test_the_worst_moments(tmp_path: Path) -> None:
     assert ended == [0] + [KILLED] * 5
 
 
-def test_one_is_lost_and_another_while_it_is_waited_for_and_others_come(tmp_path: Path) -> None:
+def test_two_losses_are_replaced_by_newcomers(tmp_path: Path) -> None:
     how = {"stages": 2, "replicas": 2, "microbatches": 6, "on_loss": "wait"}
     asked = {"how": how, "moments": [[3, 7, "leaf_done"]], "second": 2, "joins": "second lost"}
     ended = train(tmp_path, 4, asked, newcomers=2)
@@ -215,7 +215,7 @@ def test_one_is_lost_and_another_while_it_is_waited_for_and_others_come(tmp_path
     assert joined["lr"] == together["lr"]
 
 
-def test_one_that_comes_with_another_script_leaves_and_the_others_go_on(tmp_path: Path) -> None:
+def test_newcomer_with_another_script_is_refused(tmp_path: Path) -> None:
     how = {"stages": 2, "replicas": 2, "microbatches": 6, "on_loss": "wait"}
     asked: dict[str, object] = {"how": how, "moments": [[3, 7, "leaf_done"]], "joins": "lost"}
     ended = train(tmp_path, 4, asked, newcomers=1, unlike=["model", "groups"])

@@ -98,6 +98,17 @@ def test_a_schedule_of_ones_own() -> None:
     assert all(error(tensor, got[2][key]) < CLOSE for key, tensor in expected[2].items())
 
 
+@pytest.mark.parametrize("own", ["F0 F1 B0 I1 W1", "F0 F1 I0 B1 W0", "F0 F1 I0 W0 B1"])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_whole_and_split_backwards_of_one_stage_add_up(own: str, replicas: int) -> None:
+    given = batches("deit", 2)
+    settings: dict[str, Any] = {"microbatches": 2, "replicas": replicas, "schedule": own}
+    got = train(captured("deit", torch.float32), replicas, given, sgd, LOSSES["deit"], **settings)
+    expected = by_hand(model("deit", torch.float32), given, sgd, LOSSES["deit"], [2] * replicas)
+    for wants, gives in ((expected[1], got[1]), (expected[2], got[2])):
+        assert max(errors(wants, gives).values()) < CLOSE
+
+
 def test_a_schedule_of_ones_own_may_synchronize_itself() -> None:
     given = batches("deit", 2)
     own = "F0 F1 B0 B1 S.0\nF0 B0 F1 B1 S.1"

@@ -152,7 +152,8 @@ class ForwardBackward:
         if now.open_channels(self._microbatches) and tracer:
             tracer.follow(now.channels)
         actions = now.placed.schedule(count)[now.placed.replica.devices.index(self._world.rank)]
-        final = {action.stage: action.microbatch for action in actions if action.kind == "B"}
+        backwards = {action.stage: action for action in actions if action.kind in {"B", "W"}}  # the last of each stage
+        final = {stage: action.microbatch for stage, action in backwards.items() if action.kind == "B"}
         for stage in now.stages.values():
             stage.begin(self._microbatches, final.get(stage.index, -1))
         now.feed(self._microbatches, features)

@@ -5,6 +5,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -18,9 +19,9 @@ KEY = "a-key-of-this-test-0123456789"
 SET = ("name=small", "slots=2", "most_waiting=3", "max_body=0.05")
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("strangers")
+@contextlib.contextmanager
+def started(folder: Path) -> Iterator[Server]:
+    """Start a server of a small model, with a key."""
     save_model(folder)
     keys = folder / "api.keys"
     keys.touch(0o600)
@@ -31,8 +32,18 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with started(tmp_path_factory.mktemp("strangers")) as made:
+        yield made
+
+
+def client_of(server: Server) -> httpx.Client:
+    return httpx.Client(base_url=server.url, headers={"Authorization": f"Bearer {KEY}"}, timeout=60.0)
+
+
+@pytest.fixture(scope="module")
 def client(server: Server) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, headers={"Authorization": f"Bearer {KEY}"}, timeout=60.0) as made:
+    with client_of(server) as made:
         yield made
 
 
@@ -184,19 +195,20 @@ def test_idle_connections_keep_the_server_available(server: Server, client: http
         assert client.post("/v1/completions", json=TEXT).status_code == 200
 
 
-def test_running_answers_finish_before_the_server_ends(server: Server, client: httpx.Client) -> None:
+def test_running_answers_finish_before_the_server_ends(tmp_path: Path) -> None:
     answers: list[httpx.Response] = []
     ask = TEXT | {"max_tokens": 150, "temperature": 0, "ignore_eos": True}
-    thread = threading.Thread(target=lambda: answers.append(client.post("/v1/completions", json=ask)))
-    thread.start()
-    while not httpx.get(f"{server.url}/v1/pipeline", headers=dict(client.headers)).json()["running"]:
-        time.sleep(0.01)
-    ended = server.end()
-    thread.join(60)
-    assert ended.status == 0, ended.stderr
-    assert answers[0].json()["usage"]["completion_tokens"] == 150
-    with pytest.raises(httpx.ConnectError):
-        httpx.get(f"{server.url}/health")
+    with started(tmp_path) as server, client_of(server) as client:
+        thread = threading.Thread(target=lambda: answers.append(client.post("/v1/completions", json=ask)))
+        thread.start()
+        while not httpx.get(f"{server.url}/v1/pipeline", headers=dict(client.headers)).json()["running"]:
+            time.sleep(0.01)
+        ended = server.end()
+        thread.join(60)
+        assert ended.status == 0, ended.stderr
+        assert answers[0].json()["usage"]["completion_tokens"] == 150
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{server.url}/health")
 
 
 def connected(server: Server) -> socket.socket:

@@ -85,7 +85,7 @@ TOTALS = {
     "class names used twice": 0,
     "fmt: skip": 440,  # +50
     "nouns on the walk of a microbatch": 25,  # these three as a reader counted them
-    "nouns on the walk of a gradient": 31,
+    "nouns on the walk of a gradient": 26,
     "nouns on the walk of a lost process": 35,
 }
 

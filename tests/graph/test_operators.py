@@ -16,6 +16,7 @@ from penstock.pipeline import Pipeline
 
 NAME = "penstock_test_operators"
 SCALE = f"{NAME}.scale.default"
+ANOTHER = "penstock_test_another"  # imported by no other test
 MODULE = f'''
 import torch
 @torch.library.custom_op("{NAME}::scale", mutates_args=())
@@ -41,7 +42,8 @@ class Scaled(nn.Module):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     made = tmp_path_factory.mktemp("operators")
-    (made / f"{NAME}.py").write_text(MODULE)
+    for name in (NAME, ANOTHER):
+        (made / f"{name}.py").write_text(MODULE.replace(NAME, name))
     sys.path.insert(0, str(made))
     yield made
     sys.path.remove(str(made))
@@ -49,18 +51,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.mark.usefixtures("folder")
 def test_an_operator_is_imported_by_the_environment_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ProgramError, match=rf"{ALLOW}={SCALE} and {FROM}="):
-        check_operator(SCALE)
-    monkeypatch.setenv(FROM, NAME)
+    scale = f"{ANOTHER}.scale.default"
+    with pytest.raises(ProgramError, match=rf"{ALLOW}={scale} and {FROM}="):
+        check_operator(scale)
+    monkeypatch.setenv(FROM, ANOTHER)
     with pytest.raises(ProgramError, match=ALLOW):
-        check_operator(SCALE)
-    assert NAME not in sys.modules
-    monkeypatch.setenv(ALLOW, SCALE)
-    check_operator(SCALE)
-    assert NAME in sys.modules
+        check_operator(scale)
+    assert ANOTHER not in sys.modules
+    monkeypatch.setenv(ALLOW, scale)
+    check_operator(scale)
+    assert ANOTHER in sys.modules
     monkeypatch.setenv(FROM, "no_such_module")
     with pytest.raises(UsageError, match="no_such_module"):
-        check_operator(SCALE)
+        check_operator(scale)
 
 
 def test_a_model_with_an_operator_of_its_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -177,15 +177,15 @@ class Trainer:
 
     def _do_step(self, rows: StepRows) -> Tensor:
         sent_bytes = self.world.transport.sent_bytes
-        if self.now.captured.graph.callbacks:
-            # hooks and custom functions of the model must see gradients of the batch's mean loss, so losses are scaled
-            # first; without any, gradient sums are divided once at the end, so that their bits do not depend on the
-            # number of replicas
-            rows.scale = 1.0 / max(1, self._count_rows(rows))
 
         def run() -> dict[str, Any]:
             # a process that has just joined learns the step's number only now
             rows.number = self.step
+            if self.now.captured.graph.callbacks:
+                # hooks and custom functions of the model must see gradients of the batch's mean loss, so losses are
+                # scaled first; without any, gradient sums are divided once at the end, so that their bits do not
+                # depend on the number of replicas
+                rows.scale = 1.0 / max(1, self._count_rows(rows))
             return {**self._work.run(rows, self.now), "empty": self._find_empty()}
 
         # while losses are exchanged, gradient sums are in flight, or complete if the step may have to be repeated

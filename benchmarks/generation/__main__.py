@@ -37,6 +37,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one family of eight, 8 requests")
     parser.add_argument("--only", choices=["equal", "alone", "lab", "prompts", "fits"], help="one part")
     parser.add_argument("--runtime", default="eager", help="such as onnxruntime, for speeds")
+    parser.add_argument("--cut", default="balanced", help="policy of the cuts for prompts, such as equal-blocks")
     given = parser.parse_args()
     torch.set_num_threads(1)
     found: dict[str, Any] = {}
@@ -48,7 +49,7 @@ def main() -> None:
     if given.model and given.only in {None, "lab"}:
         found["lab"] = in_lab(given.model, (1, 4), 8 if given.quick else 16, given.runtime)
     if given.model and given.only in {None, "prompts"}:
-        found["prompts"] = prompt_speed(given.model, (1, 4), given.runtime)
+        found["prompts"] = prompt_speed(given.model, (1, 4), given.runtime, given.cut)
     if given.model and given.only in {None, "fits"}:
         with tempfile.TemporaryDirectory() as place:
             found["fits"] = fits(given.model, _PROMPTS[0], Path(place))

@@ -325,7 +325,7 @@ class Generator:
 
 
 def _padded(given: Any, attention_mask: Any, config: Any) -> tuple[Tensor, Tensor]:
-    """Return prompts [B, L] as a tensor, and where they are no padding; raises `UsageError` if shapes differ."""
+    """Return prompts [B, L] and a mask that is False at padding; raises `UsageError` if shapes differ."""
     tokens = torch.as_tensor(given)
     shown = torch.ones_like(tokens) if attention_mask is None else torch.as_tensor(attention_mask)
     if attention_mask is None and config.pad_token_id is not None and config.pad_token_id not in ends_of(config):

@@ -95,13 +95,14 @@ class Sampler:
         processors: Sequence[Processor] = (),
     ) -> None:  # fmt: skip
         self._sample = bool(config.do_sample)
-        penalties, warpers = _processors(config, num_prompt, most, processors), _warpers(config)
-        self._processors = type(penalties)([*penalties, *warpers])
+        self._processors, warpers = _processors(config, num_prompt, most, processors), _warpers(config)
+        penalized = bool(self._processors)
+        self._processors.extend(warpers)
         self._ends = [each.ends for each in processors if hasattr(each, "ends")]
         self._random = None if seed is None else torch.Generator().manual_seed(seed)
         self.greedy = not self._sample and not self._processors
         names = [_DRAWN.get(type(each).__name__, "") for each in warpers]
-        self.draws = self._sample and not penalties and all(names)
+        self.draws = self._sample and not penalized and all(names)
         self._drawn = {name: getattr(each, name) for name, each in zip(names, warpers, strict=True) if self.draws}
 
     def draw(self) -> Draw:
@@ -233,12 +234,12 @@ def _processors(config: Any, num_prompt: int, most: int, own: Sequence[Processor
     return found
 
 
-def _warpers(config: Any) -> Any:
+def _warpers(config: Any) -> list[Any]:
     """Return transformers' processors of sampling, in its order; empty without sampling."""
-    kinds = optional_import("transformers.generation.logits_process", "text")
-    found = kinds.LogitsProcessorList()
+    found: list[Any] = []
     if not config.do_sample:
         return found
+    kinds = optional_import("transformers.generation.logits_process", "text")
     if config.temperature not in {None, 1.0}:
         found.append(kinds.TemperatureLogitsWarper(config.temperature))
     top_k = 50 if config.top_k is None else config.top_k  # transformers' own default

@@ -203,7 +203,7 @@ def products_of_one_input(
 
 
 def _form(weight: Blocks | StoredWeight) -> Hashable:
-    """Return what weights have in common that can be one; None for those that cannot."""
+    """Return what weights must share to become one; None for a weight that stays alone."""
     if not isinstance(weight, StoredWeight) or weight.packing not in _WITH_SHIFTS or weight.accuracy != IN_8_BITS:
         return None
     num_rows, num_bytes = weight.raw.shape

@@ -86,7 +86,7 @@ class Nodes:
     operation: str = ""  # the current operation; nodes are named after it
     # weights of linear layers, by the operations that multiply the same input
     packed: Mapping[tuple[str, ...], Blocks | Halves] = field(default_factory=dict)
-    products: dict[str, str] = field(default_factory=dict)  # those that were made with another operation's
+    products: dict[str, str] = field(default_factory=dict)  # of operations whose weight is one with an earlier one's
     # inputs that the graph writes to, as further outputs; not `Made`, since a circle would keep all weights for long
     written: list[onnx.ValueInfoProto] = field(default_factory=list)
     made: dict[tuple[str, str], str] = field(default_factory=dict)

@@ -19,6 +19,7 @@ from penstock.runtime.onnx.exported import Engine, ExportedRuntime
 from penstock.runtime.onnx.onnx_nodes import Arrays, written_name
 
 _ON_DISK = "/var/tmp"  # noqa: S108 -- folders in it have random names and this user's permissions
+_HALVES = {onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16}
 # these would widen all weights in 16 bits while an engine is made
 _WIDENING = ["ConstantFolding", "FuseFp16InitializerToFp32NodeTransformer"]
 
@@ -112,8 +113,8 @@ def _open(model: onnx.ModelProto, apart: Arrays | None) -> Any:
             options.enable_cpu_mem_arena = False
             options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
             _write_apart(model, apart, Path(folder))
-        constants = {constant.name for constant in model.graph.initializer}
-        widens = any(node.op_type == "Cast" and node.input[0] in constants for node in model.graph.node)
+        halves = {constant.name for constant in model.graph.initializer if constant.data_type in _HALVES}
+        widens = any(node.op_type == "Cast" and node.input[0] in halves for node in model.graph.node)
         session = onnxruntime.InferenceSession(
             model.SerializeToString(),
             options,

@@ -31,7 +31,7 @@ GROW = "import time; x = []\nwhile True: x.append(bytearray(b'x' * 4_000_000)); 
 def no_leaks() -> Iterator[None]:
     before = traces(NAME)
     yield
-    assert traces(NAME) == before
+    until(lambda: traces(NAME) == before)  # what has the lowest priority takes a while to end on a busy machine
 
 
 @pytest.fixture(scope="module")
@@ -276,7 +276,7 @@ def test_interrupted_up_leaves_no_lab(number: int, num_namespaces: int, tmp_path
     name = f"{NAME}u"
     file = tmp_path / "lab.toml"
     file.write_text(write_lab(make_spec(name, 3)))
-    before = traces(NAME)
+    before = traces(name)
     for _ in range(2):
         process = start_verb("up", str(file))
         until(lambda: len(list(Path("/run/netns").glob(f"penstock.{name}*"))) >= num_namespaces)
@@ -284,7 +284,7 @@ def test_interrupted_up_leaves_no_lab(number: int, num_namespaces: int, tmp_path
         process.wait(10)
         if number == signal.SIGKILL:
             take_down(name)
-        assert traces(NAME) == before
+        assert traces(name) == before
     take_down(name)
 
 

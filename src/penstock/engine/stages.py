@@ -16,7 +16,7 @@ from penstock.plan.schedule.actions import Action
 from penstock.runtime.registry import StageRuntime
 from penstock.runtime.split_backward import WeightHalf, backward_inputs, backward_weights
 from penstock.runtime.training import TrainingRuntime
-from penstock.tensors import moved
+from penstock.tensors import HOST, moved
 from penstock.tracing.record import Recorder
 from penstock.transport.messages import DATA, Message
 
@@ -160,8 +160,10 @@ class TrainingStage:
 
     def _check_finite(self, kept: _ForwardState) -> None:
         """Note whether outputs are finite; it is reported only if the loss is not finite."""
-        if kept.loss is not None and bool(torch.isfinite(kept.loss.detach())):
-            return  # the last stage checks its loss instead of its outputs, which are large in a language model
+        # the last stage checks its loss instead of its outputs, which are large in a language model; from a GPU nothing
+        # is read that nobody asks for
+        if kept.loss is not None and self.device == HOST and bool(torch.isfinite(kept.loss.detach())):
+            return
         outputs = [kept.outputs[position].detach() for position in self.part.backward_outputs]
         self.finite += [output.sum().isfinite() for output in outputs]
 

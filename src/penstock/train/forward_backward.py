@@ -171,7 +171,7 @@ class ForwardBackward:
         unused = now.synchronizer.unused if names else []
         used = [name for name in now.tensors.parameters if name not in unused] if names else []
         # whoever has finite losses does not ask its stages, since a GPU answers after all that is queued on it
-        finite = bool(self._losses) and all(math.isfinite(each.value) for each in self._losses.values())
+        finite = bool(self._losses) and all(math.isfinite(each.number) for each in self._losses.values())
         nonfinite = [] if finite else [stage.index for stage in now.stages.values() if not stage.is_finite]
         document = step_document(self._losses, nonfinite=nonfinite, used=used, unused=unused, problem=self._problem)
         return {**document, "wanted": self._wanted}

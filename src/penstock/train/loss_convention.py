@@ -39,6 +39,7 @@ _WAY_OUT = "return (sum, count), or use microbatches=1 and replicas=1"
 class MeasuredLoss:
     """The loss of one microbatch: the tensor to minimize, its value as a sum, and its weight.
 
+    The value is `times` a number that may still be on a GPU: `number` reads it, after all that is queued there.
     `kind` is None if every convention fits, as for a loss of 0. `ratios` are the divisors per row or per count; if they
     differ between microbatches, rows have unequal weights and the loss is refused. `refused` is the reason why the loss
     of the batch cannot be computed from microbatches. `divisors` are numbers that a sum was divided by,
@@ -46,13 +47,19 @@ class MeasuredLoss:
     """
 
     total: Tensor
-    value: float
+    value: float | Tensor
     count: float
     kind: str | None
+    times: float = 1.0
     ratios: tuple[float, ...] = ()
     refused: str = ""
     divisors: tuple[float, ...] = ()
     counts: tuple[float, ...] = ()
+
+    @property
+    def number(self) -> float:
+        """The value on the host."""
+        return float(self.value) * self.times
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +67,15 @@ class _Result:
     """A loss function's result for some rows, with the record of its operations."""
 
     total: Tensor
-    value: float
     count: float | None
     rows: int
     weights: list[float]
     watch: LossWatch
+
+    @property
+    def value(self) -> float:
+        """The result as a number; reading it waits for a GPU."""
+        return float(self.total.detach())
 
     @property
     def weight(self) -> float | None:
@@ -142,7 +153,7 @@ class LossConvention:
         except NotALossError as error:
             return _refused(str(error))
         if result.count is None and alone:
-            return MeasuredLoss(result.total, result.value, 1.0, "whole")
+            return MeasuredLoss(result.total, result.total.detach(), 1.0, "whole")
         if result.count is not None:
             return self._measure_pair(result, sample)
         kind, watch = self._kind, result.watch
@@ -167,7 +178,7 @@ class LossConvention:
                 return _refused(str(error))
         divisors = [*result.weights, *([float(result.rows)] if result.watch.by_rows else [])]
         ratios = tuple(divisor / count for divisor in divisors) if count else ()
-        return MeasuredLoss(result.total, result.value, count, self._kind and "count", ratios)
+        return MeasuredLoss(result.total, result.total.detach(), count, self._kind and "count", ratios=ratios)
 
     def _scalar_kind(self, result: _Result, sample: Sample) -> str | None:
         """Return the convention of a scalar loss; raises `_DependsError` if it has none."""
@@ -260,22 +271,23 @@ class LossConvention:
 
 def combined(total: Tensor, kind: str | None, rows: int, weights: Sequence[float], *, by_rows: bool) -> MeasuredLoss:
     """Weigh a microbatch's scalar loss by its convention and the recorded divisors."""
-    value = float(total.detach())
+    value = total.detach()
     if kind == "sum":
         return MeasuredLoss(total, value, 1.0, kind)
     if weights and not any(weights):  # no label counts, and the loss is NaN
-        return MeasuredLoss(total.new_zeros(()), 0.0, 0.0, None if by_rows else "weighted", (0.0,) if by_rows else ())
+        ratios = (0.0,) if by_rows else ()
+        return MeasuredLoss(total.new_zeros(()), 0.0, 0.0, None if by_rows else "weighted", ratios=ratios)
     if kind == "nothing":
         return MeasuredLoss(total * 0, 0.0, 0.0, "weighted")
     if kind == "weighted":
-        return MeasuredLoss(total * weights[0], value * weights[0], weights[0], kind)
-    return MeasuredLoss(total * rows, value * rows, float(rows), kind, tuple(weight / rows for weight in weights))
+        return MeasuredLoss(total * weights[0], value, weights[0], kind, times=weights[0])
+    return MeasuredLoss(total * rows, value, float(rows), kind, rows, tuple(weight / rows for weight in weights))
 
 
 def _run(loss_fn: LossFunction, output: Any, labels: Any, rows: int) -> _Result:
     with LossWatch([*trees.tensors(output), *trees.tensors(labels)], rows) as watch:
         total, count = call_loss(loss_fn, output, labels)
-    return _Result(total, float(total.detach()), count, rows, watch.weights(), watch)
+    return _Result(total, count, rows, watch.weights(), watch)
 
 
 def _refused(reason: str) -> MeasuredLoss:

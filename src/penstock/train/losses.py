@@ -61,7 +61,7 @@ class Losses:
 def described(found: Sequence[MeasuredLoss]) -> dict[str, Any]:
     """Return a process's document about its microbatches' losses."""
     return {
-        "losses": [(each.value, each.count) for each in found],
+        "losses": [(each.number, each.count) for each in found],
         "kinds": sorted({each.kind for each in found if each.kind}),
         "ratios": [each.ratios for each in found if each.ratios or each.kind == "mean"],
         "refused": next((each.refused for each in found if each.refused), ""),

@@ -71,7 +71,7 @@ class OwnLoss:
         watches, self._watches = self._watches, []
         weights = [weight for watch in watches for weight in watch.weights()]
         if alone:
-            return MeasuredLoss(loss, float(loss.detach()), 1.0, "whole")
+            return MeasuredLoss(loss, loss.detach(), 1.0, "whole")
         reason = self.refused
         if not reason and len(watches) != len(self.counting):
             reason = "its labels are counted in an earlier stage than the last"

@@ -76,6 +76,9 @@ class _Checked:
         sent = int(self._store.get(f"bytes/{self._number}"))
         assert sent == self._num_bytes, f"{sent} bytes were sent, {self._num_bytes} received"
 
+    def is_completed(self) -> bool:
+        return self._work is None or self._work.is_completed()
+
     def forget(self) -> None:
         """Let go of gloo's own, which keeps its sockets."""
         self._work = None

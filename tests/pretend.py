@@ -1,9 +1,11 @@
 """A device that is not the CPU and needs no GPU: its tensors lie in ordinary memory, but nothing else may touch them.
 
 As on a GPU, an operation whose tensors lie on two devices fails, and values come to the host by a copy alone. So code
-that forgets to move a tensor fails here too.
+that forgets to move a tensor fails here too. Copies that need not wait are made when somebody waits for them, so code
+that reads a buffer too early, or writes to it, fails as well.
 """
 
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -53,6 +55,11 @@ class Pretended(Tensor):
             # single numbers may come from the CPU
             if isinstance(leaf, Tensor) and not isinstance(leaf, cls) and leaf.dim() and not copies:
                 raise RuntimeError(f"{function} got tensors on {NAME} and on {leaf.device}")
+        module.num_read += function.overloadpacket is torch.ops.aten._local_scalar_dense
+        if copies:
+            late = _copy_later(args, given)
+            if late is not None:
+                return late
         leaves = given.get("device") is not None and given["device"].type != NAME
         if given.get("device") is not None:
             given["device"] = torch.device("cpu")
@@ -72,20 +79,64 @@ def _held(leaf: Any) -> Any:
     return leaf.held if isinstance(leaf, Pretended) else leaf
 
 
+class _Copy:
+    """A copy between host and device that need not be made at once; made at the latest when `make` is called."""
+
+    def __init__(self, target: Tensor, source: Tensor) -> None:
+        self._target, self._source, self._made = target, source, threading.Lock()
+        self._values = source.clone()  # the device reads in the order of what is queued
+        self.done = False
+        if isinstance(target, Pretended):
+            target.held.copy_(source)
+        else:
+            target.copy_(torch.full_like(target, 1))
+
+    def make(self) -> None:
+        with self._made:
+            if self.done:
+                return
+            self.done = True
+            if not isinstance(self._target, Pretended):
+                self._target.copy_(self._values)
+            elif not torch.equal(self._source.contiguous().view(torch.uint8), self._values.view(torch.uint8)):
+                raise RuntimeError("a buffer was written to before the device had copied it")
+
+
+_queued = threading.local()
+
+
+def _copy_later(args: Sequence[Any], given: Mapping[str, Any]) -> Tensor | None:
+    """Queue a copy between host and device, if it need not be made now; all earlier ones are made otherwise."""
+    left: list[_Copy] = _queued.__dict__.setdefault("copies", [])
+    target, source = args[0], args[1] if len(args) > 1 else None
+    waits = not (given.get("non_blocking") or (len(args) > 2 and args[2]))
+    if waits or not isinstance(source, Tensor) or isinstance(target, Pretended) == isinstance(source, Pretended):
+        while left and waits:
+            left.pop(0).make()
+        return None
+    left.append(_Copy(target, _held(source)))
+    written: Tensor = target
+    return written
+
+
 class _Event:
-    """What `torch.cuda.Event` is for GPUs; everything is done as soon as it is queued."""
+    """What `torch.cuda.Event` is for GPUs; a copy that was queued before it is made when somebody waits."""
 
     def __init__(self, *, enable_timing: bool) -> None:
         self.timed, self.at_s = enable_timing, -1.0
+        self._copies: list[_Copy] = []
 
     def record(self, _stream: object) -> None:
         self.at_s = time.perf_counter()
+        self._copies = list(_queued.__dict__.get("copies", ()))
 
     def query(self) -> bool:
-        return self.at_s >= 0
+        return self.at_s >= 0 and all(copy.done for copy in self._copies)
 
     def synchronize(self) -> None:
         module.num_waits += 1
+        for copy in self._copies:
+            copy.make()
 
     def elapsed_time(self, other: "_Event") -> float:
         assert self.timed
@@ -98,7 +149,7 @@ class _Module(_DummyBackendModule):
 
     available = False  # where it is, checkpoints are written through its streams, which there are none of
     Event = _Event
-    num_settled = num_waits = 0
+    num_settled = num_waits = num_read = 0
     most_left = 0  # numbers of the largest tensor that was copied to the host
 
     def is_available(self) -> bool:
@@ -109,6 +160,8 @@ class _Module(_DummyBackendModule):
 
     def synchronize(self) -> None:
         self.num_settled += 1
+        for copy in _queued.__dict__.pop("copies", ()):
+            copy.make()
 
     def memory_allocated(self, _device: torch.device) -> int:
         return HELD_BYTES

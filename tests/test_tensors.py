@@ -161,8 +161,7 @@ def test_streams_through_a_device_as_one_process_there(name: str, processes: int
         torch.testing.assert_close(outputs[0], reference[0] if kwargs else reference)
     assert {stage.memory_bytes for stage in deployment.last_report.stages} == {pretend.HELD_BYTES}
     assert all(stage.compute_s > 0 for stage in deployment.last_report.stages)
-    # a stage whose links lie within its process does not wait for its device
-    assert pretend.module.num_settled == settled + {1: 2, 2: 3}[processes] * len(fed)
+    assert pretend.module.num_settled == settled  # no stage waits for all that is queued on its device
 
 
 @pytest.fixture

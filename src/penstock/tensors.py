@@ -177,15 +177,15 @@ def unpack(source: Tensor, dtype: torch.dtype, shape: Sequence[int], strides: Se
     return _spread(flat.view(stored), strides).as_strided(shape, strides)
 
 
-def copy_exactly(tensor: Tensor, device: torch.device | None = None) -> Tensor:
-    """Copy a tensor together with its strides, to another device if one is given."""
+def copy_exactly(tensor: Tensor, device: torch.device | None = None, *, wait: bool = True) -> Tensor:
+    """Copy a tensor together with its strides, to another device if one is given; `wait` until a GPU has read it."""
     here = device is None or tensor.device == device
     if tensor.is_contiguous():
-        return tensor.clone() if here else tensor.to(device)
+        return tensor.clone() if here else tensor.to(device, non_blocking=not wait)
     shape, strides = stored_shape(tensor.shape, tensor.stride()), tensor.stride()
     stored = tensor.as_strided(shape, strides)
     # copying to another device removes gaps, and changes nothing else
-    stored = _spread(stored if here else stored.to(device), strides)
+    stored = _spread(stored if here else stored.to(device, non_blocking=not wait), strides)
     return stored.as_strided(tensor.shape, strides)
 
 

@@ -2,12 +2,16 @@
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
 from penstock.engine.channels import LocalChannel, Receiver, RemoteReceiver, RemoteSender, Sender
 from penstock.errors import ConnectionBroken, TransportError
+from penstock.tensors import HOST, copy_exactly, mark
+from penstock.transport.base import Pending
 from penstock.transport.memory_network import MemoryNetwork
 from penstock.transport.messages import CLOSE, DATA, END, Format, Message
 from penstock.values import Size, Value
@@ -21,6 +25,30 @@ def remote() -> tuple[MemoryNetwork, RemoteSender, Callable[[], RemoteReceiver]]
     network = MemoryNetwork(2)
     sender = RemoteSender(network.transports[0], 1, 5, FORMATS, NUM_BYTES, DEPTH)
     return network, sender, lambda: RemoteReceiver(network.transports[1], 0, 5, FORMATS, NUM_BYTES, DEPTH)
+
+
+class Handed:
+    """A transport that notes what is handed to it, and how much of it."""
+
+    def __init__(self, network: MemoryNetwork, rank: int) -> None:
+        self.rank, self.size = rank, 2
+        self.sent: list[Tensor] = []
+        self.num_received = 0
+        self._inner = network.transports[rank]
+
+    def send(self, buffer: Tensor, to: int, tag: int) -> Pending:
+        self.sent.append(buffer.clone())
+        return self._inner.send(buffer, to, tag)
+
+    def receive(self, buffer: Tensor, source: int, tag: int) -> Pending:
+        self.num_received += 1
+        return self._inner.receive(buffer, source, tag)
+
+    def abort(self) -> None:
+        self._inner.abort()
+
+    def close(self) -> None:
+        self._inner.close()
 
 
 def data(index: int, batch: int = 2) -> Message:
@@ -118,3 +146,39 @@ def test_abort_ends_a_wait(side: str) -> None:
         threading.Timer(0.05, network.transports[1].abort).start()
         with pytest.raises(ConnectionBroken):
             receiver.take()
+
+
+def test_a_message_is_sent_when_a_device_has_copied_it(pretended: torch.device) -> None:
+    transport = Handed(MemoryNetwork(2), 0)
+    sender = RemoteSender(transport, 1, 5, FORMATS, NUM_BYTES, DEPTH)
+    assert sender.begin(data(7)) is False  # nothing to wait for on the host
+    sender.send()
+    expected = transport.sent.pop()
+    message = replace(data(7), tensors=[tensor.to(pretended) for tensor in data(7).tensors])
+    assert sender.begin(message) is True
+    assert (sender.has_copied(), transport.sent) == (False, [])
+    sender.send()
+    assert torch.equal(transport.sent[0], expected)
+
+
+def test_a_buffer_is_reposted_when_a_device_has_copied_it(pretended: torch.device) -> None:
+    network = MemoryNetwork(2)
+    transport = Handed(network, 1)
+    sender = RemoteSender(network.transports[0], 1, 5, FORMATS, NUM_BYTES, 2 * DEPTH)
+    receiver = RemoteReceiver(transport, 0, 5, FORMATS, NUM_BYTES, DEPTH)
+    for index in range(2 * DEPTH):
+        sender.put(data(index))
+    taken = []
+
+    def take() -> None:
+        taken.append(copy_exactly(receiver.take().tensors[0], pretended, wait=False))
+        receiver.release(mark(pretended))
+
+    for _ in range(DEPTH):
+        assert receiver.has_arrived()
+        take()
+    assert (receiver.has_arrived(), transport.num_received) == (False, DEPTH)  # the device may be reading all of them
+    for _ in range(DEPTH):
+        take()
+    assert transport.num_received == 2 * DEPTH
+    assert [tensor.to(HOST).unique().item() for tensor in taken] == [*range(2 * DEPTH)]

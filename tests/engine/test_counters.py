@@ -163,7 +163,7 @@ def test_spans_of_a_gpu_are_those_of_its_events(pretended: torch.device) -> None
     for microbatch in range(3):
         action = Action("F", microbatch, 0)
         observer.starts(action, None)
-        with observer.computing(action, pretended, leaves=False):
+        with observer.computing(action, pretended, shared=False):
             time.sleep(0.01)
     observer.settle()
     assert pretend.module.num_settled == settled
@@ -179,7 +179,7 @@ def test_quota_counts_as_computing_time(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("penstock.engine.observer.cpu_quota", lambda: 0.25)
     observer = Observer([0])
     observer.starts(Action("F", 0, 0), None)
-    with observer.computing(Action("F", 0, 0), HOST, leaves=True):
+    with observer.computing(Action("F", 0, 0), HOST, shared=True):
         until_s = time.thread_time() + 0.02
         while time.thread_time() < until_s:
             pass

@@ -3,22 +3,25 @@
 import json
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 
 from penstock.deploy.jobs import load_programs
 from penstock.deploy.state import load_state
+from penstock.engine.channels import RemoteReceiver, RemoteSender
 from penstock.engine.counters import ACTIVATIONS, GRADIENTS, Counters
-from penstock.engine.executor import OwnStages
+from penstock.engine.executor import OwnStages, run_schedule
 from penstock.engine.job import StagesJob
-from penstock.engine.observer import StageReport
-from penstock.engine.wiring import Opening, feeder_links, open_channels
+from penstock.engine.observer import Observer, StageReport
+from penstock.engine.wiring import Channels, Opening, feeder_links, open_channels
 from penstock.errors import ConnectionBroken, PenstockError, TransportError
-from penstock.plan.schedule.actions import forward_only
+from penstock.plan.schedule.actions import Action, forward_only
 from penstock.tracing.record import FEEDER_STAGE
 from penstock.transport.memory_network import MemoryNetwork
-from penstock.transport.messages import CLOSE, DATA, END, Message
+from penstock.transport.messages import CLOSE, DATA, END, Format, Message
+from penstock.values import Size, Value
 from penstock.zoo.weights.weights import ModuleWeights
 from tests.worlds import Divided, divided_tower, made_world, tower_inputs
 
@@ -145,3 +148,49 @@ def test_a_schedule_that_ends_too_early_says_so(halves: Divided, monkeypatch: py
     stages.put(data(0))
     assert "schedule ended before the stream" in stages.failure()
     stages.close()
+
+
+def test_what_a_device_computes_is_sent_while_it_computes_the_next(pretended: torch.device) -> None:
+    """Six microbatches are there at once, of which four fit; the seventh is not, and no result waits for it."""
+    network, events = MemoryNetwork(2), []
+    layout = [Format([Value("x", torch.float32, (Size("batch"),))], ["batch"], {"batch": 2})]
+    size = layout[0].largest({"batch": 2})
+
+    class Doubling:
+        keeps_inputs = False
+        device = pretended
+
+        def run(self, action: Action, message: Message | None) -> Message | None:
+            assert message is not None
+            events.append(f"run {action.microbatch}")
+            return replace(message, tensors=[2 * tensor for tensor in message.tensors])
+
+    class Noting(RemoteSender):
+        def send(self) -> int:
+            events.append("send")
+            return super().send()
+
+    def link(tag: int, source: int, to: int) -> tuple[RemoteSender, RemoteReceiver]:
+        ends = network.transports
+        sender = (Noting if source else RemoteSender)(ends[source], to, tag, layout, size, 6)
+        return sender, RemoteReceiver(ends[to], source, tag, layout, size, 4)
+
+    (feed, taken), (made, results) = link(2, 0, 1), link(4, 1, 0)
+    channels = Channels(receivers={(0, ACTIVATIONS): taken}, senders={(0, ACTIVATIONS): made})
+    for index in range(6):
+        feed.put(Message(DATA, index, (2,), [torch.full((2,), float(index))]))
+    actions = [Action("F", index, 0) for index in range(7)]
+    thread = threading.Thread(target=run_schedule, args=[actions, {0: Doubling()}, channels, Observer([0])])
+    thread.start()
+    for index in range(7):
+        if index == 6:
+            assert events == [
+                "run 0",
+                *(event for number in range(1, 6) for event in (f"run {number}", "send")),
+                "send",
+            ]
+            feed.put(Message(DATA, 6, (2,), [torch.full((2,), 6.0)]))
+        assert results.take().tensors[0].tolist() == [2.0 * index] * 2
+        results.release()
+    thread.join(5.0)
+    assert not thread.is_alive()

@@ -21,7 +21,8 @@ def test_track_records_waits_and_reads() -> None:
     recorder = Recorder(ticking)
     track = Track(recorder, 2, "B")
     track.took(7, begin_s=0.25, arrived_s=0.5, num_bytes=64)
-    track.gave(7, begin_s=2.0, room_s=2.0, num_bytes=32)
+    track.awaited(7, begin_s=2.0, room_s=2.0)
+    track.gave(7, begin_s=2.0, num_bytes=32)
     assert [Span(*span) for span in recorder.spans] == [
         Span("wait", "B", 2, 7, 0.25, 0.5),
         Span("receive", "B", 2, 7, 0.5, 1.0, 64),

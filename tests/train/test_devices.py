@@ -44,7 +44,7 @@ def _host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_only_a_stage_that_shares_a_link_waits_for_its_device(size: int, pretended: torch.device) -> None:
+def test_no_stage_waits_for_all_that_is_queued_on_its_device(size: int, pretended: torch.device) -> None:
     settled = module.num_settled
 
     def script(world: World) -> tuple[float, float]:
@@ -55,7 +55,24 @@ def test_only_a_stage_that_shares_a_link_waits_for_its_device(size: int, pretend
         return trainer.last_step.forward_s, trainer.last_step.backward_s
 
     assert min(seconds for report in in_threads(size, script) for seconds in report) > 0
-    assert (module.num_settled > settled) == (size > 1)
+    assert module.num_settled == settled
+
+
+def test_microbatches_are_queued_without_reading_losses(pretended: torch.device) -> None:
+    reads: list[int] = []
+
+    def loss(output: Any, labels: Tensor) -> Any:
+        reads.append(module.num_read)
+        return LOSSES["unet"](output, labels)
+
+    def script(world: World) -> None:
+        trainer = make_trainer(captured("unet", torch.float32), world, device=pretended, microbatches=4)
+        for images, labels in batches("unet", 2, rows=8):
+            trainer.train_step(images, labels, loss)
+        trainer.close()
+
+    in_threads(1, script)
+    assert len(set(reads[-4:])) == 1
 
 
 @pytest.mark.parametrize("name", ["unet", long("gpt2")])

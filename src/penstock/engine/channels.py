@@ -13,35 +13,43 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from penstock.errors import ConnectionBroken, TransportError
-from penstock.tensors import copy_exactly
+from penstock.tensors import HOST, copy_exactly, mark
 from penstock.tracing.record import Track
 from penstock.transport.base import Pending, Transport, device_tag
-from penstock.transport.messages import CLOSE, Format, Message, apart_of, program_of, size_of
+from penstock.transport.messages import CLOSE, Format, Laid, Message, apart_of, program_of, size_of
 
 _POLL_S = 0.1
+_Buffers = tuple[Tensor, Tensor | None]  # of a message, and of its tensors if they are apart
 
 
 class Receiver(Protocol):
-    """An ordered source of messages."""
+    """An ordered source of messages; `direct` if their tensors come from a device to this one."""
+
+    direct: bool
 
     def take(self) -> Message:
         """Wait for the next message; its tensors are valid until `release`."""
 
-    def release(self) -> None:
-        """Release the buffer of the oldest message taken."""
+    def has_arrived(self) -> bool:
+        """Return whether `take` would return at once."""
+
+    def release(self, copied: Any = None) -> None:
+        """Release the buffer of the oldest message taken, or let it be released at the event `copied` of a device."""
 
     def trace_taking(self, track: Track | None) -> None:
         """Record received messages on a track; None stops recording."""
 
 
 class Sender(Protocol):
-    """An ordered sink of messages."""
+    """An ordered sink of messages; `direct` if their tensors go to another device."""
+
+    direct: bool
 
     def put(self, message: Message) -> int:
         """Send a message and return the bytes sent over a link; the tensors are copied before this returns."""
@@ -73,6 +81,7 @@ class RemoteReceiver:
         pinned: bool = False, apart: Apart | None = None,
     ) -> None:  # fmt: skip
         self._fetch: Callable[[int], Tensor] | None = None
+        self.direct = apart is not None
         if apart is not None:
             there = apart.make()
             transport.receive(there[:1], source, device_tag(tag)).wait()  # the first byte connects
@@ -83,12 +92,14 @@ class RemoteReceiver:
         self._formats = formats
         self._posted: deque[tuple[Pending, Tensor]] = deque()
         self._taken: deque[Tensor] = deque()
+        self._copied: deque[tuple[Any, Tensor]] = deque()  # buffers that a device may be reading, and its events
         self._track: Track | None = None
         for _ in range(depth):
             self._post(torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=pinned))
 
     def take(self) -> Message:
         """Wait for the next message."""
+        self._repost(wait=not self.has_arrived())  # the sender may need these buffers
         pending, buffer = self._posted.popleft()
         track = self._track
         begin_s = track.now() if track else 0.0
@@ -102,9 +113,24 @@ class RemoteReceiver:
             self._drain()
         return message
 
-    def release(self) -> None:
-        """Repost the oldest message's buffer."""
-        self._post(self._taken.popleft())
+    def has_arrived(self) -> bool:
+        """Return whether the next message is here."""
+        return bool(self._posted) and self._posted[0][0].is_done()
+
+    def release(self, copied: Any = None) -> None:
+        """Repost the oldest message's buffer, at the event `copied` if there is one."""
+        buffer = self._taken.popleft()
+        if copied is None:
+            self._post(buffer)
+        else:
+            self._copied.append((copied, buffer))
+
+    def _repost(self, *, wait: bool) -> None:
+        """Repost the buffers that devices have copied; wait for those that they have not."""
+        while self._copied and (wait or self._copied[0][0].query()):
+            copied, buffer = self._copied.popleft()
+            copied.synchronize()
+            self._post(buffer)
 
     def _read(self, buffer: Tensor) -> Message:
         program = program_of(buffer)
@@ -130,17 +156,33 @@ class RemoteReceiver:
 
     def _drain(self) -> None:
         """Wait for all posted receives, since none may stay posted on a closed tag: each buffer receives one CLOSE."""
+        self._repost(wait=True)
         while self._posted:
             self._posted.popleft()[0].wait()
 
 
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """A message that is being copied to buffers, since `at_s`, and the event at which a device has copied it."""
+
+    message: Message
+    laid: Laid
+    buffers: _Buffers
+    copied: Any
+    at_s: float
+
+
 class RemoteSender:
-    """A sender to another rank, with up to `depth` sends in flight."""
+    """A sender to another rank, with up to `depth` sends in flight.
+
+    `put` waits until a device has copied the tensors to the host; between `begin` and `send` its caller can go on.
+    """
 
     def __init__(
         self, transport: Transport, to: int, tag: int, formats: Sequence[Format], num_bytes: int, depth: int, *,
         pinned: bool = False, apart: Apart | None = None,
     ) -> None:  # fmt: skip
+        self.direct = apart is not None
         self._transport = transport
         self._to = to
         self._tag = tag
@@ -152,13 +194,17 @@ class RemoteSender:
         )
         if apart is not None:
             transport.send(apart.make()[:1], to, device_tag(tag)).wait()
-        self._sending: deque[tuple[list[Pending], tuple[Tensor, Tensor | None]]] = deque()
+        self._sending: deque[tuple[list[Pending], _Buffers]] = deque()
         self._depth = depth
         self._track: Track | None = None
+        self._begun: _Begun | None = None
 
     def put(self, message: Message) -> int:
         """Wait for a free buffer, write the message to it and send it; returns its bytes."""
-        num_bytes = sum(self._send(message) for _ in range(self._depth if message.kind == CLOSE else 1))
+        num_bytes = 0
+        for _ in range(self._depth if message.kind == CLOSE else 1):
+            self.begin(message)
+            num_bytes += self.send()
         if message.kind == CLOSE:
             while self._sending:
                 self._wait_for_room()
@@ -168,25 +214,50 @@ class RemoteSender:
         """Record sent messages on a track; None stops recording."""
         self._track = track
 
-    def _send(self, message: Message) -> int:
+    def begin(self, message: Message) -> bool:
+        """Wait for a free buffer and begin to copy the message to it; `send` ends this, before another message begins.
+
+        Returns whether a device copies to this host in the meantime.
+        """
         track = self._track
         begin_s = track.now() if track else 0.0
-        if self._free:
-            buffer, apart = self._free.popleft()
-        else:
-            buffer, apart = self._wait_for_room()
+        buffer, apart = self._free.popleft() if self._free else self._wait_for_room()
         room_s = track.now() if track else 0.0
-        num_bytes = self._formats[message.program].write(message, buffer, apart)
+        if track:
+            track.awaited(message.index, begin_s, room_s)
+        laid = self._formats[message.program].lay(message, buffer, apart)
+        device = next((tensor.device for tensor in message.tensors if tensor.device != HOST), HOST)
+        self._begun = _Begun(message, laid, (buffer, apart), mark(device), room_s)
+        return device != HOST and apart is None
+
+    def has_copied(self) -> bool:
+        """Return whether the message that was begun is copied."""
+        return self._begun is None or self._begun.copied is None or self._begun.copied.query()
+
+    def wait_for_copy(self) -> None:
+        """Wait until the message that was begun is copied."""
+        if self._begun is not None and self._begun.copied is not None:
+            self._begun.copied.synchronize()
+
+    def send(self) -> int:
+        """Send the message that was begun, once it is copied; returns its bytes."""
+        self.wait_for_copy()
+        begun, self._begun = self._begun, None
+        if begun is None:
+            return 0
+        message, laid, (buffer, apart), track = begun.message, begun.laid, begun.buffers, self._track
+        begin_s = track.now() if track and begun.copied is not None else begun.at_s
+        num_bytes = self._formats[message.program].seal(message, laid)
         sends = [self._transport.send(buffer[:num_bytes], self._to, self._tag)]
         num_apart = apart_of(buffer) if apart is not None else 0
         if apart is not None and num_apart:
             sends.append(self._transport.send(apart[:num_apart], self._to, device_tag(self._tag)))
         self._sending.append((sends, (buffer, apart)))
         if track:
-            track.gave(message.index, begin_s, room_s, size_of(buffer))
+            track.gave(message.index, begin_s, size_of(buffer))
         return num_bytes + num_apart
 
-    def _wait_for_room(self) -> tuple[Tensor, Tensor | None]:
+    def _wait_for_room(self) -> _Buffers:
         """Wait until the oldest message in flight is sent; returns its buffers."""
         sends, buffers = self._sending.popleft()
         for pending in sends:
@@ -196,6 +267,8 @@ class RemoteSender:
 
 class LocalChannel:
     """Both ends of a link within one process; copies like a remote sender. Without a depth, sends never block."""
+
+    direct = False
 
     def __init__(self, depth: int | None) -> None:
         # SimpleQueue runs no Python code while waiting or passing items; free places are counted by tokens
@@ -231,7 +304,11 @@ class LocalChannel:
                 self._taking.took(message.index, begin_s, self._taking.now(), 0)
             return message
 
-    def release(self) -> None:
+    def has_arrived(self) -> bool:
+        """Return whether a message is queued."""
+        return not self._messages.empty()
+
+    def release(self, copied: Any = None) -> None:
         """Do nothing: no buffer is held."""
 
     def put(self, message: Message) -> int:
@@ -253,7 +330,8 @@ class LocalChannel:
         copies = [copy_exactly(tensor.detach()) for tensor in message.tensors]
         self._messages.put(replace(message, tensors=copies))
         if self._sending_track:
-            self._sending_track.gave(message.index, begin_s, room_s, 0)
+            self._sending_track.awaited(message.index, begin_s, room_s)
+            self._sending_track.gave(message.index, room_s, 0)
         return True
 
     def abort(self) -> None:

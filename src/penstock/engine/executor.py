@@ -7,7 +7,7 @@ from typing import ClassVar, Protocol
 
 import torch
 
-from penstock.engine.channels import Receiver, RemoteReceiver, RemoteSender
+from penstock.engine.channels import Receiver, RemoteReceiver, RemoteSender, Sender
 from penstock.engine.counters import ACTIVATIONS, GRADIENTS, write_counters
 from penstock.engine.job import StagesJob
 from penstock.engine.observer import Observer, StreamObserver
@@ -18,7 +18,7 @@ from penstock.group.world import World
 from penstock.plan.schedule.actions import STAGE_KINDS, Action
 from penstock.resources import is_out_of_memory
 from penstock.runtime.registry import StageRuntime
-from penstock.tensors import HOST, copy_exactly
+from penstock.tensors import HOST, copy_exactly, mark
 from penstock.text import first_line
 from penstock.tracing.record import FEEDER_STAGE
 from penstock.transport.messages import CLOSE, DATA, END, Message
@@ -54,10 +54,16 @@ def run_schedule(
 
         receiver ──▶ take ──▶ check ──▶ stage.run ──▶ send ──▶ sender
 
+    What a GPU computes is sent once it is copied to the host, if possible while the GPU runs the next action:
+
+        host     run 0 ──▶ begin 0 ──▶ take 1 ──▶ run 1 ──▶ send 0 ──▶ begin 1 ──▶ …
+        GPU          [ run 0 ][ copy 0 ]     [ run 1 ][ copy 1 ]
+
     The end of a stream follows the last microbatch from stage to stage. Raises `RunError` naming stage and
     microbatch if an operation fails, `TransportError` for a message that was lost, repeated or damaged.
     """
     ended: dict[int, int] = {}
+    outbox = _Outbox(observer)
     for action in actions:
         if action.stage in ended:
             continue
@@ -67,18 +73,55 @@ def run_schedule(
         if action.kind not in STAGE_KINDS:
             observer.starts(action, kind if receiver is not None else None)
         if receiver is not None:
+            if not receiver.has_arrived():
+                outbox.send()
             message = _take(receiver, action, kind, stages[action.stage], observer)
         if message is not None and message.kind != DATA:
+            outbox.send()
             _pass_on(action, message, channels, observer)
             ended[action.stage] = message.kind
             if len(ended) == len(stages):
                 return message.kind
             continue
         with _naming(action):
-            _run(action, kind, message, stages[action.stage], channels, observer)
-        if receiver is not None and not stages[action.stage].keeps_inputs:
+            _run(action, kind, message, stages[action.stage], channels, outbox)
+        if receiver is not None and not _copies(stages[action.stage], receiver):
             receiver.release()
+    outbox.send()
     return None
+
+
+class _Outbox:
+    """The message that a device may still be copying for a sender; the next one is added when it is sent."""
+
+    def __init__(self, observer: Observer) -> None:
+        self.observer = observer
+        self._begun: tuple[Action, str, RemoteSender] | None = None
+
+    def put(self, action: Action, kind: str, sender: Sender, message: Message) -> None:
+        """Send a message now, or when it is copied."""
+        if not isinstance(sender, RemoteSender):
+            self.observer.sent(action, kind, num_bytes=sender.put(message))
+            return
+        self._begun = action, kind, sender
+        if sender.begin(message):
+            self.observer.sends(action)
+        else:
+            self.send()
+
+    def send(self, *, wait: bool = True) -> None:
+        """Send the message, if there is one; without `wait` only if it is copied."""
+        if self._begun is None or not (wait or self._begun[2].has_copied()):
+            return
+        (action, kind, sender), self._begun = self._begun, None
+        sender.wait_for_copy()  # the device's time, not the sender's
+        begin_s = self.observer.clock()
+        self.observer.sent(action, kind, num_bytes=sender.send(), begin_s=begin_s)
+
+
+def _copies(stage: Stage, receiver: Receiver) -> bool:
+    """Return whether an action's inputs are copied from the receiver's buffer before the action."""
+    return stage.keeps_inputs or (stage.device != HOST and not receiver.direct)
 
 
 @contextlib.contextmanager
@@ -101,33 +144,34 @@ def _take(receiver: Receiver, action: Action, kind: str, stage: Stage, observer:
             f"stage {action.stage} expected microbatch {action.microbatch}, got {message}: a message was lost or "
             "repeated; start again"
         )
-    if message.kind == DATA and stage.keeps_inputs:  # kept inputs must not occupy the buffer of the next message
-        message.tensors = [copy_exactly(tensor, stage.device) for tensor in message.tensors]
-        receiver.release()
+    if message.kind == DATA and _copies(stage, receiver):  # kept inputs must not occupy the buffer of the next message
+        wait = not isinstance(receiver, RemoteReceiver)  # whose buffer stays as it is until the event
+        message.tensors = [copy_exactly(tensor, stage.device, wait=wait) for tensor in message.tensors]
+        receiver.release(mark(stage.device))
     observer.took(action, kind, message)
     return message
 
 
-def _run(
-    action: Action, kind: str, message: Message | None, stage: Stage, channels: Channels, observer: Observer
-) -> None:
+def _run(action: Action, kind: str, message: Message | None, stage: Stage, channels: Channels, outbox: _Outbox) -> None:
     """Run an action on a stage, and send the result as a message of a kind."""
     if action.kind in STAGE_KINDS:
+        outbox.send()
         stage.run(action, None)
         return
-    sender = channels.senders.get((action.stage, kind))
-    ends = (sender, channels.receivers.get((action.stage, kind)))
-    leaves = any(isinstance(end, (RemoteSender, RemoteReceiver)) for end in ends)
+    outbox.send(wait=False)  # the next computation may take long to queue
+    sender, receiver = channels.senders.get((action.stage, kind)), channels.receivers.get((action.stage, kind))
+    shared = any(end is not None and end.direct for end in (sender, receiver))
     try:
-        with observer.computing(action, stage.device, leaves=leaves):
+        with outbox.observer.computing(action, stage.device, shared=shared):
             result = stage.run(action, message)
     except RunError:
         raise
     except RuntimeError as error:
         found = OutOfMemory if is_out_of_memory(error) else RunError
         raise found(f"the {'forward' if action.kind == 'F' else 'backward'} failed: {first_line(error)}") from error
+    outbox.send()
     if result is not None and sender is not None:
-        observer.sent(action, kind, num_bytes=sender.put(result))
+        outbox.put(action, kind, sender, result)
 
 
 def _pass_on(action: Action, message: Message, channels: Channels, observer: Observer) -> None:

@@ -100,11 +100,11 @@ class Observer:
         self._since, self._since_cpu_s = now_s, time.thread_time()
 
     @contextlib.contextmanager
-    def computing(self, action: Action, device: torch.device, *, leaves: bool) -> Iterator[None]:
+    def computing(self, action: Action, device: torch.device, *, shared: bool) -> Iterator[None]:
         """Record the computation in the block, profiled if enabled.
 
-        At the end a device has finished it if it is profiled, or if its messages are shared with another process, as
-        the result `leaves` this one. Otherwise the next action is queued behind it, and events tell its time later:
+        At the end a device has finished it if it is profiled, or `shared`: another process's device sends what it reads
+        or receives what it writes. Otherwise the next action is queued behind it, and events tell its time later:
 
             host      F0 ─ F1 ─ B1 ─ B0 ─────────▶
             device      [  F0  ][  F1  ][ B1 ][ B0 ]
@@ -113,7 +113,7 @@ class Observer:
         if self.recorder is not None and self._zero is None and (zero := mark(device)) is not None:
             zero.synchronize()
             self._zero = zero, self.clock()
-        begin = mark(device) if window is None and not leaves else None
+        begin = mark(device) if window is None and not shared else None
         with contextlib.nullcontext() if window is None else window.around(action.stage, action.microbatch):
             yield
             if begin is None:
@@ -167,13 +167,17 @@ class Observer:
             between_s = self._since_cpu_s - before_cpu_s
             recorder.span("between", action.stage, action.microbatch, before_s, self._since, cpu_s=between_s)
 
-    def sent(self, action: Action, kind: str, *, num_bytes: int = 0) -> None:
+    def sends(self, action: Action, begin_s: float | None = None) -> None:
+        """Record that an action's output was being sent since `begin_s`, or since what was recorded last."""
+        now_s = self.clock()
+        self.seconds[action.stage].send_s += now_s - (self._since if begin_s is None else begin_s)
+        self._since = now_s
+
+    def sent(self, action: Action, kind: str, *, num_bytes: int = 0, begin_s: float | None = None) -> None:
         """Record that an action's output, or the end of a stream, was sent."""
         self.counters[action.stage].sent[kind] += 1
         self.counters[action.stage].sent_bytes += num_bytes
-        now_s = self.clock()
-        self.seconds[action.stage].send_s += now_s - self._since
-        self._since = now_s
+        self.sends(action, begin_s)
 
     def ended(self, action: Action, message: Message) -> bytes:
         """Record the end of a stream at a stage; returns the body of the END message to forward."""

@@ -180,17 +180,17 @@ def _open(
 class GrowingChannels:
     """Channels of one replica in training, reopened when microbatches outgrow their buffers.
 
-    All processes know the sizes of a step, so all open new channels at the same step. `direct` is this process's device
-    if tensors are sent from device to device. Successive placements have separate channel numbers, by
+    All processes know the sizes of a step, so all open new channels at the same step. `device` is this process's own;
+    with `direct`, tensors are sent from device to device. Successive placements have separate channel numbers, by
     `first_generation`: receives posted for an earlier placement never match a send.
     """
 
     def __init__(
         self, transport: Transport, links: Sequence[StageLink], replica: Replica, *, evaluates: bool = False,
-        direct: torch.device | None = None, first_generation: int = 0,
+        device: torch.device = HOST, direct: bool = False, first_generation: int = 0,
     ) -> None:  # fmt: skip
         self._transport, self._links, self._replica = transport, links, replica
-        self._evaluates, self._direct = evaluates, direct
+        self._evaluates, self._device, self._direct = evaluates, device, direct
         self._sizes: dict[str, int] = {}
         self.generation = first_generation
         self.channels = Channels()
@@ -207,8 +207,8 @@ class GrowingChannels:
             own=[stage for stage, rank in enumerate(stages) if rank == self._transport.rank],
             sizes=self._sizes,
             number=training_set(self.generation, evaluates=self._evaluates),
-            device=self._direct or HOST,
-            direct=self._direct is not None,
+            device=self._device,
+            direct=self._direct,
         )
         self.channels = open_channels(self._transport, self._links, opening)
         return True

@@ -95,10 +95,13 @@ class Track:
         self.recorder.span("wait", self.stage, microbatch, begin_s, arrived_s, self.name)
         self.recorder.span("receive", self.stage, microbatch, arrived_s, self.now(), self.name, num_bytes)
 
-    def gave(self, microbatch: int, begin_s: float, room_s: float, num_bytes: int) -> None:
-        """Record the wait for a buffer, then laying out and sending a message."""
+    def awaited(self, microbatch: int, begin_s: float, room_s: float) -> None:
+        """Record the wait for a buffer."""
         self.recorder.span("buffer", self.stage, microbatch, begin_s, room_s, self.name)
-        self.recorder.span("send", self.stage, microbatch, room_s, self.now(), self.name, num_bytes)
+
+    def gave(self, microbatch: int, begin_s: float, num_bytes: int) -> None:
+        """Record the sending of a message."""
+        self.recorder.span("send", self.stage, microbatch, begin_s, self.now(), self.name, num_bytes)
 
 
 class Exchange(msgspec.Struct, frozen=True, array_like=True):

@@ -38,7 +38,7 @@ class Evaluation:
 
     def __init__(
         self, world: World, captured: Captured, replica: Replica, tensors: HeldTensors, *, cuts: Sequence[Cut],
-        autocast: torch.dtype | None, num_microbatches: int, direct: torch.device | None = None,
+        autocast: torch.dtype | None, num_microbatches: int, direct: bool = False,
         first_generation: int = 0,
     ) -> None:  # fmt: skip
         self._world, self._captured, self._replica, self._tensors = world, captured, replica, tensors
@@ -122,8 +122,8 @@ class Evaluation:
             )
         links = training_links(self.parts, evaluates=True)
         channels = GrowingChannels(
-            self._world.transport, links, self._replica, evaluates=True, direct=self._direct,
-            first_generation=self._first_generation,
+            self._world.transport, links, self._replica, evaluates=True, device=self._tensors.device,
+            direct=self._direct, first_generation=self._first_generation,
         )  # fmt: skip
         return channels, stages
 

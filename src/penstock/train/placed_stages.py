@@ -38,7 +38,7 @@ class Computing:
     """Compute settings of stages, independent of the placement."""
 
     device: torch.device = HOST
-    direct: torch.device | None = None  # device for direct transfers, if any
+    direct: bool = False  # tensors are sent from device to device
     runtime: RuntimeChoice = EAGER  # of steps; evaluation is always eager
     autocast: torch.dtype | None = None
     checkpointing: bool = False
@@ -75,7 +75,12 @@ class PlacedStages:
         first = placed.skipped
         self._from_cache = LocalChannel(None) if first and first in self.stages else None
         self._channels = GrowingChannels(
-            transport, links, placed.replica, direct=how.direct, first_generation=_CHANNELS * self.number
+            transport,
+            links,
+            placed.replica,
+            device=how.device,
+            direct=how.direct,
+            first_generation=_CHANNELS * self.number,
         )
         self._evaluated = 0  # sets of tags that earlier evaluations used
         self.watch = TrainingWatch(world, links, placed.grid.replicas, self.observer, how.stall_s)

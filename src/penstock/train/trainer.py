@@ -60,10 +60,10 @@ class Trainer:
         self, captured: Captured, world: World, cut: CutOptions, run: RunOptions, options: TrainOptions,
         device: torch.device = HOST, placed: Arrangement | None = None,
     ) -> None:  # fmt: skip
-        direct: torch.device | None = None
+        direct = False
         if device != HOST:
             try:
-                direct = device if go_direct(world, range(world.transport.size), device) else None
+                direct = go_direct(world, range(world.transport.size), device)
             except TransportError as error:
                 world.raise_cause(error)
         self.world = world

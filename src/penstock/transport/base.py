@@ -91,6 +91,9 @@ class Pending(Protocol):
     def wait(self) -> None:
         """Block until it is done; raises `ConnectionBroken` if the connection is lost."""
 
+    def is_done(self) -> bool:
+        """Return whether `wait` would return, or raise, at once."""
+
 
 class Transport(Protocol):
     """A transport of bytes between ranks; buffers are contiguous uint8 tensors that must not change until done."""
@@ -129,7 +132,7 @@ def post_bytes(transport: Transport, data: bytes, to: int, tag: int = CONTROL) -
     header = _BYTES_HEADER.pack(len(data), zlib.crc32(data))
     first, rest = header + data[:_WITH_HEADER], data[_WITH_HEADER:]
     buffers = [torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in (first, rest) if part]
-    return _Together([_BufferedSend(buffer, transport.send(buffer, to, tag)) for buffer in buffers])
+    return Together([transport.send(buffer, to, tag) for buffer in buffers], buffers)
 
 
 class ArrivingBytes:
@@ -178,40 +181,34 @@ def receive_tensor(transport: Transport, tensor: Tensor, source: int, tag: int =
 def post_send(transport: Transport, tensor: Tensor, to: int, tag: int = CONTROL) -> Pending:
     """Start sending a tensor as `send_tensor` does; it must not change until the send is done."""
     if not tensor.numel():
-        return _BufferedSend(tensor, None)
+        return Together()
     buffer = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return _BufferedSend(buffer, transport.send(buffer, to, tag))
+    return Together([transport.send(buffer, to, tag)], [buffer])
 
 
 def post_receive(transport: Transport, tensor: Tensor, source: int, tag: int = CONTROL) -> tuple[Tensor, Pending]:
     """Post a receive for `send_tensor`; returns the tensor that receives: the given one, or a buffer on the host."""
     if not tensor.numel():
-        return tensor, _BufferedSend(tensor, None)
+        return tensor, Together()
     arriving = tensor if tensor.is_cpu else torch.empty_like(tensor, device="cpu")
     return arriving, transport.receive(arriving.reshape(-1).view(torch.uint8), source, tag)
 
 
 @dataclass(frozen=True, slots=True)
-class _BufferedSend:
-    """A send that keeps its buffer alive until it is done; without `pending` nothing was sent."""
+class Together:
+    """Several sends, treated as one; it keeps their buffers until they are done."""
 
-    buffer: Tensor
-    pending: Pending | None
-
-    def wait(self) -> None:
-        if self.pending is not None:
-            self.pending.wait()
-
-
-@dataclass(frozen=True, slots=True)
-class _Together:
-    """Several sends, treated as one."""
-
-    pending: Sequence[Pending]
+    pending: Sequence[Pending] = ()
+    buffers: Sequence[Tensor] = ()
 
     def wait(self) -> None:
+        """Block until all are done."""
         for each in self.pending:
             each.wait()
+
+    def is_done(self) -> bool:
+        """Return whether all are done."""
+        return all(each.is_done() for each in self.pending)
 
 
 class MeteredTransport:
@@ -278,6 +275,9 @@ class _MeteredPending:
     def wait(self) -> None:
         with self._transport.waiting():
             self._inner.wait()
+
+    def is_done(self) -> bool:
+        return self._inner.is_done()
 
 
 class StoreSilent(RuntimeError):  # noqa: N818 -- named after the state

@@ -20,7 +20,7 @@ import msgspec
 from torch import Tensor
 
 from penstock.errors import ConnectionBroken, UsageError
-from penstock.transport.base import CONTROL, Pending, Transport
+from penstock.transport.base import CONTROL, Pending, Together, Transport
 
 FAULTS_VARIABLE = "PENSTOCK_FAULTS"
 
@@ -77,9 +77,9 @@ class FaultyTransport:
         if fault is None:
             return self._inner.send(buffer, to, tag)
         if fault.kind == "drop":
-            return _SeveralSends([])
+            return Together()
         if fault.kind == "duplicate":
-            return _SeveralSends([self._inner.send(buffer, to, tag) for _ in range(2)])
+            return Together([self._inner.send(buffer, to, tag) for _ in range(2)])
         if fault.kind == "corrupt":
             return self._inner.send(_corrupted(buffer, fault.seed), to, tag)
         if fault.kind == "close":
@@ -113,17 +113,6 @@ class FaultyTransport:
                     due = fault
                     del self._waiting[fault]
         return due
-
-
-class _SeveralSends:
-    """Several sends, treated as one."""
-
-    def __init__(self, parts: Sequence[Pending]) -> None:
-        self._parts = parts
-
-    def wait(self) -> None:
-        for part in self._parts:
-            part.wait()
 
 
 def _corrupted(buffer: Tensor, seed: int) -> Tensor:

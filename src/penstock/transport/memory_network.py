@@ -88,6 +88,9 @@ class _MemoryPending:
         if self.error is not None:
             raise self.error
 
+    def is_done(self) -> bool:
+        return self.done or not self._network.gone.isdisjoint(self._ranks)
+
     def check(self) -> None:
         if not self._network.gone.isdisjoint(self._ranks):
             raise ConnectionBroken(f"the connection to rank {self._ranks[1]} was aborted")

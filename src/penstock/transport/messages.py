@@ -74,7 +74,7 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True)
-class _Laid:
+class Laid:
     """The layout of one message in one buffer."""
 
     num_bytes: int
@@ -106,7 +106,7 @@ class Format:
         self._body_at = aligned(_LAYOUTS_AT + self._numbers.size)
         self._largest_apart = self.largest_apart(sizes)[1]
         self._checked: dict[bytes, list[Layout]] = {}
-        self._laid: dict[tuple[int, int, bytes], _Laid] = {}
+        self._laid: dict[tuple[int, int, bytes], Laid] = {}
         self._arrived: dict[tuple[int, int, bytes], list[Tensor]] = {}
 
     def largest(self, sizes: Mapping[str, int]) -> int:
@@ -119,7 +119,11 @@ class Format:
         return self._body_at + BODY_BYTES, sum(aligned(value.num_bytes(sizes)) for value in self.values)
 
     def write(self, message: Message, buffer: Tensor, apart: Tensor | None = None) -> int:
-        """Write a message to a buffer and return its bytes; tensors go to `apart`, if given.
+        """Write a message whose tensors are on the host, as `lay` and `seal` do."""
+        return self.seal(message, self.lay(message, buffer, apart))
+
+    def lay(self, message: Message, buffer: Tensor, apart: Tensor | None = None) -> Laid:
+        """Begin to write a message to a buffer, its tensors to `apart`, if given; `seal` ends it when they are copied.
 
         The same `buffer` must always come with the same `apart`; `apart_of` returns the bytes used there. Raises
         `RunError` for a tensor whose dtype differs from the program's, since the receiver would misread it.
@@ -134,20 +138,24 @@ class Format:
         laid = None if message.body else self._laid.get((buffer.data_ptr(), message.kind, numbers))
         if laid is None:
             laid = self._lay_out(message, numbers, buffer, apart)
-        view, offset = laid.view, laid.num_bytes
+        view = laid.view
         view[_HEADER.size : self._body_at] = laid.head
         view[self._body_at : self._body_at + len(message.body)] = message.body
         for padding in laid.paddings:
             view[padding] = bytes(padding.stop - padding.start)
         for target, shape, tensor in zip(laid.tensors, laid.stored, message.tensors, strict=True):
-            target.copy_(tensor if shape is None else tensor.as_strided(shape, tensor.stride()))
+            target.copy_(tensor if shape is None else tensor.as_strided(shape, tensor.stride()), non_blocking=True)
+        return laid
+
+    def seal(self, message: Message, laid: Laid) -> int:
+        """Write the checksums and header of a message whose tensors are copied; returns its bytes without `apart`."""
         num_apart = laid.apart.numel()
         _HEADER.pack_into(
-            view, 0, _MAGIC, message.kind, message.program, len(message.tensors), message.index, offset,
+            laid.view, 0, _MAGIC, message.kind, message.program, len(message.tensors), message.index, laid.num_bytes,
             len(message.body), num_apart, sum_words(laid.apart[:num_apart]) if num_apart else 0, 0,
         )  # fmt: skip
-        _CHECKSUM.pack_into(view, _CHECKSUM_AT, int(laid.words.sum()))
-        return offset
+        _CHECKSUM.pack_into(laid.view, _CHECKSUM_AT, int(laid.words.sum()))
+        return laid.num_bytes
 
     def _write_numbers(self, message: Message) -> bytes:
         numbers = list(message.sizes)
@@ -156,7 +164,7 @@ class Format:
         numbers += [0] * (len(self.symbols) + self._num_strides - len(numbers))
         return self._numbers.pack(*numbers)
 
-    def _lay_out(self, message: Message, numbers: bytes, buffer: Tensor, apart: Tensor | None) -> "_Laid":
+    def _lay_out(self, message: Message, numbers: bytes, buffer: Tensor, apart: Tensor | None) -> Laid:
         """Compute the layout of a message in this buffer; cached, since a stream repeats layouts."""
         body_end = aligned(self._body_at + len(message.body))
         self._fits(body_end, buffer)
@@ -174,7 +182,7 @@ class Format:
                 paddings.append(slice(offset + num_bytes, offset + aligned(num_bytes)))
             offset += aligned(num_bytes)
         num_host = offset if apart is None else body_end
-        laid = _Laid(
+        laid = Laid(
             num_bytes=num_host,
             view=memoryview(buffer.numpy()),  # type: ignore[arg-type]
             head=bytes(_LAYOUTS_AT - _HEADER.size) + numbers + bytes(self._body_at - _LAYOUTS_AT - len(numbers)),

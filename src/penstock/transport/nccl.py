@@ -197,3 +197,6 @@ class _DevicePending:
                 f"the connection of devices to rank {self._peer} broke: {first_line(error)}"
             ) from error
         self._transport.check(self._peer)  # an aborted transfer ends like a completed one
+
+    def is_done(self) -> bool:
+        return bool(self._work.is_completed())

@@ -277,3 +277,7 @@ class _Pending:
         with self._done:
             if self._error is not None:
                 raise self._error
+
+    def is_done(self) -> bool:
+        """Return whether it is done."""
+        return not self._done.locked()

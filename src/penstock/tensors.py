@@ -48,7 +48,7 @@ def find_device(name: str | torch.device, position: int = 0) -> torch.device:
     if not count:
         raise UsageError(
             f"the device {str(name)!r} is a GPU, and torch {torch.__version__} finds none on {socket.gethostname()}; "
-            "leave it out to compute on the CPU, or install a driver and a torch for this GPU"
+            "compute on the CPU (device='cpu'), or install a driver and a torch for this GPU"
         )
     index = int(number) if number else position % count
     if index >= count:

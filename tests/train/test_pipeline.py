@@ -265,7 +265,7 @@ def test_untrainable_models_are_refused(tmp_path: Path) -> None:
         penstock.Pipeline(Unused(), torch.zeros(2, 4)).train_step(torch.zeros(2, 4))
     with pytest.raises(UsageError, match="'2f2b' is neither"):
         penstock.Pipeline(small(), images(2)[0], stages=2, schedule="2f2b")
-    with pytest.raises(UsageError, match="leave U out"):
+    with pytest.raises(UsageError, match="remove U"):
         penstock.Pipeline(small(), images(2)[0], stages=2, schedule="F0 B0 U.0\nF0 B0 U.1")
     with pytest.raises(UsageError, match=r"'R0' on line 1 is not an action"):
         penstock.Pipeline(small(), images(2)[0], stages=2, schedule="F0 R0 B0\nF0 B0")

@@ -20,7 +20,7 @@ def serve(*, given: Given, cluster: Cluster = None) -> None:
     if settings.open == (settings.api_keys is not None):
         raise UsageError("access must be set: --api-keys FILE, or --open for all users of this machine")
     if (settings.certificate is None) != (settings.certificate_key is None):
-        raise UsageError("TLS needs both --certificate and --certificate-key; give both, or leave both out")
+        raise UsageError("TLS needs both --certificate and --certificate-key; give both, or neither")
     first, world, on_loss = join(settings.on_loss)
     if not first:
         return

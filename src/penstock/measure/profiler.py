@@ -190,7 +190,7 @@ def measure_loader(model: ZooModel, images: ImageSet) -> float:
     transform = model.pictures()
     seconds = _seconds(len(images), lambda index: transform(images.read(index)), skipped=DataError)
     if not seconds:
-        raise DataError(f"none of the {len(images)} images can be read; give others, or leave --images out")
+        raise DataError(f"none of the {len(images)} images can be read; give others")
     return statistics.median(seconds)
 
 

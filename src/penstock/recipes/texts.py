@@ -205,7 +205,7 @@ def chat_tokens(
     options = options or {}
     own = inspect.signature(tokenizer.apply_chat_template).parameters
     if wrong := sorted(own.keys() & options.keys()):
-        raise DataError(f"{wrong[0]} is no variable of a template; leave it out of chat_template_kwargs")
+        raise DataError(f"{wrong[0]} is no variable of a template; remove it from chat_template_kwargs")
     try:
         found = tokenizer.apply_chat_template(
             list(messages), add_generation_prompt=begins, continue_final_message=continues, return_dict=True, **options

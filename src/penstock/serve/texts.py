@@ -92,7 +92,7 @@ class TextService:
         """Return the choices of a /v1/completions body."""
         number = body.n or 1
         if body.best_of not in {None, number}:
-            raise ApiError("best_of must equal n; leave it out", param="best_of")
+            raise ApiError(f"best_of must equal n; set it to {number}", param="best_of")
         prompts = prompts_of(body)
         if len(prompts) * number > MOST_CHOICES:
             raise ApiError(f"at most {MOST_CHOICES} answers at a time, not {len(prompts) * number}", param="n")

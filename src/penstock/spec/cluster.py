@@ -83,7 +83,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         for field in (*_REACHED, "address"):
             if getattr(self, field).startswith("-"):
                 raise ClusterError(
-                    f"{field} of {self.name} would be read as an option: {getattr(self, field)!r}; leave the - out"
+                    f"{field} of {self.name} would be read as an option: {getattr(self, field)!r}; remove the -"
                 )
         for field in _PATHS:
             value = getattr(self, field)

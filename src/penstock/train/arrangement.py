@@ -62,7 +62,7 @@ class ScheduleChoice:
         self._num_buffers = num_buffers
         self._own = read_schedule(schedule) if schedule not in SCHEDULES else None
         if self._own and any(action.kind == "U" for actions in self._own for action in actions):
-            raise UsageError("your schedule must not contain U, because optimizer.step() updates weights; leave U out")
+            raise UsageError("your schedule must not contain U, because optimizer.step() updates weights; remove U")
         self._made: dict[tuple[int, int, int], Schedule] = {}
 
     @property

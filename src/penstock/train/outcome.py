@@ -72,7 +72,7 @@ def mean_loss(gathered: Sequence[Mapping[str, Any]], step: int, last_stage: int)
             "lower the learning rate, clip gradients, or look at this batch"
         )
     if not total:
-        raise RunError(f"the loss of step {step} is undefined: no label of the batch counts; leave such batches out")
+        raise RunError(f"the loss of step {step} is undefined: no label of the batch counts; skip such batches")
     used = {name for document in gathered for name in document["used"]}
     unused = sorted({name for document in gathered for name in document["unused"]} - used)
     if unused and step == 0:

@@ -63,7 +63,7 @@ def _check_order(device: int, actions: Sequence[Action]) -> None:
     for action in actions:
         needs = _NEEDS.get(action.kind)
         if action in done:
-            raise PlanError(f"device {device} does {action} twice; leave one out")
+            raise PlanError(f"device {device} does {action} twice; remove one")
         if needs and Action(needs, action.microbatch, action.stage) not in done:
             raise PlanError(f"device {device} does {action} before {needs}{str(action)[1:]}; change their order")
         if action.kind in STAGE_KINDS and any(

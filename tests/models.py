@@ -13,8 +13,7 @@ from penstock.deploy.split import SplitModel
 from penstock.deploy.state import load_state
 from penstock.graph.call import bind_inputs, build_output
 from penstock.graph.cuts import Cut, Cuts
-from penstock.graph.graph import Graph
-from penstock.graph.work import count_work
+from penstock.graph.graph import Graph, count_work
 from penstock.transport.messages import DATA, Format, Message
 from penstock.values import Value
 from penstock.zoo.weights.weights import ModuleWeights

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import ProgramError
-from penstock.graph.encoding import decode, encode
+from penstock.graph.ops import decode, encode
 from penstock.values import LARGEST_SIZE, Expression, Size, check_expression, write_expression
 
 SYMBOLS = frozenset({"batch", "sequence"})

@@ -17,8 +17,7 @@ from benchmarks.coverage.architectures import Inputs
 from benchmarks.coverage.ours import one_line, same_tensors
 from penstock.errors import CutError
 from penstock.graph.cuts import find_blocks, module_spans
-from penstock.graph.graph import Graph
-from penstock.graph.work import count_work
+from penstock.graph.graph import Graph, count_work
 
 
 def middle_block(graph: Graph) -> str:

@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any
 
-from penstock.graph.encoding import DTYPES
 from penstock.graph.operators import listed_operators
-from penstock.graph.ops import resolve_operator
+from penstock.graph.ops import DTYPES, resolve_operator
 
 _OPERATORS = sorted(listed_operators())
 _NUMBERS = [0, 1, -1, 2, 7, 255, 2**16, 2**31, 2**31 - 1, -(2**31), 2**40, 2**63, 2**63 - 1, -(2**63), 2**64, 10**30,

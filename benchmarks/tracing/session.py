@@ -17,7 +17,7 @@ from benchmarks.tracing.cases import HOSTS, shares_of_work
 from penstock.deploy.split import SplitStage
 from penstock.deploy.worker import work
 from penstock.graph.cuts import Cuts
-from penstock.graph.work import count_work
+from penstock.graph.graph import count_work
 from penstock.group.entry import join_torchrun
 from penstock.group.world import World
 from penstock.pipeline import Pipeline

@@ -13,7 +13,7 @@ from penstock.deploy.state import load_state
 from penstock.errors import CutError, UsageError
 from penstock.graph.capture import capture
 from penstock.graph.cuts import Cut, Cuts
-from penstock.graph.work import count_work
+from penstock.graph.graph import count_work
 from penstock.zoo.weights.weights import ModuleWeights
 from tests.fewer import first
 from tests.models import UNet, as_messages, assert_same, deit, gpt2, random_cuts, seeded, split_at, swin, t5

@@ -8,8 +8,7 @@ from penstock.deploy.policies import choose_cuts
 from penstock.errors import CutError
 from penstock.graph.capture import capture
 from penstock.graph.cuts import Cuts
-from penstock.graph.graph import Graph
-from penstock.graph.work import SECONDS_PER_CROSSING_BYTE, count_work
+from penstock.graph.graph import SECONDS_PER_CROSSING_BYTE, Graph, count_work
 from tests.models import UNet, albert, seeded, swin, t5
 
 

@@ -14,7 +14,7 @@ from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 from penstock import __version__
 from penstock.errors import RunError, UsageError
 from penstock.graph.operators import listed_operators
-from penstock.graph.schema import marks_of_operators
+from penstock.graph.program import marks_of_operators
 from penstock.group.addresses import LOOPBACK, first_address, listen
 from penstock.group.board import PatientStore, connect_store, serve_store, wait_for_server
 from penstock.group.entry import own_address

@@ -48,7 +48,7 @@ def split(
     from penstock.deploy.state import load_state
     from penstock.graph.capture import capture
     from penstock.graph.cuts import Cuts
-    from penstock.graph.work import count_work
+    from penstock.graph.graph import count_work
     from penstock.measure.costs import measure_work
     from penstock.zoo.models.models import load_model
 

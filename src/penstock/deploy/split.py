@@ -13,10 +13,9 @@ from penstock.deploy.state import load_state
 from penstock.graph.call import bind_inputs, build_output, read_sizes
 from penstock.graph.capture import capture
 from penstock.graph.cuts import Cut, Cuts
-from penstock.graph.graph import Graph
+from penstock.graph.graph import Graph, count_work
 from penstock.graph.program import StageProgram
 from penstock.graph.stages import divide
-from penstock.graph.work import count_work
 from penstock.runtime.registry import EAGER, StageRuntime
 from penstock.text import counted
 from penstock.units import format_bytes

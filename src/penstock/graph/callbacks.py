@@ -33,10 +33,9 @@ from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.hooks import BackwardHook, RemovableHandle
 
 from penstock.errors import CaptureError
-from penstock.graph.attributes import left_attributes, unresized_buffers
-from penstock.graph.dynamic_shapes import watched_sizes
+from penstock.graph.exporting import watched_sizes
 from penstock.graph.live_module import Reads, recorded_reads
-from penstock.graph.random_draws import call_without_draws
+from penstock.graph.side_effects import call_without_draws, left_attributes, unresized_buffers
 
 Run = Callable[[list[Tensor], list[int]], list[Tensor]]
 

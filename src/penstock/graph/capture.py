@@ -16,11 +16,21 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import CaptureError
 from penstock.graph.callbacks import CallbackRecorder, recorded_callbacks
-from penstock.graph.dynamic_shapes import batch_rows, dynamic_shapes, label_inputs, limits_in, widen_rows
-from penstock.graph.exporting import EXPORTING, export_reason, fast_layers, is_of_sizes, ordered_multiples
+from penstock.graph.exporting import (
+    EXPORTING,
+    batch_rows,
+    dynamic_shapes,
+    export_reason,
+    fast_layers,
+    is_of_sizes,
+    label_inputs,
+    limits_in,
+    ordered_multiples,
+    widen_rows,
+)
 from penstock.graph.graph import Graph
 from penstock.graph.prepare import check_unwrapped
-from penstock.graph.random_draws import kept_random_states
+from penstock.graph.side_effects import kept_random_states
 from penstock.graph.translate import translate
 from penstock.tensors import moved
 from penstock.text import note

@@ -11,9 +11,8 @@ from collections.abc import Mapping, Sequence
 
 from penstock.errors import CutError, UsageError
 from penstock.graph.cuts import Cut, Cuts, crossing_values, find_blocks, parameter_pieces
-from penstock.graph.graph import Graph
+from penstock.graph.graph import Graph, count_work
 from penstock.graph.ops import Op, Ref, State, substitute
-from penstock.graph.work import count_work
 from penstock.values import Value
 
 _FROZEN = "frozen_"  # prefix for names that only the evaluation graph has, so that names stay unique

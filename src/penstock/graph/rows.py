@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from penstock.errors import ProgramError, UsageError
-from penstock.graph.encoding import settled
 from penstock.graph.graph import Graph
-from penstock.graph.ops import CALLBACK, GETITEM, Op, Ref, is_random, resolve_operator
+from penstock.graph.ops import CALLBACK, GETITEM, Op, Ref, is_random, resolve_operator, settled
 from penstock.graph.prepare import Storage
 from penstock.graph.row_labels import (
     PLACE,

@@ -14,12 +14,11 @@ from torch.export.graph_signature import ConstantArgument, InputKind, TensorArgu
 from penstock.errors import CaptureError
 from penstock.graph.callbacks import Callback
 from penstock.graph.decoders import check_steps, is_cache, share_heads
-from penstock.graph.encoding import STAGE_DEVICE
 from penstock.graph.exporting import place_of
 from penstock.graph.graph import Call, Graph, Output, Plain, Visit
 from penstock.graph.live_module import Reads
 from penstock.graph.operators import ALLOW, how_imported, is_allowed_here
-from penstock.graph.ops import CALLBACK, GETITEM, Op, Ref, State, returned_argument
+from penstock.graph.ops import CALLBACK, GETITEM, STAGE_DEVICE, Op, Ref, State, returned_argument
 from penstock.graph.prepare import prepare
 from penstock.values import Expression, Size, Value
 

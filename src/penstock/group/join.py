@@ -23,7 +23,7 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from penstock.errors import DeviceLost, RunError
-from penstock.graph.schema import marks_of_operators, unlike_operators
+from penstock.graph.program import marks_of_operators, unlike_operators
 from penstock.group.board import PatientStore, prepare_board, read_if_there
 from penstock.group.links import Links, close_store
 from penstock.group.liveness import Boards

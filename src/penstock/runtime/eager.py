@@ -8,10 +8,8 @@ import torch
 from torch import Tensor
 
 from penstock.errors import OutOfMemory, ProgramError, RunError
-from penstock.graph.encoding import settled
-from penstock.graph.ops import CALLBACK, GETITEM, Op, State, is_factory, references, resolve_operator
-from penstock.graph.program import StageProgram
-from penstock.graph.schema import check_amounts
+from penstock.graph.ops import CALLBACK, GETITEM, Op, State, is_factory, references, resolve_operator, settled
+from penstock.graph.program import StageProgram, check_amounts
 from penstock.resources import allowed_bytes
 from penstock.runtime.bound_calls import Bound, BoundCall, Register, is_same, may_keep, positional, run_step, shortened
 from penstock.tensors import HOST, copy_exactly, moved

@@ -24,10 +24,9 @@ from penstock.engine.tracers import FeederTracer, environment
 from penstock.errors import DeviceLost, OutOfMemory, PenstockError, UsageError
 from penstock.graph.call import CallInputs, as_call, bind_inputs, build_output
 from penstock.graph.cuts import Cut, Cuts
-from penstock.graph.graph import Graph
+from penstock.graph.graph import Graph, count_work
 from penstock.graph.ops import Ref
 from penstock.graph.rows import batch_dim, check_rows, input_dims, take_rows
-from penstock.graph.work import count_work
 from penstock.group.entry import join_torchrun, under_torchrun
 from penstock.group.world import World, end_when_dropped, failed
 from penstock.plan.check import check_purpose

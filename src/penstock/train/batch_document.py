@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from penstock import trees
 from penstock.errors import TransportError, UsageError
-from penstock.graph.encoding import DTYPES
+from penstock.graph.ops import DTYPES
 from penstock.tensors import HOST, aligned, num_payload_bytes, num_spread_bytes, pack, unpack
 
 # methods that read memory without an operator

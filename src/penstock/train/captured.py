@@ -13,7 +13,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from penstock.deploy.modules import advising
 from penstock.errors import CaptureError, CutError, UsageError
-from penstock.graph.attributes import HiddenAttributes
 from penstock.graph.call import bind_inputs
 from penstock.graph.capture import capture
 from penstock.graph.cuts import Cut, Cuts
@@ -23,6 +22,7 @@ from penstock.graph.graph import Graph, with_rows
 from penstock.graph.live_module import LiveModule
 from penstock.graph.ops import BATCH_NORM
 from penstock.graph.prepare import check_unwrapped
+from penstock.graph.side_effects import HiddenAttributes
 from penstock.graph.stages import TrainingPart, divide_for_training
 from penstock.runtime.registry import EAGER
 from penstock.tensors import HOST

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from penstock.errors import ModelError
 from penstock.files import flush, written_whole
-from penstock.graph.encoding import DTYPES
+from penstock.graph.ops import DTYPES
 from penstock.train.plain_values import decode
 from penstock.zoo.weights.weight_files import FileWeights, save_weights
 from penstock.zoo.weights.weights import TensorWeights

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from penstock.deploy.state import Held, TrainState, Wanted, redistribute, source_of
 from penstock.errors import UsageError, everywhere, exclude
-from penstock.graph.encoding import DTYPES
+from penstock.graph.ops import DTYPES
 from penstock.train.arrangement import Arrangement
 from penstock.train.captured import Captured
 from penstock.train.features import Features

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import UsageError
-from penstock.graph.encoding import DTYPES
+from penstock.graph.ops import DTYPES
 from penstock.tensors import HOST
 from penstock.train.checkpoint_folder import CheckpointIndex, OptimizerGroup
 from penstock.train.held_tensors import HeldTensors

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import UsageError
-from penstock.graph.encoding import DTYPES
+from penstock.graph.ops import DTYPES
 
 _FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _MAPPINGS: dict[str, Callable[[Any], Any]] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.graph.encoding import settled
-from penstock.graph.ops import GETITEM, Op, is_factory, resolve_operator
+from penstock.graph.ops import GETITEM, Op, is_factory, resolve_operator, settled
 from penstock.graph.program import StageProgram
 from penstock.runtime.onnx.writer import Seen
 

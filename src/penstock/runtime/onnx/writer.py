@@ -9,8 +9,7 @@ import onnx
 from torch import Tensor
 
 from penstock.errors import PlanError, ProgramError
-from penstock.graph.encoding import settled
-from penstock.graph.ops import GETITEM, Op, effect, resolve_operator
+from penstock.graph.ops import GETITEM, Op, effect, resolve_operator, settled
 from penstock.graph.program import StageProgram
 from penstock.runtime.onnx.blocks import Blocks, Halves
 from penstock.runtime.onnx.onnx_nodes import ELEMENTS, Arrays, Made, Nodes

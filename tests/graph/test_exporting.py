@@ -1,13 +1,15 @@
-"""Attention that PyTorch computes on its fast path in evaluation is pointed out when it is captured."""
+"""Attention on PyTorch's fast path is reported when it is captured; what older versions of PyTorch lack."""
 
 from collections.abc import Callable, Iterator
 
 import pytest
+import sympy
 import torch
 from torch import nn
+from torch.utils._sympy.functions import Max, Min, MinMaxBase
 
 from penstock.graph.capture import capture
-from penstock.graph.exporting import fast_layers
+from penstock.graph.exporting import fast_layers, ordered_multiples
 from tests.fewer import first
 
 
@@ -48,3 +50,13 @@ def test_layers_without_fast_path_are_not_listed(case: str) -> None:
 
 def test_attention_alone_has_a_fast_path() -> None:
     assert fast_layers(nn.MultiheadAttention(8, 2, batch_first=True).eval()) == ["MultiheadAttention"]
+
+
+def test_the_smaller_of_two_multiples_is_known_within_the_context() -> None:
+    size, any_number = sympy.Symbol("size", positive=True, integer=True), sympy.Symbol("any_number", integer=True)
+    before = vars(MinMaxBase)["_collapse_arguments"].__func__
+    with ordered_multiples():
+        assert (Min(12 * size, 24 * size), Max(12 * size, 24 * size)) == (12 * size, 24 * size)
+        assert Min(12 * any_number, 24 * any_number) not in {12 * any_number, 24 * any_number}
+        assert Min(12 * size, any_number).args
+    assert vars(MinMaxBase)["_collapse_arguments"].__func__ is before

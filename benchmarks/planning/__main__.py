@@ -21,8 +21,7 @@ from benchmarks.planning.instances import best_by_force, small, transformer, une
 from benchmarks.planning.memory import NAME as MEMORY
 from benchmarks.planning.memory import errors, memory_rows
 from benchmarks.planning.training import training_rows
-from penstock.plan.cost.pipeline_cost import bottleneck_bound_s, bottleneck_s, fits_all
-from penstock.plan.cost.problem import Problem
+from penstock.plan.cost.problem import Problem, bottleneck_bound_s, bottleneck_s, fits_all
 from penstock.plan.cost.stage_cost import Setting
 from penstock.plan.search.exact import best_divisions
 from penstock.plan.search.large import good_division

@@ -4,8 +4,7 @@ import math
 import random
 from itertools import combinations, pairwise, permutations
 
-from penstock.plan.cost.pipeline_cost import bottleneck_s, fits_all
-from penstock.plan.cost.problem import Placed, Problem
+from penstock.plan.cost.problem import Placed, Problem, bottleneck_s, fits_all
 from penstock.plan.cost.stage_cost import Setting
 from penstock.spec.cluster import Cluster, Device
 from penstock.spec.profile import Boundary, Profile, Unit

@@ -18,8 +18,7 @@ from scipy.optimize import linprog  # type: ignore[import-untyped]
 
 from benchmarks.planning.__main__ import environment
 from benchmarks.planning.instances import transformer, unequal_devices
-from penstock.plan.cost.pipeline_cost import bottleneck_bound_s, bottleneck_s
-from penstock.plan.cost.problem import Problem
+from penstock.plan.cost.problem import Problem, bottleneck_bound_s, bottleneck_s
 from penstock.plan.cost.stage_cost import Setting
 from penstock.plan.search.large import good_division
 

@@ -27,7 +27,7 @@ from penstock.engine.tracers import StageTracer
 from penstock.group.entry import join_torchrun
 from penstock.group.world import World
 from penstock.pipeline import Pipeline
-from penstock.plan.schedule.actions import Action
+from penstock.plan.schedule.schedules import Action
 from penstock.terminal.live import LiveView
 from penstock.wire import FEEDER
 from penstock.zoo.models.models import load_model

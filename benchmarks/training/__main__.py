@@ -18,9 +18,8 @@ import torch
 from benchmarks.labs import lab_text, run_session
 from benchmarks.training.gradients import gradient_rows
 from penstock.cluster.lab import take_down
-from penstock.plan.schedule.actions import Action
-from penstock.plan.schedule.picture import bubble_formula
-from penstock.plan.schedule.schedules import make_schedule
+from penstock.plan.schedule.custom import bubble_formula
+from penstock.plan.schedule.schedules import Action, make_schedule
 from penstock.plan.schedule.simulate import simulate
 
 LAB = "bench"

@@ -13,7 +13,7 @@ from penstock.engine.observer import Observer
 from penstock.engine.stall import StallWatch
 from penstock.engine.wiring import StageLink
 from penstock.errors import TransportError
-from penstock.plan.schedule.actions import Action
+from penstock.plan.schedule.schedules import Action
 from penstock.tensors import HOST
 from penstock.tracing.record import FEEDER_STAGE, Recorder
 from tests import pretend

@@ -17,7 +17,7 @@ from penstock.engine.job import StagesJob
 from penstock.engine.observer import Observer, StageReport
 from penstock.engine.wiring import Channels, Opening, feeder_links, open_channels
 from penstock.errors import ConnectionBroken, PenstockError, TransportError
-from penstock.plan.schedule.actions import Action, forward_only
+from penstock.plan.schedule.schedules import Action, forward_only
 from penstock.tracing.record import FEEDER_STAGE
 from penstock.transport.memory_network import MemoryNetwork
 from penstock.transport.messages import CLOSE, DATA, END, Format, Message

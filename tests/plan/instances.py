@@ -4,8 +4,7 @@ import random
 from collections.abc import Iterator
 from itertools import combinations, permutations
 
-from penstock.plan.cost.pipeline_cost import bottleneck_s, fits_all, latency_s
-from penstock.plan.cost.problem import Division, Placed, Problem
+from penstock.plan.cost.problem import Division, Placed, Problem, bottleneck_s, fits_all, latency_s
 from penstock.plan.cost.stage_cost import Setting
 from penstock.spec.cluster import Cluster, Device, Link
 from penstock.spec.profile import Boundary, Profile, RuntimeColumn, Unit

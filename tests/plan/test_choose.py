@@ -10,9 +10,8 @@ from penstock.errors import PlanError
 from penstock.plan.candidates import PlanRequest
 from penstock.plan.check import check_cuts, check_devices, check_plan
 from penstock.plan.choose import choose, make_plan, memory_that_would_do, plan_again
-from penstock.plan.cost.pipeline_cost import bottleneck_bound_s
 from penstock.plan.cost.predict import predict
-from penstock.plan.cost.problem import Placed, Problem
+from penstock.plan.cost.problem import Placed, Problem, bottleneck_bound_s
 from penstock.plan.cost.stage_cost import Setting
 from penstock.plan.explain import noise_lines
 from penstock.plan.search.replicas import rates_of

@@ -2,8 +2,7 @@
 
 import pytest
 
-from penstock.plan.cost.pipeline_cost import bottleneck_s, fits_all, latency_s
-from penstock.plan.cost.problem import Problem
+from penstock.plan.cost.problem import Problem, bottleneck_s, fits_all, latency_s
 from penstock.plan.cost.stage_cost import Setting
 from penstock.plan.search.exact import best_divisions
 from tests.fewer import first

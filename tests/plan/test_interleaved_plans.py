@@ -11,7 +11,7 @@ from penstock.plan.cost.predict import predict
 from penstock.plan.cost.problem import Placed, Problem
 from penstock.plan.cost.stage_cost import Setting
 from penstock.plan.cost.training_step import interleaved_memory, simulate_step
-from penstock.plan.search.interleaved_cuts import interleaved_divisions
+from penstock.plan.search.partition import interleaved_divisions
 from penstock.spec.plan import decode_plan, encode_plan
 from penstock.spec.profile import Profile, Unit
 from tests.spec.samples import make_cluster, make_profile

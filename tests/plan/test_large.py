@@ -2,8 +2,7 @@
 
 import pytest
 
-from penstock.plan.cost.pipeline_cost import bottleneck_bound_s, bottleneck_s, fits_all
-from penstock.plan.cost.problem import Problem
+from penstock.plan.cost.problem import Problem, bottleneck_bound_s, bottleneck_s, fits_all
 from penstock.plan.cost.stage_cost import Setting
 from penstock.plan.search.exact import best_divisions
 from penstock.plan.search.large import good_division, refine

@@ -1,19 +1,24 @@
+from itertools import islice
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import UsageError
-from penstock.plan.schedule.actions import Schedule, placement, text
+from penstock.plan.schedule.custom import check_schedule
 from penstock.plan.schedule.schedules import (
     SCHEDULES,
+    Schedule,
+    forward_only,
     gpipe,
     make_schedule,
     one_f_one_b,
+    placement,
+    text,
     with_recompute,
     with_updates,
     zero_bubble,
 )
-from penstock.plan.schedule.validate import check_schedule
 
 
 def lines(schedule: Schedule) -> list[str]:
@@ -98,3 +103,16 @@ def test_interleaved_never_overfills_the_buffers_of_a_cut() -> None:
         for num_stages in range(num_devices, 10):
             for num_microbatches in range(1, 14):
                 check_schedule(with_updates(make_schedule("interleaved", num_stages, num_microbatches, num_devices)))
+
+
+@pytest.mark.parametrize(
+    ("stages", "num_microbatches", "expected"),
+    [
+        ([0], 3, "F0.0 F1.0 F2.0"),
+        ([2, 3], 2, "F0.2 F0.3 F1.2 F1.3"),  # a device with two stages takes each microbatch through both
+        ([1], None, "F0.1 F1.1 F2.1 F3.1"),  # without an end
+        ([], 0, ""),
+    ],
+)
+def test_forwards_are_in_order(stages: list[int], num_microbatches: int | None, expected: str) -> None:
+    assert text(islice(forward_only(stages, num_microbatches), 4)) == expected

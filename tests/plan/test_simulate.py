@@ -1,9 +1,8 @@
 import pytest
 
 from penstock.errors import PlanError
-from penstock.plan.schedule.actions import forward_only
-from penstock.plan.schedule.picture import bubble_formula, clock_cycles, draw, read_schedule
-from penstock.plan.schedule.schedules import gpipe, make_schedule, one_f_one_b
+from penstock.plan.schedule.custom import bubble_formula, clock_cycles, draw, read_schedule
+from penstock.plan.schedule.schedules import forward_only, gpipe, make_schedule, one_f_one_b
 from penstock.plan.schedule.simulate import simulate, uniform
 
 

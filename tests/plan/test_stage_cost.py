@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.plan.cost.pipeline_cost import bottleneck_s, latency_s
-from penstock.plan.cost.problem import Placed, Problem
+from penstock.plan.cost.problem import Placed, Problem, bottleneck_s, latency_s
 from penstock.plan.cost.stage_cost import Costs, Setting
 from penstock.spec.cluster import Cluster, Device, Link
 from penstock.spec.profile import Unit

@@ -13,8 +13,7 @@ from penstock.errors import PlanError
 from penstock.plan.candidates import PlanRequest, candidates_of
 from penstock.plan.check import check_plan
 from penstock.plan.choose import choose, make_plan
-from penstock.plan.cost.pipeline_cost import fits_all
-from penstock.plan.cost.problem import Division, Problem
+from penstock.plan.cost.problem import Division, Problem, fits_all
 from penstock.plan.cost.training_step import play_step
 from penstock.plan.explain import explain
 from penstock.plan.search.replicas import divide_microbatches

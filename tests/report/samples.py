@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from penstock.plan.schedule.actions import Action, Schedule
+from penstock.plan.schedule.schedules import Action, Schedule
 from penstock.plan.schedule.simulate import simulate, uniform
 from penstock.tracing.trace import Alone, Counter, MachineCapacity, ProcessTrace, Run, RunFacts, Span, StageTotals
 

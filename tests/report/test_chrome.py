@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from penstock.plan.schedule.actions import Schedule
-from penstock.plan.schedule.picture import clock_cycles
-from penstock.plan.schedule.schedules import gpipe, one_f_one_b
+from penstock.plan.schedule.custom import clock_cycles
+from penstock.plan.schedule.schedules import Schedule, gpipe, one_f_one_b
 from penstock.report.page.chrome import chrome_trace
 from tests.report.samples import simulated, streamed
 

@@ -19,11 +19,11 @@ from penstock.graph.stages import graph_fingerprint
 from penstock.group.world import World
 from penstock.measure.costs import held_by_units
 from penstock.plan.check import check_plan
-from penstock.plan.cost.all_reduces import make_buckets
 from penstock.plan.cost.predict import divisions_of
 from penstock.plan.cost.problem import Problem
 from penstock.plan.cost.stage_cost import Setting
-from penstock.plan.schedule.actions import text
+from penstock.plan.cost.training_step import make_buckets
+from penstock.plan.schedule.schedules import text
 from penstock.spec.cluster import Cluster, Device
 from penstock.spec.plan import CutSet, DeviceLoad, Plan, PlannedPipeline, PlannedStage, Prediction, write_plan
 from penstock.spec.profile import Boundary, Unit

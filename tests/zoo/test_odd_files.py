@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from penstock.errors import DataError, ModelError, PenstockError
-from penstock.plan.schedule.picture import read_schedule
+from penstock.plan.schedule.custom import read_schedule
 from penstock.recipes.data_formats import make_task
 from penstock.recipes.settings import FitSettings, read_settings
 from penstock.spec.cluster import read_cluster

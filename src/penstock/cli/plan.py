@@ -15,10 +15,15 @@ from penstock.plan.candidates import PlanAim, PlanRequest
 from penstock.plan.choose import choose
 from penstock.plan.cost.training_step import ADAMW_STATE
 from penstock.plan.explain import explain, load_lines, noise_lines, summary, what_would_help
-from penstock.plan.schedule.actions import placement, text
-from penstock.plan.schedule.picture import bubble_formula, draw, find_schedule, read_schedule
-from penstock.plan.schedule.schedules import SCHEDULES, interleaves, make_schedule
-from penstock.plan.schedule.validate import check_given, check_schedule
+from penstock.plan.schedule.custom import (
+    bubble_formula,
+    check_given,
+    check_schedule,
+    draw,
+    find_schedule,
+    read_schedule,
+)
+from penstock.plan.schedule.schedules import SCHEDULES, interleaves, make_schedule, placement, text
 from penstock.spec.cluster import read_cluster
 from penstock.spec.plan import write_plan
 from penstock.spec.profile import read_profile

@@ -16,7 +16,7 @@ from penstock.group.world import World
 from penstock.plan.check import check_cuts, check_plan, check_purpose
 from penstock.plan.schedule.round_robin import round_robin
 from penstock.plan.search import partition
-from penstock.plan.search.interleaved_cuts import balanced_devices
+from penstock.plan.search.partition import balanced_devices
 from penstock.spec.plan import Plan, PlannedPipeline
 
 Policy = Literal["balanced", "equal-blocks", "equal-size", "smallest-crossing"]

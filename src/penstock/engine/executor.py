@@ -15,7 +15,7 @@ from penstock.engine.stages import ForwardStage
 from penstock.engine.wiring import Channels, Opening, StageLink, open_channels, stream_links
 from penstock.errors import ConnectionBroken, OutOfMemory, RunError, TransportError
 from penstock.group.world import World
-from penstock.plan.schedule.actions import STAGE_KINDS, Action
+from penstock.plan.schedule.schedules import STAGE_KINDS, Action
 from penstock.resources import is_out_of_memory
 from penstock.runtime.registry import StageRuntime
 from penstock.tensors import HOST, copy_exactly, mark

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from penstock.plan.schedule.actions import Action, forward_only
+from penstock.plan.schedule.schedules import Action, forward_only
 from penstock.runtime.registry import EAGER, RuntimeChoice
 from penstock.wire import DEPTH
 

@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from penstock.engine.counters import COMPUTING, Counters
 from penstock.engine.reference import measure_baseline
 from penstock.engine.stages import ForwardStage
-from penstock.plan.schedule.actions import Action
+from penstock.plan.schedule.schedules import Action
 from penstock.resources import cpu_quota
 from penstock.tensors import copy_exactly, held_bytes, mark, synchronize
 from penstock.tracing.record import KEPT_BYTES, Clock, Recorder

@@ -12,7 +12,7 @@ from torch import Tensor
 from penstock.engine.gradients import Synchronizer
 from penstock.errors import RunError
 from penstock.graph.stages import TrainingPart
-from penstock.plan.schedule.actions import Action
+from penstock.plan.schedule.schedules import Action
 from penstock.runtime.registry import StageRuntime
 from penstock.runtime.split_backward import WeightHalf, backward_inputs, backward_weights
 from penstock.runtime.training import TrainingRuntime

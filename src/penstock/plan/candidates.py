@@ -6,14 +6,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from penstock.errors import PlanError
-from penstock.plan.cost.pipeline_cost import bottleneck_bound_s, bottleneck_s
 from penstock.plan.cost.predict import predict_pipelines
-from penstock.plan.cost.problem import Division, Problem
+from penstock.plan.cost.problem import Division, Problem, bottleneck_bound_s, bottleneck_s
 from penstock.plan.cost.stage_cost import Setting
 from penstock.plan.schedule.schedules import DEFAULT_SCHEDULE, interleaves
 from penstock.plan.search.exact import best_divisions
-from penstock.plan.search.interleaved_cuts import interleaved_divisions
 from penstock.plan.search.large import good_division, refine
+from penstock.plan.search.partition import interleaved_divisions
 from penstock.plan.search.replicas import best_replicas, best_steps, rates_of
 from penstock.plan.search.rotation import rotated
 from penstock.spec.cluster import Cluster

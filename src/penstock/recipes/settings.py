@@ -11,7 +11,7 @@ from penstock.elastic.options import ElasticChoices, ElasticOptions
 from penstock.errors import UsageError, exclude
 from penstock.files import write_whole
 from penstock.plan.check import check_purpose, read_plan
-from penstock.plan.schedule.picture import find_schedule
+from penstock.plan.schedule.custom import find_schedule
 from penstock.plan.schedule.schedules import DEFAULT_SCHEDULE, SCHEDULES
 from penstock.recipes.data_formats import FORMATS_HELP
 from penstock.spec.cluster import read_cluster

@@ -18,18 +18,18 @@ from penstock.group.world import World
 from penstock.plan.candidates import PlanRequest
 from penstock.plan.check import check_purpose
 from penstock.plan.choose import make_plan
-from penstock.plan.schedule.actions import Schedule, placement
-from penstock.plan.schedule.picture import find_schedule, read_schedule
+from penstock.plan.schedule.custom import check_given, check_schedule, find_schedule, read_schedule
 from penstock.plan.schedule.schedules import (
     DEFAULT_SCHEDULE,
     SCHEDULES,
+    Schedule,
     interleaves,
     make_schedule,
+    placement,
     spread,
     with_recompute,
     with_updates,
 )
-from penstock.plan.schedule.validate import check_given, check_schedule
 from penstock.spec.cluster import Cluster
 from penstock.spec.plan import Plan
 from penstock.spec.profile import Profile

@@ -18,7 +18,7 @@ from penstock.graph.graph import Graph
 from penstock.graph.rows import batch_dim, check_rows
 from penstock.graph.stages import TrainingPart
 from penstock.group.world import World
-from penstock.plan.schedule.actions import forward_only
+from penstock.plan.schedule.schedules import forward_only
 from penstock.runtime.registry import EAGER
 from penstock.train.batches import WHOLE, RowCut, cut_rows, largest
 from penstock.train.captured import Captured

@@ -15,8 +15,7 @@ from itertools import cycle, islice, pairwise
 import msgspec
 
 from penstock.plan.check import check_cuts, check_devices
-from penstock.plan.cost.pipeline_cost import bottleneck_s, latency_s
-from penstock.plan.cost.problem import Division, Placed, Problem
+from penstock.plan.cost.problem import Division, Placed, Problem, bottleneck_s, latency_s
 from penstock.plan.cost.stage_cost import Setting, columns_of
 from penstock.plan.cost.training_step import predict_training
 from penstock.plan.schedule.round_robin import round_robin

@@ -20,7 +20,7 @@ several units use, until the last is computed; gradients that are being summed; 
 stage.
 
 Training has no driver: the devices with the first and the last stage load and hold their rows of a step themselves. For
-the costs of a step beyond its microbatches, see `training_step.py` and `all_reduces.py`.
+the costs of a step beyond its microbatches, see `training_step.py`.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence

@@ -1,18 +1,77 @@
-"""The built-in training schedules: pure functions from counts to actions, listed in `SCHEDULES`.
+"""Schedules as data: the actions of each device, in order; and the built-in training schedules, listed in `SCHEDULES`.
 
-With more stages than devices, devices in `gpipe`, `one_f_one_b` and `zero_bubble` hold neighbouring stages and run them
-like a single stage; in `interleaved_1f1b` they hold stages that are far apart.
+An action is written `F3.1`: forward of microbatch 3 on stage 1. For a device with one stage, the stage may be omitted.
+The executor and all other readers of schedules use the same list.
+
+    F  forward
+    B  backward: gradients of the inputs and of the weights
+    I  backward for the inputs only; W  later, for the weights: the two halves of a B
+    R  the forward again, for a stage that kept only its inputs
+    S  gradients of a stage, summed over replicas and over stages that share a weight
+    U  the optimizer's update of a stage's weights
+
+Built-in schedules are pure functions from counts to actions. With more stages than devices, devices in `gpipe`,
+`one_f_one_b` and `zero_bubble` hold neighbouring stages and run them like a single stage; in `interleaved_1f1b` they
+hold stages that are far apart.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, islice
-from typing import TypeVar
+from itertools import accumulate, count, islice
+from typing import Literal, TypeAlias, TypeVar, get_args
 
 from penstock.errors import UsageError
-from penstock.plan.schedule.actions import Action, Kind, Schedule
 from penstock.wire import NUM_BUFFERS
+
+Kind = Literal["F", "B", "I", "W", "R", "S", "U"]
+KINDS: tuple[str, ...] = get_args(Kind)
+# the halves of a split backward are assumed equal
+BACKWARD_PARTS = {"B": 1.0, "I": 0.5, "W": 0.5}
+# actions of a stage, not of one of its microbatches
+STAGE_KINDS = frozenset({"S", "U"})
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """A step of a device: the kind of action, the microbatch and the stage; S and U have microbatch 0."""
+
+    kind: Kind
+    microbatch: int
+    stage: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}{'' if self.kind in STAGE_KINDS else self.microbatch}.{self.stage}"
+
+
+# actions of each device, in order
+Schedule: TypeAlias = tuple[tuple[Action, ...], ...]
+
+
+def forward_only(stages: Sequence[int], num_microbatches: int | None = None) -> Iterator[Action]:
+    """Yield forwards for inference, without end unless `num_microbatches` is set; each microbatch runs all stages.
+
+    >>> text(forward_only([2, 3], num_microbatches=2))
+    'F0.2 F0.3 F1.2 F1.3'
+    """
+    for microbatch in count() if num_microbatches is None else range(num_microbatches):
+        for stage in stages:
+            yield Action("F", microbatch, stage)
+
+
+def text(actions: Iterable[Action]) -> str:
+    """Format a finite schedule as one line."""
+    return " ".join(str(action) for action in actions)
+
+
+def placement(schedule: Schedule) -> dict[int, int]:
+    """Return the device of every stage.
+
+    >>> placement(((Action("F", 0, 0),), (Action("F", 0, 1),)))
+    {0: 0, 1: 1}
+    """
+    return {action.stage: device for device, actions in enumerate(schedule) for action in actions}
+
 
 # (microbatch, stage)
 _Work = tuple[int, int]
@@ -152,7 +211,7 @@ def zero_bubble(num_stages: int, num_microbatches: int, num_devices: int | None 
 def with_updates(schedule: Schedule, *, update: bool = True) -> Schedule:
     """Add the synchronization of each stage after its last backward, and the optimizer's step at the end.
 
-    >>> from penstock.plan.schedule.actions import text
+    >>> from penstock.plan.schedule.schedules import text
     >>> text(with_updates(gpipe(1, 2))[0])
     'F0.0 F1.0 B0.0 B1.0 S.0 U.0'
     """
@@ -173,7 +232,7 @@ def _with_updates(actions: Sequence[Action], update: bool) -> Iterator[Action]:
 def with_recompute(schedule: Schedule) -> Schedule:
     """Add a recomputed forward before each backward, which runs while the gradients are in transit.
 
-    >>> from penstock.plan.schedule.actions import text
+    >>> from penstock.plan.schedule.schedules import text
     >>> text(with_recompute(gpipe(1, 2))[0])
     'F0.0 F1.0 R0.0 B0.0 R1.0 B1.0'
     """
@@ -190,7 +249,7 @@ def with_recompute(schedule: Schedule) -> Schedule:
 def spread(schedule: Schedule, stages: Sequence[int]) -> Schedule:
     """Replace each device's single stage by several neighbouring stages, run like a single stage.
 
-    >>> from penstock.plan.schedule.actions import text
+    >>> from penstock.plan.schedule.schedules import text
     >>> [text(actions) for actions in spread(gpipe(2, 1), [1, 2])]
     ['F0.0 B0.0', 'F0.1 F0.2 B0.2 B0.1']
     """

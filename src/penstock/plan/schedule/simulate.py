@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from penstock.errors import PlanError
-from penstock.plan.schedule.actions import BACKWARD_PARTS, Action, Schedule, placement
+from penstock.plan.schedule.schedules import BACKWARD_PARTS, Action, Schedule, placement
 from penstock.wire import NUM_BUFFERS
 
 # kinds of messages across a cut: activations forwards, gradients back

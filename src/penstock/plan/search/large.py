@@ -15,8 +15,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.plan.cost.pipeline_cost import bottleneck_bound_s, bottleneck_s, fits_all
-from penstock.plan.cost.problem import Division, Placed, Problem
+from penstock.plan.cost.problem import Division, Placed, Problem, bottleneck_bound_s, bottleneck_s, fits_all
 from penstock.plan.cost.stage_cost import Vector
 from penstock.plan.search.partition import ROUNDING, best_cuts
 

@@ -5,8 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from itertools import pairwise
 
-from penstock.plan.cost.pipeline_cost import bottleneck_s, fits_all
-from penstock.plan.cost.problem import Division, Problem
+from penstock.plan.cost.problem import Division, Problem, bottleneck_s, fits_all
 from penstock.plan.cost.training_step import play_step, simulate_step
 from penstock.plan.search.exact import best_divisions
 from penstock.plan.search.large import good_division

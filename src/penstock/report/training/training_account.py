@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
-from penstock.plan.schedule.actions import BACKWARD_PARTS, Action, Kind
-from penstock.plan.schedule.schedules import SCHEDULES, make_schedule
+from penstock.plan.schedule.schedules import BACKWARD_PARTS, SCHEDULES, Action, Kind, make_schedule
 from penstock.plan.schedule.simulate import Crossing, Duration, simulate
 from penstock.report.stream.account import Account, Cause, device_speeds
 from penstock.report.stream.advice import Advice

@@ -164,7 +164,7 @@ def _read_value(item: Mapping[str, Any], symbols: frozenset[str]) -> Value:
     if any(isinstance(d, float) or (isinstance(d, int) and d < 0) for d in checked):
         raise ProgramError(f"{name} has a dimension that is not a size; {_FORGED}")
     shape = tuple(d if isinstance(d, int) else Size(d) for d in checked)
-    check_product(name, [d for d in shape if isinstance(d, int)])
+    _check_product(name, [d for d in shape if isinstance(d, int)])
     return Value(name=name, dtype=DTYPES[item["dtype"]], shape=shape)
 
 
@@ -183,7 +183,7 @@ def _read_op(item: Any, symbols: frozenset[str]) -> Op:
         arguments=tuple(decode(argument, symbols) for argument in _list(arguments)),
         keywords={_name(key): decode(argument, symbols) for key, argument in keywords.items()},
     )
-    check_call(op)
+    _check_call(op)
     return op
 
 
@@ -295,7 +295,7 @@ def _mark(name: str) -> str:
         return ""
 
 
-def check_call(op: Op) -> None:
+def _check_call(op: Op) -> None:
     """Reject arguments that the operator does not have, and those that are missing, repeated or too large.
 
     Raises `ProgramError`.
@@ -355,14 +355,14 @@ def check_amounts(op: Op, arguments: Sequence[Any], keywords: Mapping[str, Any])
             raise ProgramError(_too_much(op.name))
         if parameter.name in _AMOUNTS or op.target.startswith("aten.tile."):
             made += numbers
-    check_product(op.name, made)
+    _check_product(op.name, made)
     if op.target.startswith(("aten.arange.", "aten.range.")):
         first, last, step = (_numbers(given.get(key)) for key in ("start", "end", "step"))
         if last and not abs(last[0] - sum(first)) <= _LARGEST_ELEMENTS * min(1, abs(step[0]) if step else 1):
             raise ProgramError(_too_much(op.name))
 
 
-def check_product(name: str, numbers: Sequence[Number]) -> None:
+def _check_product(name: str, numbers: Sequence[Number]) -> None:
     """Reject a shape with too many elements; a dimension of 0 counts as 1."""
     product: Number = 1
     for number in numbers:

@@ -46,7 +46,7 @@ class PlannedBucket:
         around = count - 1 if self.at_once else 2 * (count - 1) / count
         per_byte = around * (profile.send_s_per_byte + profile.receive_s_per_byte) + profile.sum_s_per_byte
         num_messages = (count - 1) * (1 if self.at_once else 2)
-        return self.num_bytes * per_byte / problem.devices[device].speed + messages_s(problem, device, num_messages)
+        return self.num_bytes * per_byte / problem.devices[device].speed + _messages_s(problem, device, num_messages)
 
     def seconds(self, problem: Problem) -> float:
         """Return the seconds of a bucket from its start until every device has all sums."""
@@ -65,7 +65,7 @@ class PlannedBucket:
         return 2 * (count - 1) * each + cpu_s
 
 
-def messages_s(problem: Problem, device: int, count: int) -> float:
+def _messages_s(problem: Problem, device: int, count: int) -> float:
     """Return the CPU seconds of n sent and n received messages, excluding costs per byte."""
     return count * (problem.profile.feed_s + problem.profile.result_s) / problem.devices[device].speed
 
@@ -248,7 +248,7 @@ def play_step(problem: Problem, divisions: Sequence[Division], counts: Sequence[
     done_s = all_reduced_s(problem, buckets, last)
     # every process reports the outcome of its part to all other processes
     told_s = max((problem.latency_s(one, other) for one, other in combinations(last, 2)), default=0.0)
-    told_s += max(messages_s(problem, device, len(last) - 1) for device in last)
+    told_s += max(_messages_s(problem, device, len(last) - 1) for device in last)
     return SimulatedStep(
         replicas=replicas, buckets=tuple(buckets), computed_s=max(played.makespan_s for played in replicas),
         all_reduced_s=done_s, step_s=done_s + told_s + max(after_s.values()),

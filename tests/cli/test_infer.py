@@ -22,8 +22,7 @@ from penstock.errors import DeviceLost
 from penstock.recipes.settings import FitSettings
 from penstock.recipes.tasks import load_for
 from penstock.zoo.data.image_names import open_images
-from penstock.zoo.models.models import load_model
-from penstock.zoo.models.names import parse_name
+from penstock.zoo.models.models import load_model, parse_name
 from tests.cli.conftest import SMALL
 from tests.fewer import long
 from tests.processes import free_port, run_python

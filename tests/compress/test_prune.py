@@ -14,7 +14,7 @@ import penstock
 from penstock.compress.prune import Pruning, prune, save_pruned
 from penstock.errors import ModelError, UsageError
 from penstock.zoo.models.models import load_model
-from penstock.zoo.weights.shapes import KEY
+from penstock.zoo.weights.fit import KEY
 from tests.fewer import long
 
 TIMM = "timm:vit_tiny_patch16_224,depth=2,img_size=32,patch_size=8,num_classes=4"

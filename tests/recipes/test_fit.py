@@ -33,8 +33,7 @@ from penstock.recipes.several import Row, draw_comparison, mode_runs, run_row
 from penstock.recipes.tasks import taught_loss
 from penstock.spec.plan import write_plan
 from penstock.train.captured import Captured
-from penstock.zoo.models.models import load_model
-from penstock.zoo.models.names import parse_name
+from penstock.zoo.models.models import load_model, parse_name
 from penstock.zoo.weights.weight_files import save_weights
 from tests.recipes.test_data import BERT, TREES
 from tests.train.test_arrangement import plan_for

@@ -11,8 +11,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from penstock.errors import DataError, ModelError
-from penstock.zoo.models.models import load_model
-from penstock.zoo.models.names import classes_in, with_classes
+from penstock.zoo.models.models import classes_in, load_model, with_classes
 from tests.fewer import long
 
 SOURCE = """

@@ -11,8 +11,7 @@ from torch import nn
 
 from penstock.errors import ModelError
 from penstock.zoo.models.meta import build_on_meta, draw
-from penstock.zoo.models.models import load_model
-from penstock.zoo.models.names import parse_name
+from penstock.zoo.models.models import load_model, parse_name
 from tests.disks import Disk
 
 timm = pytest.importorskip("timm")

@@ -13,8 +13,7 @@ from penstock.recipes.data_formats import make_task
 from penstock.recipes.data_tasks import classes_of
 from penstock.recipes.settings import FitSettings
 from penstock.zoo.data.image_names import open_images
-from penstock.zoo.models.models import load_model
-from penstock.zoo.models.names import with_classes
+from penstock.zoo.models.models import load_model, with_classes
 from penstock.zoo.weights.weight_files import FileWeights, read_classes, save_weights, write_classes
 from penstock.zoo.weights.weights import RenamedWeights, TensorWeights
 

@@ -19,7 +19,7 @@ from penstock.graph.ops import references
 from penstock.recipes.tasks import logits_of, scores_of
 from penstock.text import first_line
 from penstock.zoo.optional import optional_import
-from penstock.zoo.weights.shapes import changed_sizes, write_sizes
+from penstock.zoo.weights.fit import changed_sizes, write_sizes
 from penstock.zoo.weights.weight_files import save_weights
 from penstock.zoo.weights.weights import TensorWeights
 

@@ -43,8 +43,7 @@ from penstock.text import note
 from penstock.zoo.data.image_names import open_images
 from penstock.zoo.data.image_set import ImageSet
 from penstock.zoo.data.preprocess import write_preprocess
-from penstock.zoo.models.models import ZooModel, load_model
-from penstock.zoo.models.names import classes_in, with_classes
+from penstock.zoo.models.models import ZooModel, classes_in, load_model, with_classes
 from penstock.zoo.weights.weight_files import FileWeights, read_classes, save_weights, write_classes
 
 HOLD_OUT = 5  # every n-th image is used only for measuring

@@ -12,8 +12,7 @@ from torch.utils import _pytree as pytree
 from penstock.errors import DataError, UsageError
 from penstock.pipeline import Pipeline
 from penstock.zoo.data.image_set import ImageSet
-from penstock.zoo.models.models import ZooModel
-from penstock.zoo.models.names import count_classes
+from penstock.zoo.models.models import ZooModel, count_classes
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,8 +35,7 @@ from penstock.zoo.data.image_set import ImageSet
 from penstock.zoo.data.preprocess import Transform, write_preprocess
 from penstock.zoo.data.texts import CLS, PAD, Sentences, read_tokenizer, read_trees, train_tokenizer
 from penstock.zoo.models.language import load_tokenizer
-from penstock.zoo.models.models import ZooModel
-from penstock.zoo.models.names import classes_in, parse_hf, with_classes
+from penstock.zoo.models.models import ZooModel, classes_in, parse_hf, with_classes
 from penstock.zoo.optional import optional_import
 from penstock.zoo.weights.weight_files import write_classes
 

@@ -17,8 +17,7 @@ from penstock.terminal.progress import working
 from penstock.train.loss_convention import LossFunction
 from penstock.zoo.data.preprocess import PREPROCESS
 from penstock.zoo.models.models import ZooModel, load_model
-from penstock.zoo.weights.fit import check_weights
-from penstock.zoo.weights.shapes import KEY
+from penstock.zoo.weights.fit import KEY, check_weights
 from penstock.zoo.weights.weight_files import FileWeights
 from penstock.zoo.weights.weights import JoinedWeights, TensorWeights, Weights
 

@@ -16,8 +16,15 @@ from typing import Any
 
 from penstock.errors import DataError
 from penstock.text import one_line
-from penstock.zoo.data.cifar import RecordFile, is_names_file, is_record_name, open_records
-from penstock.zoo.data.folders import is_image_name, label_by_folder, natural_key
+from penstock.zoo.data.folders import (
+    RecordFile,
+    is_image_name,
+    is_names_file,
+    is_record_name,
+    label_by_folder,
+    natural_key,
+    open_records,
+)
 from penstock.zoo.data.image_set import COMPRESSED, MAX_FILE_BYTES, ByteRange, ImageSet, compression_of
 
 ARCHIVES = (".tar", ".zip", *COMPRESSED)

@@ -12,14 +12,15 @@ import numpy as np
 from penstock.errors import DataError
 from penstock.files import check_stored
 from penstock.zoo.data.archives import ARCHIVES, open_archive
-from penstock.zoo.data.cifar import open_records, records_in_folder
 from penstock.zoo.data.folders import (
     IMAGE_SUFFIXES,
     is_image_name,
     label_names,
     natural_key,
     open_folder,
+    open_records,
     read_file,
+    records_in_folder,
     walk,
 )
 from penstock.zoo.data.image_set import ImageSet, picture

@@ -10,7 +10,7 @@ from penstock.text import one_line
 from penstock.zoo.models.gguf_models import gguf_ends, load_gguf_tokenizer
 from penstock.zoo.models.hf_models import hf_config, hf_directory
 from penstock.zoo.models.hub import fetch_from_hub
-from penstock.zoo.models.names import parse_hf
+from penstock.zoo.models.models import parse_hf
 from penstock.zoo.optional import optional_import, without_panics
 
 _GGUF = "gguf:"

@@ -1,6 +1,12 @@
-"""Convert a pickled checkpoint to safetensors without running code from the file."""
+"""Convert a checkpoint to safetensors without running code from its files: a pickled one, or a folder.
 
-from collections.abc import Mapping
+Folders are those of torch.distributed.checkpoint.
+"""
+
+import io
+import math
+import pickle
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,11 +15,10 @@ import torch
 from torch import Tensor
 
 from penstock.errors import ModelError
-from penstock.text import nearest
-from penstock.zoo.weights.distributed import INDEX, StoredWeights, TensorPart, read_distributed
+from penstock.text import nearest, one_line
 from penstock.zoo.weights.pickled import Inert, read_pickled
 from penstock.zoo.weights.weight_files import save_weights, shards_of_index, write_classes
-from penstock.zoo.weights.weights import TensorWeights
+from penstock.zoo.weights.weights import ByName, Shape, TensorWeights
 
 # keys under which training scripts save the weights, in search order: averaged weights first, because the scripts' own
 # evaluation uses those
@@ -64,18 +69,18 @@ def convert_checkpoint(source: Path, target: Path, key: str | None = None) -> Co
         raise ModelError(f"{target} is {source} itself, which would be lost; choose another --output")
     files = shards_of_index(source) if source.name.endswith(_INDEX_SUFFIX) else [source]
     state: dict[str, Tensor] = {}
-    parts: dict[int, list[TensorPart]] | None = None
+    parts: dict[int, list[_TensorPart]] | None = None
     whole: Mapping[Any, object]
     for file in files:
-        if (file / INDEX).is_file():
-            whole, parts = read_distributed(file)
+        if (file / _INDEX).is_file():
+            whole, parts = _read_distributed(file)
         else:
             whole = _mapping(read_pickled(file), file)
         path, found = _unwrap(whole, file, key)
         tensors, dropped = _tensors(found, file, nested=bool(path))
         state |= tensors
     others = [name for name in _NESTINGS if path and name != path[0] and _is_weights(whole.get(name))]
-    weights = TensorWeights(state) if parts is None else StoredWeights(state, parts)
+    weights = TensorWeights(state) if parts is None else _StoredWeights(state, parts)
     num_bytes = save_weights(weights, target, metadata=write_classes(_class_names(whole)))
     return Converted(
         num_tensors=len(state), num_bytes=num_bytes, dropped=dropped, key=".".join(path), others=tuple(others)
@@ -151,3 +156,125 @@ def _tensors(state: Mapping[Any, object], source: Path, *, nested: bool) -> tupl
     while prefix := next((one for one in prefixes if tensors and all(key.startswith(one) for key in tensors)), None):
         tensors = {key.removeprefix(prefix): value for key, value in tensors.items()}
     return tensors, tuple(dropped)
+
+
+_INDEX = ".metadata"
+
+
+@dataclass(frozen=True, slots=True)
+class _TensorPart:
+    """A part of a tensor: its place in the tensor, and its bytes in a file."""
+
+    starts: Sequence[int]
+    sizes: Sequence[int]
+    file: Path
+    offset: int
+    num_bytes: int
+
+
+class _Record:
+    """An object of an index, of any class: its fields, or the arguments that it is made of."""
+
+    def __new__(cls, *args: object, **_options: object) -> "_Record":
+        made = super().__new__(cls)
+        made.__dict__["args"] = args
+        return made
+
+    def __setstate__(self, state: object) -> None:
+        self.__dict__.update(state if isinstance(state, dict) else {"args": state})
+
+
+class _Index(pickle.Unpickler):
+    """Reads an index: only numbers, texts, containers, dtypes and records are made, and no class is imported."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return a class of records for any class or function but dtypes and torch.Size."""
+        if (module, name) == ("torch", "Size"):
+            return tuple
+        found = getattr(torch, name, None) if module == "torch" else None
+        return found if isinstance(found, torch.dtype) else type(name, (_Record,), {})
+
+
+def _read_distributed(folder: Path) -> tuple[dict[str, Any], dict[int, list[_TensorPart]]]:
+    """Return the entries of a checkpoint, nested as they were saved, and the parts of each tensor by its id.
+
+    Tensors are on the meta device; other entries are None. Raises `ModelError` for a checkpoint that is not whole.
+    """
+    try:
+        with (folder / _INDEX).open("rb") as file:
+            index = _Index(file).load()
+        stored = {(key.fqn, getattr(key, "offset", None)): info for key, info in index.storage_data.items()}
+        paths = index.planner_data if isinstance(index.planner_data, dict) else {}
+        entries: dict[str, Any] = {}
+        parts: dict[int, list[_TensorPart]] = {}
+        for name, entry in index.state_dict_metadata.items():
+            tensor = None
+            if hasattr(entry, "chunks"):
+                tensor = torch.empty(tuple(entry.size), dtype=entry.properties.args[0], device="meta")
+                parts[id(tensor)] = [_part(folder, name, chunk, stored) for chunk in entry.chunks]
+                if sum(math.prod(part.sizes) for part in parts[id(tensor)]) != tensor.numel():
+                    raise ModelError(f"{folder} does not have all parts of {name}; copy it again")
+            _set(entries, paths.get(name, (name,)), tensor)
+    except ModelError:
+        raise
+    except Exception as problem:  # a damaged pickle may raise anything
+        raise ModelError(f"{folder / _INDEX} cannot be read ({one_line(problem)}); copy {folder} again") from problem
+    return entries, parts
+
+
+def _part(folder: Path, name: str, chunk: Any, stored: Mapping[tuple[str, Any], Any]) -> _TensorPart:
+    found = stored.get((name, chunk.offsets))
+    if found is None or Path(found.relative_path).name != found.relative_path:
+        raise ModelError(f"{folder} has no file for a part of {name}; copy it again")
+    if getattr(found, "transform_descriptors", None):
+        raise ModelError(f"{folder} is compressed ({found.transform_descriptors[0]}); save it without extensions")
+    file = folder / found.relative_path
+    if not file.exists():
+        raise ModelError(f"{file} is missing, which has a part of {name}; copy the files of all ranks into the folder")
+    return _TensorPart(chunk.offsets, chunk.sizes, file, found.offset, found.length)
+
+
+def _set(entries: dict[str, Any], path: Sequence[object], value: object) -> None:
+    """Set an entry in nested dicts."""
+    *outer, last = map(str, path)
+    for key in outer:
+        entries = entries.setdefault(key, {})
+    entries[last] = value
+
+
+class _StoredWeights(ByName[Tensor]):
+    """Tensors of a distributed checkpoint, by the meta tensors and parts that `_read_distributed` has returned."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], parts: Mapping[int, list[_TensorPart]]) -> None:
+        super().__init__(tensors)
+        self._parts = parts
+
+    def shape(self, name: str) -> Shape:
+        """Return a tensor's shape."""
+        return tuple(self._find(name).shape)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return a tensor's dtype."""
+        return self._find(name).dtype
+
+    def load(self, name: str) -> Tensor:
+        """Read one tensor from its files; raises `ModelError` if a part is damaged."""
+        like = self._find(name)
+        whole = torch.empty(like.shape, dtype=like.dtype)
+        for part in self._parts[id(like)]:
+            place = whole
+            for dimension, (start, size) in enumerate(zip(part.starts, part.sizes, strict=True)):
+                place = place.narrow(dimension, start, size)
+            try:
+                with part.file.open("rb") as file:
+                    file.seek(part.offset)
+                    data = io.BytesIO(file.read(part.num_bytes))
+                values = torch.load(data, map_location="cpu", weights_only=True)
+                if values.shape != place.shape:
+                    raise ValueError(f"expected {list(place.shape)}; got {list(values.shape)}")
+                place.copy_(values)
+            except Exception as problem:  # a damaged pickle may raise anything
+                raise ModelError(
+                    f"the part of {name} in {part.file} cannot be read ({one_line(problem, 80)}); copy it again"
+                ) from problem
+        return whole

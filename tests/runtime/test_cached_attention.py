@@ -8,7 +8,7 @@ from torch import Tensor
 
 from penstock.errors import CutError, RunError
 from penstock.graph.cuts import Cuts
-from penstock.graph.engine_operators import ATTENTION, ROTARY
+from penstock.graph.decoders import ATTENTION, ROTARY
 from penstock.graph.ops import GETITEM, Op, Ref
 from penstock.graph.program import StageProgram, read_program, write_program
 from penstock.graph.stages import divide
@@ -16,7 +16,7 @@ from penstock.runtime.eager import Runtime
 from penstock.runtime.onnx.cached_attention import with_cached_attention
 from penstock.runtime.onnx.phases import pieces, some_sizes
 from penstock.runtime.onnx.rotary import inputs_of_halves, with_rotary
-from penstock.runtime.onnx.value_shapes import Shapes
+from penstock.runtime.onnx.writer import Shapes
 from penstock.runtime.registry import parse_runtime
 from tests.fewer import long
 from tests.generate.decoders import tensors_of

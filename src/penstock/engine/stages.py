@@ -14,8 +14,7 @@ from penstock.errors import RunError
 from penstock.graph.stages import TrainingPart
 from penstock.plan.schedule.schedules import Action
 from penstock.runtime.registry import StageRuntime
-from penstock.runtime.split_backward import WeightHalf, backward_inputs, backward_weights
-from penstock.runtime.training import TrainingRuntime
+from penstock.runtime.training import TrainingRuntime, WeightHalf, backward_inputs, backward_weights
 from penstock.tensors import HOST, moved
 from penstock.tracing.record import Recorder
 from penstock.transport.messages import DATA, Message

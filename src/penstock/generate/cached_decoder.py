@@ -16,8 +16,17 @@ from torch import Tensor, nn
 
 from penstock.deploy.run_options import ModelCall
 from penstock.errors import UsageError
-from penstock.generate.positions import positions_of_rows, rotary_limit, takes_positions
-from penstock.generate.slot_cache import Slots, SlotState, kept_as, slot_cache, states_in, written_back
+from penstock.generate.slots import (
+    Slots,
+    SlotState,
+    kept_as,
+    positions_of_rows,
+    rotary_limit,
+    slot_cache,
+    states_in,
+    takes_positions,
+    written_back,
+)
 from penstock.graph.capture import fake_parameters
 from penstock.graph.decoders import add_cache
 from penstock.graph.exporting import EXPORTING

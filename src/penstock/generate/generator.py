@@ -14,7 +14,7 @@ from penstock.errors import RunError, UsageError
 from penstock.generate.cached_decoder import chunk_on, decoder_call
 from penstock.generate.lanes import Lanes
 from penstock.generate.loop import GenerationLoop
-from penstock.generate.request import Request
+from penstock.generate.request import Request, TextDecoder
 from penstock.generate.sampling import (
     LogitBias,
     Penalties,
@@ -25,7 +25,6 @@ from penstock.generate.sampling import (
     read_config,
     start_of,
 )
-from penstock.generate.text import TextDecoder
 from penstock.group.entry import under_torchrun
 from penstock.group.world import World
 from penstock.plan.check import read_plan

@@ -10,6 +10,9 @@ Results have the same bits, since each head reads the same numbers.
 Engines fuse the operations of a norm into one, and those between the products that make queries, keys and values and
 the attention's result, which changes the last bits. So each of these is always within one stage, and a sequence has the
 same tokens wherever the model is cut.
+
+Operators that an engine has for what a captured graph computes in several operations stand in a stage's operations only
+while a runtime prepares them for its engine, and have no kernel: only shapes.
 """
 
 import math
@@ -17,9 +20,10 @@ import mmap
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from penstock.errors import CaptureError
 from penstock.graph.graph import Graph
@@ -30,7 +34,7 @@ _MARK = "penstock_caches"
 # inputs of a decoder with these names are the slots [B] and positions [B, S] at which keys and values are written
 ROWS, POSITIONS = "rows", "positions"
 
-_ATTENTION = "aten.scaled_dot_product_attention.default"
+_SDPA = "aten.scaled_dot_product_attention.default"
 _PRODUCTS = {"aten.linear.default", "aten.addmm.default", "aten.mm.default", "aten.matmul.default"}
 _COPIES = ("aten.reshape.default", "aten.expand.default", "aten.unsqueeze.default")
 
@@ -42,7 +46,7 @@ def share_heads(graph: Graph) -> Graph:
 
 
 def _shared(op: Op, made: Mapping[str, Op], graph: Graph) -> Op:
-    if op.target != _ATTENTION or "enable_gqa" in op.keywords:
+    if op.target != _SDPA or "enable_gqa" in op.keywords:
         return op
     query, keys, values, *rest = op.arguments
     sources = [_without_copies(each, made, graph) for each in (keys, values)]
@@ -78,7 +82,7 @@ def _inside_attentions(ops: Sequence[Op]) -> dict[int, str]:
     """Return the positions between the last product that an attention's inputs come from and the attention."""
     place = {op.name: index for index, op in enumerate(ops)}
     found: dict[int, str] = {}
-    for index in (index for index, op in enumerate(ops) if op.target == _ATTENTION):
+    for index in (index for index, op in enumerate(ops) if op.target == _SDPA):
         seen, left, last = set[int](), [index], -1
         while left:
             for at in {place[name] for name in ops[left.pop()].uses() if name in place} - seen:
@@ -211,3 +215,25 @@ def _reduces_rows(op: Op, graph: Graph) -> bool:
     dims = op.arguments[1] if len(op.arguments) > 1 else op.keywords.get("dim")
     listed = dims if isinstance(dims, (list, tuple)) else [dims]
     return dims is None or not listed or any(dim in (0, -len(shape)) for dim in listed)
+
+
+# writes `key` and `value` [B, S, G, D] to the caches at `positions` of `rows`, and attends with `query` [B, H, S, D]
+ATTENTION = "penstock.cached_attention.default"
+# x * cos + cat([-x[..., D/2:], x[..., :D/2]], -1) * sin, for `x` [B, H, S, D]
+ROTARY = "penstock.rotary.default"
+
+_LIBRARY = torch.library.Library("penstock", "FRAGMENT")
+# no write is declared: no other operation uses these caches, so the order does not matter
+_LIBRARY.define(
+    "cached_attention(Tensor query, Tensor key, Tensor value, Tensor keys, Tensor values, Tensor rows, "
+    "Tensor positions, Tensor mask, float scale) -> Tensor"
+)
+_LIBRARY.define("rotary(Tensor x, Tensor cos, Tensor sin) -> Tensor")
+
+
+def _like_first(first: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(first, memory_format=torch.contiguous_format)
+
+
+for _name in ("cached_attention", "rotary"):
+    _LIBRARY.impl(_name, _like_first, "Meta")

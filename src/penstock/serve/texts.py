@@ -10,8 +10,7 @@ from typing import Any
 
 from penstock.errors import DataError, UsageError
 from penstock.generate.generator import Generator
-from penstock.generate.request import Request
-from penstock.generate.text import TextDecoder
+from penstock.generate.request import Request, TextDecoder
 from penstock.recipes.texts import chat_tokens
 from penstock.serve.admission import SMALL_BYTES, Admission, Desk, Ticket, lane_of
 from penstock.serve.grammar import JsonGrammar, TokenTexts

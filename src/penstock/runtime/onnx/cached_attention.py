@@ -22,14 +22,12 @@ import torch
 from torch import Tensor
 
 from penstock.errors import RunError
-from penstock.graph.decoders import POSITIONS, ROWS
-from penstock.graph.engine_operators import ATTENTION
+from penstock.graph.decoders import ATTENTION, POSITIONS, ROWS
 from penstock.graph.ops import Op, Ref, effect, references
 from penstock.graph.program import StageProgram
 from penstock.runtime.onnx.onnx_nodes import ELEMENTS, OF_ENGINE, Flat, Made, written_name
 from penstock.runtime.onnx.onnx_operators import OPERATORS, OnnxCall
-from penstock.runtime.onnx.value_shapes import Shapes
-from penstock.runtime.onnx.writer import bound_arguments
+from penstock.runtime.onnx.writer import Shapes, bound_arguments
 from penstock.values import BATCH, Size, Value
 
 _WIDTHS = 8  # the engine's heads have a multiple of this width

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from penstock.errors import PlanError, RunError
 from penstock.graph.callbacks import Callback
-from penstock.graph.decoders import POSITIONS, ROWS
-from penstock.graph.engine_operators import ATTENTION
+from penstock.graph.decoders import ATTENTION, POSITIONS, ROWS
 from penstock.graph.ops import CALLBACK, GETITEM, Op, Ref
 from penstock.graph.program import StageProgram, may_be_written, operations_of
 from penstock.packing import unpacked
@@ -34,8 +33,7 @@ from penstock.runtime.onnx.exported import Engine, InPlaceEngine
 from penstock.runtime.onnx.onnx_nodes import Arrays
 from penstock.runtime.onnx.phases import phases_of, pieces, some_sizes
 from penstock.runtime.onnx.rotary import check_halves, inputs_of_halves, with_rotary
-from penstock.runtime.onnx.value_shapes import Shapes
-from penstock.runtime.onnx.writer import write_model
+from penstock.runtime.onnx.writer import Shapes, write_model
 from penstock.tensors import HOST
 from penstock.values import BATCH, Size
 

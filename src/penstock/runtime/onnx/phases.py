@@ -16,13 +16,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from penstock.graph.engine_operators import ATTENTION, ROTARY
+from penstock.graph.decoders import ATTENTION, ROTARY
 from penstock.graph.ops import CALLBACK, GETITEM, Op
 from penstock.graph.prepare import Storage
 from penstock.graph.program import StageProgram
 from penstock.runtime.onnx.onnx_nodes import ELEMENTS
-from penstock.runtime.onnx.value_shapes import Shapes
-from penstock.runtime.onnx.writer import is_supported
+from penstock.runtime.onnx.writer import Shapes, is_supported
 from penstock.values import BATCH, Size
 
 # embedding tables would be copied into an engine, although only a few rows are read

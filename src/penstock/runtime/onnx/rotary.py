@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from penstock.errors import RunError
-from penstock.graph.engine_operators import ROTARY
+from penstock.graph.decoders import ROTARY
 from penstock.graph.ops import Op, Ref
 from penstock.graph.program import StageProgram
 from penstock.runtime.onnx.cached_attention import is_whole_slice, joined_heads, without_unread
 from penstock.runtime.onnx.onnx_nodes import OF_ENGINE, Flat, Made
 from penstock.runtime.onnx.onnx_operators import OPERATORS, OnnxCall, slice_axis
-from penstock.runtime.onnx.value_shapes import Shapes
+from penstock.runtime.onnx.writer import Shapes
 
 # each keeps halves equal
 _KEEPS = {"aten.unsqueeze.default", "aten.cos.default", "aten.sin.default", "aten.to.dtype"}

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from penstock.runtime.split_backward import backward_inputs, backward_weights
+from penstock.runtime.training import backward_inputs, backward_weights
 
 
 def compare(function: object, inputs: list[Tensor], weights: list[Tensor]) -> None:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.generate.text import TextDecoder
+from penstock.generate.request import TextDecoder
 from tests.fewer import examples
 from tests.generate.tokens import tokenizer
 

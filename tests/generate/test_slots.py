@@ -11,7 +11,7 @@ import transformers
 
 from penstock.errors import UsageError
 from penstock.generate.generator import Generator
-from penstock.generate.slot_cache import Slots, slot_cache
+from penstock.generate.slots import Slots, slot_cache
 from tests.fewer import long
 from tests.generate.decoders import FAMILIES, decoder, expected, prompts
 

@@ -20,7 +20,7 @@ from benchmarks.labs import lab_text
 from benchmarks.ssh_hosts import SshLab, ssh_lab
 from benchmarks.training.__main__ import environment
 from penstock.cluster.lab import parse_lab, take_down
-from penstock.cluster.ssh.push import push
+from penstock.cluster.ssh.prepare import push
 from penstock.cluster.ssh.remote import hosts_of
 from penstock.group.launcher import module_command
 from penstock.spec.cluster import read_cluster

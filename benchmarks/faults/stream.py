@@ -20,7 +20,7 @@ from benchmarks.ssh_hosts import SshLab
 from penstock.cli.cluster import commands_by_ssh
 from penstock.cluster.lab import Lab
 from penstock.cluster.output import OutputLine
-from penstock.cluster.ssh.run import RemoteRun
+from penstock.cluster.ssh.remote import RemoteRun
 from penstock.errors import ClusterError
 from penstock.spec.cluster import read_cluster
 

@@ -19,7 +19,7 @@ from benchmarks.labs import ROOT, lab_text
 from benchmarks.training.__main__ import environment
 from penstock.cluster.lab import Lab, lab_session, parse_lab, take_down
 from penstock.cluster.lab.run import LabRun
-from penstock.cluster.ssh.run import PORT
+from penstock.cluster.ssh.remote import PORT
 from penstock.group.launcher import JOIN
 
 LAB, HOSTS, CPU = "losses", 4, 0.35

@@ -15,10 +15,8 @@ import pytest
 
 from penstock.cli.main import main
 from penstock.cluster.lab import HostSpec, LabSpec
-from penstock.cluster.ssh.check import check_hosts
-from penstock.cluster.ssh.push import push
-from penstock.cluster.ssh.remote import hosts_of
-from penstock.cluster.ssh.run import RemoteRun, environment, remote_command
+from penstock.cluster.ssh.prepare import check_hosts, push
+from penstock.cluster.ssh.remote import RemoteRun, environment, hosts_of, remote_command
 from penstock.spec.cluster import read_cluster
 from penstock.version import __version__
 from tests.cluster.labs import until

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from penstock.cli.main import main
-from penstock.cluster.ssh.check import HostCheck, check_hosts
-from penstock.cluster.ssh.remote import CommandResult, Host, hosts_of, require, run_on
-from penstock.cluster.ssh.run import environment, remote_command
+from penstock.cluster.ssh.prepare import HostCheck, check_hosts
+from penstock.cluster.ssh.remote import CommandResult, Host, environment, hosts_of, remote_command, require, run_on
 from penstock.cluster.ssh.schedulers import kubernetes_manifest, slurm_script
 from penstock.errors import ClusterError
 from penstock.spec.cluster import Cluster, parse_cluster, write_cluster

@@ -12,8 +12,7 @@ from penstock.cli.options import bind_to
 from penstock.cluster.lab import lab_session, read_lab
 from penstock.cluster.lab.processes import ended_by_signals
 from penstock.cluster.output import EndTogether, OutputLine, exit_name, print_line
-from penstock.cluster.ssh.remote import Host, address_of, hosts_of
-from penstock.cluster.ssh.run import PORT, RemoteRun, environment, remote_command
+from penstock.cluster.ssh.remote import PORT, Host, RemoteRun, address_of, environment, hosts_of, remote_command
 from penstock.errors import ClusterError, UsageError
 from penstock.files import check_paths
 from penstock.group.launcher import QUIET, TRUSTED, module_command, module_path

@@ -17,10 +17,8 @@ from penstock.cli.cluster import commands_by_ssh, ends_with, is_lab, run_by_ssh,
 from penstock.cli.options import JsonFile, make_console, write_json
 from penstock.cli.paths import Written
 from penstock.cluster.lab.processes import ended_by_signals
-from penstock.cluster.ssh.check import check_hosts
-from penstock.cluster.ssh.push import FILES, bring, fetch, push, what_push_does
-from penstock.cluster.ssh.remote import address_of, hosts_of, on_all
-from penstock.cluster.ssh.run import PORT, RemoteRun
+from penstock.cluster.ssh.prepare import FILES, bring, check_hosts, fetch, push, what_push_does
+from penstock.cluster.ssh.remote import PORT, RemoteRun, address_of, hosts_of, on_all
 from penstock.cluster.ssh.schedulers import kubernetes_manifest, slurm_script
 from penstock.errors import ClusterError, RunError, UsageError
 from penstock.spec.cluster import Cluster, Link, read_cluster, write_cluster

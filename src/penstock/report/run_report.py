@@ -28,8 +28,7 @@ from penstock.report.page.training_figures import learning_figure, learning_line
 from penstock.report.stream.account import Account, make_account, shape_of
 from penstock.report.stream.advice import Advice, advise, advise_memory
 from penstock.report.stream.measured import measure_stream
-from penstock.report.training.metrics import PlanLine, RunMetrics, read_metrics
-from penstock.report.training.steps import measure_training
+from penstock.report.training.measured import PlanLine, RunMetrics, measure_training, read_metrics
 from penstock.report.training.training_account import advise_training, make_training_account
 from penstock.text import counted
 from penstock.tracing.trace import RUN_FILE, Run, read_run

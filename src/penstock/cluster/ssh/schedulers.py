@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from penstock.cluster.ssh.run import PORT
+from penstock.cluster.ssh.remote import PORT
 
 _RESUMED = {"infer", "train"}  # commands that have --resume
 _RANK = "RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=0 LOCAL_WORLD_SIZE=1"

@@ -27,8 +27,7 @@ from penstock.report.page.figures import (
 from penstock.report.page.figures import memory as memory_figure
 from penstock.report.page.tables import Cell, Table, account_table, clock_table, environment_table, memory_of
 from penstock.report.stream.account import Account
-from penstock.report.training.metrics import EpochLine, RunMetrics, StepLine
-from penstock.report.training.steps import DevicePart, MeasuredTraining, TimedAction
+from penstock.report.training.measured import DevicePart, EpochLine, MeasuredTraining, RunMetrics, StepLine, TimedAction
 from penstock.report.training.training_account import Usual, usual_seconds
 from penstock.text import counted
 from penstock.tracing.trace import Run

@@ -12,8 +12,17 @@ from itertools import pairwise
 from statistics import fmean
 
 from penstock.plan.schedule.simulate import Edge
-from penstock.report.stream.measured import MeasuredStage, MeasuredStream, measure_stream, share
-from penstock.report.stream.replay import Backlog, Recorded, backlog_in_waits, other_threads_cpu_s, replay
+from penstock.report.stream.measured import (
+    Backlog,
+    MeasuredStage,
+    MeasuredStream,
+    Recorded,
+    backlog_in_waits,
+    measure_stream,
+    other_threads_cpu_s,
+    replay,
+    share,
+)
 from penstock.tracing.record import FEEDER_STAGE
 from penstock.tracing.trace import MachineCapacity, Run
 from penstock.units import format_bytes, format_seconds

@@ -14,7 +14,7 @@ from penstock.plan.schedule.simulate import Crossing, Duration, simulate
 from penstock.report.stream.account import Account, Cause, device_speeds
 from penstock.report.stream.advice import Advice
 from penstock.report.stream.measured import share
-from penstock.report.training.steps import DevicePart, MeasuredTraining, StepTimes, TimedAction
+from penstock.report.training.measured import DevicePart, MeasuredTraining, StepTimes, TimedAction
 from penstock.text import counted
 from penstock.tracing.trace import Run
 from penstock.units import format_bytes, format_seconds

@@ -4,8 +4,13 @@ from collections.abc import Sequence
 
 import pytest
 
-from penstock.report.stream.measured import MeasuredStage, MicrobatchTimes
-from penstock.report.stream.replay import Backlog, backlog_in_waits, other_threads_cpu_s
+from penstock.report.stream.measured import (
+    Backlog,
+    MeasuredStage,
+    MicrobatchTimes,
+    backlog_in_waits,
+    other_threads_cpu_s,
+)
 from penstock.tracing.trace import MachineCapacity
 
 

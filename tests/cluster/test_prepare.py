@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.cluster.ssh.push import bring
+from penstock.cluster.ssh.prepare import bring
 from penstock.cluster.ssh.remote import Host
 from penstock.errors import ClusterError
 

@@ -15,9 +15,8 @@ from penstock.deploy.state import load_state
 from penstock.errors import RunError, UsageError
 from penstock.graph.call import bind_inputs
 from penstock.graph.capture import capture
-from penstock.graph.cuts import Cuts
+from penstock.graph.cuts import Cuts, divide
 from penstock.graph.program import read_program, write_program
-from penstock.graph.stages import divide
 from penstock.measure.costs import Timing
 from penstock.measure.profiler import measure_runtimes
 from penstock.runtime.eager import Runtime

@@ -23,7 +23,7 @@ from benchmarks.coverage.training import loss_of, without_dropout
 from penstock.deploy.state import load_state
 from penstock.graph.call import bind_inputs
 from penstock.graph.capture import capture
-from penstock.graph.stages import divide
+from penstock.graph.cuts import divide
 from penstock.measure.profiler import relative_error
 from penstock.runtime.registry import EAGER, RuntimeChoice
 from penstock.train.captured import Captured

@@ -24,8 +24,8 @@ from penstock.engine.counters import read_counters
 from penstock.engine.job import StageOptions, StagesJob
 from penstock.errors import ClusterError, ProgramError, RunError
 from penstock.graph.capture import capture
+from penstock.graph.cuts import divide
 from penstock.graph.program import StageProgram, read_program, write_program
-from penstock.graph.stages import divide
 from penstock.group.board import Verdict, read_verdict
 from penstock.group.join import Hello, check_hello
 from penstock.group.world import Leave

@@ -14,9 +14,8 @@ from penstock.deploy.bundle import read_bundle, read_part, write_bundle
 from penstock.deploy.state import load_state
 from penstock.errors import PenstockError, PlanError, ProgramError, UsageError
 from penstock.graph.capture import capture
-from penstock.graph.cuts import Cuts
+from penstock.graph.cuts import Cuts, graph_fingerprint
 from penstock.graph.graph import Graph
-from penstock.graph.stages import graph_fingerprint
 from penstock.spec.fields import fingerprint
 from penstock.spec.plan import CutSet, DeviceLoad, Plan, PlannedPipeline, PlannedStage, Prediction
 from penstock.zoo.weights.weights import ModuleWeights

@@ -15,9 +15,8 @@ from penstock.deploy.state import load_state
 from penstock.engine.channels import RemoteReceiver, RemoteSender
 from penstock.errors import TransportError
 from penstock.graph.capture import capture
-from penstock.graph.cuts import Cuts
+from penstock.graph.cuts import Cuts, divide
 from penstock.graph.program import StageProgram, states_of
-from penstock.graph.stages import divide
 from penstock.transport.memory_network import MemoryNetwork
 from penstock.transport.messages import DATA, Format, Message
 from penstock.values import Size, Value

@@ -17,8 +17,7 @@ from torch.utils.data import Dataset, TensorDataset
 from penstock.elastic.elastic_training import ElasticTraining, PlanChange
 from penstock.elastic.epochs import EpochRecord, FreezePolicy
 from penstock.elastic.options import ElasticOptions
-from penstock.graph.cuts import Cuts
-from penstock.graph.stages import graph_fingerprint
+from penstock.graph.cuts import Cuts, graph_fingerprint
 from penstock.group.world import World
 from penstock.spec.cluster import Cluster, Device
 from penstock.spec.profile import Boundary, Profile, Unit

@@ -14,9 +14,8 @@ from penstock.generate.generator import Generator
 from penstock.generate.lanes import Lanes, SequenceState
 from penstock.generate.loop import inputs_of
 from penstock.graph.capture import capture
-from penstock.graph.cuts import Cuts
+from penstock.graph.cuts import Cuts, divide
 from penstock.graph.program import read_program, states_of, write_program
-from penstock.graph.stages import divide
 from penstock.runtime.eager import Runtime
 from tests.fewer import long
 from tests.generate.decoders import FAMILIES, decoder, expected, prompts

@@ -11,9 +11,8 @@ from transformers import MixtralConfig, MixtralForCausalLM
 from penstock.deploy.split import split
 from penstock.errors import CaptureError, UsageError
 from penstock.graph.capture import capture
-from penstock.graph.cuts import Cuts
+from penstock.graph.cuts import Cuts, divide
 from penstock.graph.program import write_program
-from penstock.graph.stages import divide
 from tests.fewer import first, long
 from tests.models import UNet, albert, as_messages, assert_same, bert, deit, gpt2, llama, seeded, split_at, swin, t5
 

@@ -8,8 +8,8 @@ import torch
 from penstock.generate.cached_decoder import CachedDecoder
 from penstock.graph import translate
 from penstock.graph.capture import capture
+from penstock.graph.cuts import divide
 from penstock.graph.graph import Graph
-from penstock.graph.stages import divide
 from penstock.runtime.eager import Runtime
 from tests.fewer import long
 from tests.generate.decoders import decoder, tensors_of

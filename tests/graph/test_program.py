@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 
 from penstock.errors import ProgramError, RunError, UsageError
 from penstock.graph.capture import capture
-from penstock.graph.cuts import Cuts
+from penstock.graph.cuts import Cuts, divide
 from penstock.graph.operators import listed_operators
 from penstock.graph.program import StageProgram, read_program, write_program
-from penstock.graph.stages import divide
 from penstock.runtime.eager import Runtime
 from tests.fewer import examples
 from tests.models import UNet, deit, gpt2, seeded

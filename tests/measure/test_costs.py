@@ -9,8 +9,7 @@ from torch import nn
 
 from penstock.deploy.state import load_state
 from penstock.graph.capture import capture
-from penstock.graph.cuts import Cuts
-from penstock.graph.stages import divide
+from penstock.graph.cuts import Cuts, divide
 from penstock.measure.costs import held_by_units, spread, working_bytes
 from penstock.measure.profiler import profile_graph
 from penstock.zoo.weights.weights import ModuleWeights

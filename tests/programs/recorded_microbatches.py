@@ -8,7 +8,7 @@ from penstock.engine.observer import StreamObserver
 from penstock.engine.reference import measure_baseline
 from penstock.engine.stages import ForwardStage
 from penstock.graph.capture import capture
-from penstock.graph.stages import divide
+from penstock.graph.cuts import divide
 from penstock.resources import peak_bytes
 from penstock.runtime.eager import Runtime
 from penstock.transport.messages import DATA, Message

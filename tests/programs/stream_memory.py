@@ -13,7 +13,7 @@ import torch.export
 
 import penstock
 import penstock.stream.streaming_pipeline
-from penstock.graph.stages import divide
+from penstock.graph.cuts import divide
 from penstock.zoo.models.models import load_model
 
 

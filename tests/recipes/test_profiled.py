@@ -8,7 +8,7 @@ import torch
 from msgspec.structs import asdict
 
 from penstock.errors import UsageError
-from penstock.graph.stages import graph_fingerprint
+from penstock.graph.cuts import graph_fingerprint
 from penstock.measure.profiler import MessageCosts
 from penstock.plan.candidates import PlanRequest
 from penstock.plan.choose import make_plan

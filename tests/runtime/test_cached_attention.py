@@ -7,11 +7,10 @@ import torch
 from torch import Tensor
 
 from penstock.errors import CutError, RunError
-from penstock.graph.cuts import Cuts
+from penstock.graph.cuts import Cuts, divide
 from penstock.graph.decoders import ATTENTION, ROTARY
 from penstock.graph.ops import GETITEM, Op, Ref
 from penstock.graph.program import StageProgram, read_program, write_program
-from penstock.graph.stages import divide
 from penstock.runtime.eager import Runtime
 from penstock.runtime.onnx.cached_attention import with_cached_attention
 from penstock.runtime.onnx.phases import pieces, some_sizes

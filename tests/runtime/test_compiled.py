@@ -17,10 +17,10 @@ from penstock.elastic.elastic_training import ElasticTraining
 from penstock.elastic.options import ElasticOptions
 from penstock.errors import PlanError, RunError, UsageError
 from penstock.graph.capture import capture
+from penstock.graph.cuts import divide
 from penstock.graph.exporting import EXPORTING
 from penstock.graph.ops import State
 from penstock.graph.program import StageProgram
-from penstock.graph.stages import divide
 from penstock.group.world import World
 from penstock.measure.profiler import relative_error
 from penstock.runtime.compiled import check_compiler

@@ -9,9 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.errors import ProgramError, RunError
 from penstock.graph.capture import capture
-from penstock.graph.cuts import Cuts
+from penstock.graph.cuts import Cuts, divide
 from penstock.graph.program import StageProgram, read_program, write_program
-from penstock.graph.stages import divide
 from penstock.runtime.eager import Runtime
 from tests.models import deit
 from tests.runtime.test_onnx import parts

@@ -12,9 +12,9 @@ from penstock.errors import PlanError
 from penstock.generate.cached_decoder import CachedDecoder
 from penstock.generate.generator import Generator
 from penstock.graph.capture import capture
+from penstock.graph.cuts import divide
 from penstock.graph.decoders import add_cache
 from penstock.graph.graph import Graph
-from penstock.graph.stages import divide
 from penstock.runtime.eager import Runtime
 from penstock.runtime.onnx.exported import Engine
 from penstock.runtime.onnx.fused import JoinedRuntime

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from penstock.deploy.state import load_state
 from penstock.errors import PlanError, RunError, UsageError
 from penstock.graph.capture import capture
+from penstock.graph.cuts import divide
 from penstock.graph.program import StageProgram
-from penstock.graph.stages import divide
 from penstock.runtime.bfloat16 import has_bfloat16
 from penstock.runtime.eager import Runtime
 from penstock.runtime.onnx.exported import ExportedRuntime

@@ -9,8 +9,7 @@ from penstock.deploy.run_options import RunOptions
 from penstock.deploy.state import load_state
 from penstock.errors import PlanError
 from penstock.graph.capture import capture
-from penstock.graph.cuts import Cuts
-from penstock.graph.stages import divide, graph_fingerprint
+from penstock.graph.cuts import Cuts, divide, graph_fingerprint
 from penstock.pipeline import Pipeline
 from penstock.runtime.registry import RUNTIMES, RuntimeChoice
 from penstock.spec.plan import CutSet, DeviceLoad, Plan, PlannedPipeline, PlannedStage, Prediction

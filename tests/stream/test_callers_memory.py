@@ -12,8 +12,8 @@ import penstock
 from penstock.deploy.bundle import write_bundle
 from penstock.deploy.state import load_state
 from penstock.graph.capture import capture
+from penstock.graph.cuts import graph_fingerprint
 from penstock.graph.graph import Graph
-from penstock.graph.stages import graph_fingerprint
 from penstock.group.entry import start_local
 from penstock.group.world import World
 from penstock.pipeline import Pipeline

@@ -14,8 +14,7 @@ import penstock
 from penstock.engine.gradients import make_buckets as engine_buckets
 from penstock.engine.placement import Replica
 from penstock.errors import PlanError, UsageError
-from penstock.graph.cuts import Cuts
-from penstock.graph.stages import graph_fingerprint
+from penstock.graph.cuts import Cuts, graph_fingerprint
 from penstock.group.world import World
 from penstock.measure.costs import held_by_units
 from penstock.plan.check import check_plan

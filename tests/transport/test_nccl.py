@@ -15,7 +15,7 @@ from penstock.deploy.state import load_state
 from penstock.engine import wiring
 from penstock.engine.wiring import why_not
 from penstock.errors import ConnectionBroken, RunError, UsageError
-from penstock.graph.stages import divide
+from penstock.graph.cuts import divide
 from penstock.runtime.eager import Runtime
 from penstock.transport.base import Transport, device_tag, send_bytes
 from penstock.transport.memory_network import MemoryNetwork

@@ -22,10 +22,9 @@ from penstock.engine.driver import DeployedPipeline
 from penstock.engine.tracers import FeederTracer
 from penstock.errors import RunError
 from penstock.graph.capture import capture
-from penstock.graph.cuts import Cut, Cuts
+from penstock.graph.cuts import Cut, Cuts, divide
 from penstock.graph.graph import count_work
 from penstock.graph.ops import State
-from penstock.graph.stages import divide
 from penstock.group.world import World, assign_stages
 from penstock.plan.search.partition import stage_sums
 from penstock.resources import available_cores

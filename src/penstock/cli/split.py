@@ -93,7 +93,7 @@ def split(
 
 
 def _stage_rows(graph: "Graph", chosen: "list[Cut]", costs: list[float], sizes: dict[str, int]) -> list[dict[str, Any]]:
-    from penstock.graph.stages import divide
+    from penstock.graph.cuts import divide
 
     sums = stage_sums(costs, [cut.position for cut in chosen])
     programs = divide(graph, chosen)

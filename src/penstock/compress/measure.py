@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from penstock.deploy.state import load_state
 from penstock.errors import UsageError
 from penstock.graph.capture import capture
-from penstock.graph.stages import divide
+from penstock.graph.cuts import divide
 from penstock.measure.profiler import relative_error
 from penstock.runtime.registry import RUNTIMES, RuntimeChoice, StageRuntime, parse_runtime
 from penstock.zoo.weights.weights import ModuleWeights

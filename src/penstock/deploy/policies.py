@@ -8,10 +8,9 @@ from typing import Literal, get_args
 import torch
 
 from penstock.errors import CutError, PlanError, RunError
-from penstock.graph.cuts import Cut, Cuts, find_blocks, parameter_pieces
+from penstock.graph.cuts import Cut, Cuts, divide, find_blocks, graph_fingerprint, parameter_pieces
 from penstock.graph.graph import SECONDS_PER_CROSSING_BYTE, Graph, count_work
 from penstock.graph.program import StageProgram
-from penstock.graph.stages import divide, graph_fingerprint
 from penstock.group.world import World
 from penstock.plan.check import check_cuts, check_plan, check_purpose
 from penstock.plan.schedule.round_robin import round_robin

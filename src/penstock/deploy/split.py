@@ -12,10 +12,9 @@ from penstock.deploy.run_options import CutOptions
 from penstock.deploy.state import load_state
 from penstock.graph.call import bind_inputs, build_output, read_sizes
 from penstock.graph.capture import capture
-from penstock.graph.cuts import Cut, Cuts
+from penstock.graph.cuts import Cut, Cuts, divide
 from penstock.graph.graph import Graph, count_work
 from penstock.graph.program import StageProgram
-from penstock.graph.stages import divide
 from penstock.runtime.registry import EAGER, StageRuntime
 from penstock.text import counted
 from penstock.units import format_bytes

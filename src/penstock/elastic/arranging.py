@@ -8,8 +8,7 @@ from penstock.deploy.policies import choose_cuts
 from penstock.elastic.costs import PlannerInputs
 from penstock.engine.placement import Grid
 from penstock.errors import CutError, PlanError
-from penstock.graph.cuts import Cuts
-from penstock.graph.stages import graph_fingerprint
+from penstock.graph.cuts import Cuts, graph_fingerprint
 from penstock.spec.fields import fingerprint
 from penstock.spec.plan import CutSet, DeviceLoad, Plan, PlannedPipeline, PlannedStage, Prediction
 from penstock.train.arrangement import Arrangement, grid_of_plan

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from penstock.engine.gradients import Synchronizer
 from penstock.errors import RunError
-from penstock.graph.stages import TrainingPart
+from penstock.graph.cuts import TrainingPart
 from penstock.plan.schedule.schedules import Action
 from penstock.runtime.registry import StageRuntime
 from penstock.runtime.training import TrainingRuntime, WeightHalf, backward_inputs, backward_weights

@@ -19,8 +19,8 @@ from penstock.engine.channels import Apart, LocalChannel, Receiver, RemoteReceiv
 from penstock.engine.counters import ACTIVATIONS, GRADIENTS
 from penstock.engine.placement import Replica
 from penstock.errors import TransportError, UsageError, exclude
+from penstock.graph.cuts import TrainingPart
 from penstock.graph.program import StageProgram
-from penstock.graph.stages import TrainingPart
 from penstock.group.world import World
 from penstock.tensors import HOST
 from penstock.tracing.record import FEEDER_STAGE, Recorder, Track

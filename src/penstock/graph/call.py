@@ -10,9 +10,9 @@ from torch.utils import _pytree as pytree
 
 from penstock import trees
 from penstock.errors import UsageError
+from penstock.graph.cuts import output_values
 from penstock.graph.graph import Graph
 from penstock.graph.ops import Ref
-from penstock.graph.stages import output_values
 from penstock.values import Size, Value, write_expression
 
 

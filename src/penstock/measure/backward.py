@@ -15,10 +15,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock.graph.cuts import Cut
+from penstock.graph.cuts import Cut, divide_for_training
 from penstock.graph.graph import Graph
 from penstock.graph.ops import State
-from penstock.graph.stages import divide_for_training
 from penstock.measure.costs import (
     MOST_ROUNDS,
     MOST_S,

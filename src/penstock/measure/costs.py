@@ -10,10 +10,10 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
+from penstock.graph.cuts import divide
 from penstock.graph.graph import Graph
 from penstock.graph.ops import Ref, State, effect
 from penstock.graph.program import states_of
-from penstock.graph.stages import divide
 from penstock.runtime.onnx.blocks import engine_bytes, weight_of
 from penstock.runtime.registry import EAGER, StageRuntime
 from penstock.tensors import HOST, synchronize

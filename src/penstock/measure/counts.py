@@ -5,9 +5,8 @@ from itertools import accumulate, pairwise
 
 import msgspec
 
-from penstock.graph.cuts import Cut, Cuts
+from penstock.graph.cuts import Cut, Cuts, graph_fingerprint
 from penstock.graph.graph import SECONDS_PER_CROSSING_BYTE, Graph, count_work
-from penstock.graph.stages import graph_fingerprint
 from penstock.measure.backward import Loss, TrainingBytes, loss_bytes, unit_bytes
 from penstock.measure.costs import cached_by_units, held_by_units, line_through, working_bytes
 from penstock.runtime.onnx.blocks import PART_BYTES

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from penstock.errors import DataError, PlanError, RunError
-from penstock.graph.cuts import Cut, Cuts
+from penstock.graph.cuts import Cut, Cuts, divide, graph_fingerprint
 from penstock.graph.graph import Graph
 from penstock.graph.ops import State
-from penstock.graph.stages import divide, graph_fingerprint
 from penstock.group.launcher import code_command, module_path
 from penstock.measure.backward import (
     Loss,

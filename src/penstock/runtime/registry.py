@@ -13,8 +13,8 @@ if TYPE_CHECKING:  # the command line needs only the names, without importing to
     import torch
     from torch import Tensor
 
+    from penstock.graph.cuts import TrainingPart
     from penstock.graph.program import StageProgram
-    from penstock.graph.stages import TrainingPart
     from penstock.runtime.training import TrainingRuntime
 
 

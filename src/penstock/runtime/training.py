@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from penstock.graph.cuts import TrainingPart, written_inputs
 from penstock.graph.ops import BATCH_NORM, CALLBACK, GETITEM, Op, State, effect, is_random
-from penstock.graph.stages import TrainingPart, written_inputs
 from penstock.runtime.bound_calls import Bound, BoundCall
 from penstock.runtime.eager import Runtime
 from penstock.tensors import HOST

@@ -11,9 +11,8 @@ from penstock.deploy.policies import choose_cuts, cuts_of_plan
 from penstock.deploy.run_options import CutOptions
 from penstock.engine.placement import Grid, Replica, shares
 from penstock.errors import PlanError, UsageError
-from penstock.graph.cuts import Cut, Cuts
+from penstock.graph.cuts import Cut, Cuts, graph_fingerprint
 from penstock.graph.graph import Graph, check_whole
-from penstock.graph.stages import graph_fingerprint
 from penstock.group.world import World
 from penstock.plan.candidates import PlanRequest
 from penstock.plan.check import check_purpose

@@ -15,9 +15,9 @@ from penstock.engine.placement import shares
 from penstock.engine.stages import MicrobatchRows, Sizes
 from penstock.errors import RunError, UsageError
 from penstock.graph.call import as_call, bind_inputs, build_output
+from penstock.graph.cuts import output_values
 from penstock.graph.graph import Graph, check_fixed
 from penstock.graph.rows import input_dims, take_rows
-from penstock.graph.stages import output_values
 from penstock.values import BATCH, Size
 
 # types of leaves without rows, which all rows share

@@ -15,7 +15,7 @@ from penstock.deploy.modules import advising
 from penstock.errors import CaptureError, CutError, UsageError
 from penstock.graph.call import bind_inputs
 from penstock.graph.capture import capture
-from penstock.graph.cuts import Cut, Cuts
+from penstock.graph.cuts import Cut, Cuts, TrainingPart, divide_for_training
 from penstock.graph.exporting import EXPORTING
 from penstock.graph.freeze import check_apart, find_layers, freeze_prefix, sources_before
 from penstock.graph.graph import Graph, with_rows
@@ -23,7 +23,6 @@ from penstock.graph.live_module import LiveModule
 from penstock.graph.ops import BATCH_NORM
 from penstock.graph.prepare import check_unwrapped
 from penstock.graph.side_effects import HiddenAttributes
-from penstock.graph.stages import TrainingPart, divide_for_training
 from penstock.runtime.registry import EAGER
 from penstock.tensors import HOST
 from penstock.text import note

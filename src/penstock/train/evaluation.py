@@ -13,10 +13,9 @@ from penstock.engine.placement import Replica
 from penstock.engine.stages import Head, MicrobatchRows, Sizes, TrainingStage
 from penstock.engine.wiring import GrowingChannels, training_links
 from penstock.graph.call import build_output
-from penstock.graph.cuts import Cut
+from penstock.graph.cuts import Cut, TrainingPart
 from penstock.graph.graph import Graph
 from penstock.graph.rows import batch_dim, check_rows
-from penstock.graph.stages import TrainingPart
 from penstock.group.world import World
 from penstock.plan.schedule.schedules import forward_only
 from penstock.runtime.registry import EAGER

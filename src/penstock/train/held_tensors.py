@@ -13,9 +13,9 @@ from penstock.deploy.state import Held, Wanted, load_state, redistribute, room_f
 from penstock.engine.gradients import Weight
 from penstock.engine.placement import Grid
 from penstock.errors import UsageError
+from penstock.graph.cuts import TrainingPart
 from penstock.graph.ops import State, effect
 from penstock.graph.program import StageProgram
-from penstock.graph.stages import TrainingPart
 from penstock.group.world import World
 from penstock.tensors import HOST, moved
 from penstock.train.captured import Captured

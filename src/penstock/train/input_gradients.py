@@ -17,8 +17,8 @@ from torch import Tensor
 from penstock import trees
 from penstock.engine.stages import MicrobatchRows
 from penstock.errors import UsageError, everywhere
+from penstock.graph.cuts import differentiable_values
 from penstock.graph.rows import batch_dim
-from penstock.graph.stages import differentiable_values
 from penstock.tensors import HOST
 from penstock.train.placed_stages import PlacedStages
 from penstock.transport.base import INPUT_GRADIENTS, Transport

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from penstock import trees
 from penstock.errors import DeviceLost, UsageError
+from penstock.graph.cuts import TrainingPart
 from penstock.graph.graph import Graph
-from penstock.graph.stages import TrainingPart
 from penstock.train.arrangement import Arrangement
 from penstock.train.batches import bind
 from penstock.train.data_order import Iteration, Place

@@ -16,7 +16,7 @@ from penstock.engine.stages import Head, MicrobatchRows, TrainingStage
 from penstock.engine.stall import TrainingWatch
 from penstock.engine.wiring import Channels, GrowingChannels, training_links
 from penstock.errors import UsageError
-from penstock.graph.stages import TrainingPart
+from penstock.graph.cuts import TrainingPart
 from penstock.group.world import World
 from penstock.runtime.registry import EAGER, RuntimeChoice
 from penstock.runtime.training import TrainingRuntime

@@ -18,8 +18,8 @@ from torch import Tensor
 from penstock import trees
 from penstock.engine.placement import Replica
 from penstock.errors import TransportError, UsageError
+from penstock.graph.cuts import TrainingPart
 from penstock.graph.graph import Graph
-from penstock.graph.stages import TrainingPart
 from penstock.group.world import World
 from penstock.random_states import RandomStates
 from penstock.train.agreement import captured_values, first_difference

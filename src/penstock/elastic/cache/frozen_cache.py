@@ -25,8 +25,7 @@ from penstock.elastic.cache.shard import (
 )
 from penstock.errors import CacheError
 from penstock.graph.call import as_call, bind_inputs
-from penstock.graph.cuts import Cut, Cuts
-from penstock.graph.stages import TrainingPart, divide_for_training
+from penstock.graph.cuts import Cut, Cuts, TrainingPart, divide_for_training
 from penstock.runtime.registry import EAGER
 from penstock.tensors import digest, moved
 from penstock.train.agreement import agreed

@@ -21,7 +21,7 @@ from penstock.graph.graph import count_work
 from penstock.group.entry import join_torchrun
 from penstock.group.world import World
 from penstock.pipeline import Pipeline
-from penstock.report.stream.account import make_account
+from penstock.report.stream_account import make_account
 from penstock.tracing.trace import read_run
 from penstock.wire import FEEDER
 from penstock.zoo.models.models import ZooModel, load_model

@@ -11,7 +11,7 @@ from penstock.errors import UsageError
 from penstock.recipes.data_formats import make_task
 from penstock.recipes.launch import fit
 from penstock.recipes.settings import FitSettings, elastic_options, read_settings, write_settings
-from penstock.report.training.measured import read_metrics
+from penstock.report.training_measured import read_metrics
 from penstock.spec.cluster import Cluster, Device, write_cluster
 from penstock.spec.profile import write_profile
 from penstock.train.captured import Captured

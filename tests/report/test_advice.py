@@ -4,9 +4,9 @@ import re
 
 import pytest
 
-from penstock.report.stream.account import make_account
-from penstock.report.stream.advice import advise
-from penstock.report.stream.measured import measure_stream
+from penstock.report.advice import advise
+from penstock.report.stream_account import make_account
+from penstock.report.stream_measured import measure_stream
 from penstock.tracing.trace import Run
 from tests.report.samples import streamed
 

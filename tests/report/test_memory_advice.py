@@ -2,7 +2,7 @@
 
 import msgspec
 
-from penstock.report.stream.advice import advise_memory
+from penstock.report.advice import advise_memory
 from penstock.tracing.trace import Counter, MachineCapacity, Run
 from tests.report.samples import streamed
 

@@ -9,7 +9,7 @@ import pytest
 from penstock.plan.schedule.schedules import gpipe
 from penstock.report.page.plan_figures import plans_figure, plans_lines, plans_table
 from penstock.report.run_report import Report, TrainingReport, write_any_report
-from penstock.report.training.measured import PlanTimeline, read_metrics
+from penstock.report.training_measured import PlanTimeline, read_metrics
 from penstock.tracing.trace import write_run
 from tests.report import samples
 from tests.report.test_hostile import PAYLOADS

@@ -8,8 +8,8 @@ import pytest
 
 from penstock.pipeline import Pipeline
 from penstock.report.run_report import write_report
-from penstock.report.stream.account import make_account
-from penstock.report.stream.measured import measure_stream
+from penstock.report.stream_account import make_account
+from penstock.report.stream_measured import measure_stream
 from penstock.tracing.trace import read_run
 from tests.fewer import long
 from tests.stream.test_callers_memory import different, passing, planned

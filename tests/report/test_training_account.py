@@ -9,9 +9,9 @@ from penstock.errors import DataError
 from penstock.plan.schedule.schedules import gpipe, zero_bubble
 from penstock.report.page.chrome import chrome_trace
 from penstock.report.run_report import training_contents
-from penstock.report.stream.account import Account
-from penstock.report.training.measured import measure_training
-from penstock.report.training.training_account import make_training_account
+from penstock.report.stream_account import Account
+from penstock.report.training_account import make_training_account
+from penstock.report.training_measured import measure_training
 from tests.report.samples import ALONE_S, trained
 from tests.report.test_chrome import check_format, rows_of
 

@@ -10,7 +10,7 @@ from penstock.report.comparison import Compared, loads, write_files
 from penstock.report.page.figures import KEPT, LOAD, LOST, MOVE, PALETTE, WAIT, Figure
 from penstock.report.page.page import Text, make_page
 from penstock.report.page.tables import Cell, Table
-from penstock.report.stream.account import TITLES
+from penstock.report.stream_account import TITLES
 from penstock.text import counted
 from penstock.tracing.trace import Run
 from penstock.units import format_bytes, format_seconds

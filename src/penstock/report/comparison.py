@@ -16,9 +16,9 @@ from penstock.report.page.page import Text, make_page
 from penstock.report.page.tables import Cell, Table, markdown
 from penstock.report.page.training_figures import learning_figure, learning_lines
 from penstock.report.run_report import profiled_lines
-from penstock.report.stream.account import Account, make_account, shape_of
-from penstock.report.stream.measured import MeasuredStream, measure_stream
-from penstock.report.training.measured import METRICS_FILE, read_metrics
+from penstock.report.stream_account import Account, make_account, shape_of
+from penstock.report.stream_measured import MeasuredStream, measure_stream
+from penstock.report.training_measured import METRICS_FILE, read_metrics
 from penstock.tracing.trace import Run, Span, read_run
 from penstock.units import format_bytes, format_seconds
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from penstock.errors import UsageError
 from penstock.files import write_whole
 from penstock.plan.schedule.schedules import SCHEDULES
+from penstock.report.advice import Advice, advise, advise_memory
 from penstock.report.page.chrome import write_chrome_trace
 from penstock.report.page.figures import Figure, loads, memory, throughput, timeline, waterfall
 from penstock.report.page.page import Text, make_page
@@ -25,11 +26,10 @@ from penstock.report.page.tables import (
     stage_table,
 )
 from penstock.report.page.training_figures import learning_figure, learning_lines, training_figures, training_tables
-from penstock.report.stream.account import Account, make_account, shape_of
-from penstock.report.stream.advice import Advice, advise, advise_memory
-from penstock.report.stream.measured import measure_stream
-from penstock.report.training.measured import PlanLine, RunMetrics, measure_training, read_metrics
-from penstock.report.training.training_account import advise_training, make_training_account
+from penstock.report.stream_account import Account, make_account, shape_of
+from penstock.report.stream_measured import measure_stream
+from penstock.report.training_account import advise_training, make_training_account
+from penstock.report.training_measured import PlanLine, RunMetrics, measure_training, read_metrics
 from penstock.text import counted
 from penstock.tracing.trace import RUN_FILE, Run, read_run
 

@@ -7,8 +7,8 @@ from itertools import accumulate
 from typing import Any
 
 from penstock.report.page.tables import INPUT, OUTPUT, Cell, Table, bounds_of
-from penstock.report.stream.account import Account
-from penstock.report.stream.measured import MeasuredStage, MeasuredStream, MicrobatchTimes
+from penstock.report.stream_account import Account
+from penstock.report.stream_measured import MeasuredStage, MeasuredStream, MicrobatchTimes
 from penstock.tracing.trace import GenerationFacts, Run
 from penstock.units import format_seconds
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from penstock.report.page.figures import KEPT, PALETTE, ROW, TEXT_INSIDE, Figure, finite, rows_of_axes
 from penstock.report.page.tables import Cell, Table
-from penstock.report.training.measured import PlanLine, PlanSpan, PlanTimeline
+from penstock.report.training_measured import PlanLine, PlanSpan, PlanTimeline
 from penstock.text import counted
 from penstock.units import format_bytes, format_seconds
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from penstock.report.stream.account import Account, edge_name, loads_alone
-from penstock.report.stream.measured import MeasuredStream
+from penstock.report.stream_account import Account, edge_name, loads_alone
+from penstock.report.stream_measured import MeasuredStream
 from penstock.text import plain, plain_cell
 from penstock.tracing.trace import GenerationFacts, Run
 from penstock.units import format_bytes, format_rate, format_seconds

@@ -26,9 +26,9 @@ from penstock.report.page.figures import (
 )
 from penstock.report.page.figures import memory as memory_figure
 from penstock.report.page.tables import Cell, Table, account_table, clock_table, environment_table, memory_of
-from penstock.report.stream.account import Account
-from penstock.report.training.measured import DevicePart, EpochLine, MeasuredTraining, RunMetrics, StepLine, TimedAction
-from penstock.report.training.training_account import Usual, usual_seconds
+from penstock.report.stream_account import Account
+from penstock.report.training_account import Usual, usual_seconds
+from penstock.report.training_measured import DevicePart, EpochLine, MeasuredTraining, RunMetrics, StepLine, TimedAction
 from penstock.text import counted
 from penstock.tracing.trace import Run
 from penstock.units import format_bytes, format_seconds

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from penstock.report.stream.measured import (
+from penstock.report.stream_measured import (
     Backlog,
     MeasuredStage,
     MicrobatchTimes,

@@ -12,7 +12,7 @@ from itertools import pairwise
 from statistics import fmean
 
 from penstock.plan.schedule.simulate import Edge
-from penstock.report.stream.measured import (
+from penstock.report.stream_measured import (
     Backlog,
     MeasuredStage,
     MeasuredStream,

@@ -16,7 +16,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from penstock.errors import DataError
-from penstock.report.stream.measured import NO_WAIT_S
+from penstock.report.stream_measured import NO_WAIT_S
 from penstock.tracing.trace import ProcessTrace, Run, Span
 
 # the first steps, which create connections and buffers

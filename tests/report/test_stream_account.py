@@ -5,7 +5,7 @@ import math
 import pytest
 
 from penstock.errors import DataError
-from penstock.report.stream.account import Account, make_account
+from penstock.report.stream_account import Account, make_account
 from penstock.tracing.trace import Run
 from tests.report.samples import ALONE_S, streamed
 

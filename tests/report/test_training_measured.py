@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from penstock.errors import DataError
-from penstock.report.training.measured import EpochLine, PlanTimeline, StepLine, read_metrics
+from penstock.report.training_measured import EpochLine, PlanTimeline, StepLine, read_metrics
 from tests.report.written_metrics import epoch, plan, trained, write_metrics
 
 

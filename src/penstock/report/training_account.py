@@ -11,10 +11,10 @@ from itertools import pairwise
 
 from penstock.plan.schedule.schedules import BACKWARD_PARTS, SCHEDULES, Action, Kind, make_schedule
 from penstock.plan.schedule.simulate import Crossing, Duration, simulate
-from penstock.report.stream.account import Account, Cause, device_speeds
-from penstock.report.stream.advice import Advice
-from penstock.report.stream.measured import share
-from penstock.report.training.measured import DevicePart, MeasuredTraining, StepTimes, TimedAction
+from penstock.report.advice import Advice
+from penstock.report.stream_account import Account, Cause, device_speeds
+from penstock.report.stream_measured import share
+from penstock.report.training_measured import DevicePart, MeasuredTraining, StepTimes, TimedAction
 from penstock.text import counted
 from penstock.tracing.trace import Run
 from penstock.units import format_bytes, format_seconds

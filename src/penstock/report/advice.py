@@ -12,8 +12,8 @@ from penstock.plan.candidates import PlanRequest
 from penstock.plan.choose import choose
 from penstock.plan.cost.predict import predict
 from penstock.plan.explain import what_would_help
-from penstock.report.stream.account import Account, stream_costs
-from penstock.report.stream.measured import MeasuredStream, share
+from penstock.report.stream_account import Account, stream_costs
+from penstock.report.stream_measured import MeasuredStream, share
 from penstock.spec.cluster import Cluster, Device
 from penstock.spec.fields import as_name
 from penstock.spec.plan import CutSet, Plan, PlannedPipeline, PlannedStage

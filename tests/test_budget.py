@@ -26,30 +26,30 @@ _LEAVE_OUT = re.compile(r"\bleave\b[^.;]{0,90}?\bout\b")
 
 # lines and files of each room
 ROOMS: dict[str, tuple[int, int]] = {
-    "bench": (686, 5),
-    "cli": (3199, 22),  # +499: fits; settings in files, paths read and written, preparation of images
-    "cluster": (3045, 18),  # +3: waiting times that are arguments, as in serve and transport
-    "compress": (975, 5),
-    "deploy": (2122, 12),  # +46: the loop of a stream, which was in engine
-    "elastic": (2188, 13),
-    "engine": (2861, 14),  # +181: events of a GPU instead of waits; messages sent while it computes the next
-    "generate": (2347, 10),  # +147: rotary factors and windows by row; inputs as of model.generate; +75: draws on a GPU
-    "graph": (5073, 27),  # +840: changes of the live module, random draws, steps of decoders
+    "bench": (685, 5),
+    "cli": (3201, 22),  # +499: fits; settings in files, paths read and written, preparation of images
+    "cluster": (3032, 16),  # +3: waiting times that are arguments, as in serve and transport
+    "compress": (974, 5),
+    "deploy": (2118, 12),  # +46: the loop of a stream, which was in engine
+    "elastic": (2186, 13),
+    "engine": (2860, 14),  # +181: events of a GPU instead of waits; messages sent while it computes the next
+    "generate": (2350, 8),  # +147: rotary factors and windows by row; inputs as of model.generate; +75: draws on a GPU
+    "graph": (5027, 20),  # +840: changes of the live module, random draws, steps of decoders
     "group": (2987, 13),  # +120: mpirun's and wrong variables, ranks that wait, calls that failed, folders left
-    "measure": (1201, 6),  # +45: bytes counted without values
+    "measure": (1197, 6),  # +45: bytes counted without values
     "modules": (2439, 16),  # +525: formats of blocks; random states; Pipe; outputs; +15: errors of all ranks
-    "plan": (4887, 28),  # +144: needs of stages
-    "recipes": (3625, 17),  # +620: counted costs, profiles; class orders, label files, damaged images, rows of others
-    "report": (3552, 20),
-    "runtime": (4157, 23),  # +15: a GPU beside CPUs; +266: torch.compile; +225: products in the bits of a file
-    "serve": (2510, 16),  # +780: what clients of other servers send; bytes of tokens; limits, trials, foreign pages
+    "plan": (4844, 23),  # +144: needs of stages
+    "recipes": (3622, 17),  # +620: counted costs, profiles; class orders, label files, damaged images, rows of others
+    "report": (3547, 16),
+    "runtime": (4133, 21),  # +15: a GPU beside CPUs; +266: torch.compile; +225: products in the bits of a file
+    "serve": (2509, 16),  # +780: what clients of other servers send; bytes of tokens; limits, trials, foreign pages
     "spec": (1199, 6),
-    "stream": (1336, 6),
+    "stream": (1335, 6),
     "terminal": (400, 4),  # +4: waiting times that are arguments
     "tracing": (457, 3),  # +3: the wait for a buffer apart from the send
-    "train": (8119, 38),  # +1,817: rows are loaded once; inputs' gradients; scalers, groups and live tensors of stages
+    "train": (8116, 38),  # +1,817: rows are loaded once; inputs' gradients; scalers, groups and live tensors of stages
     "transport": (1986, 11),  # +7: whether a message is there, without waiting
-    "zoo": (4848, 30),  # +1,936: GGUF by tensor, quantized checkpoints, those of scripts and DCP, archives
+    "zoo": (4821, 26),  # +1,936: GGUF by tensor, quantized checkpoints, those of scripts and DCP, archives
 }
 
 # options of each verb, its subcommands' together
@@ -75,10 +75,10 @@ OPTIONS = {
 }
 
 TOTALS = {
-    "lines of src": 66199,  # +5,213: silent faults of scripts, text, folders and files; own classifiers
-    "files of src": 363,  # +29
-    "lines of tests": 44352,  # +5,122: silent faults of scripts, text, folders and files; own classifiers
-    "lines of benchmarks": 9898,  # +150: every decoder of transformers; +150: compiled beside eager
+    "lines of src": 66025,  # +5,213: silent faults of scripts, text, folders and files; own classifiers
+    "files of src": 337,  # +29
+    "lines of tests": 44279,  # +5,122: silent faults of scripts, text, folders and files; own classifiers
+    "lines of benchmarks": 9892,  # +150: every decoder of transformers; +150: compiled beside eager
     "keyword arguments of Pipeline": 18,
     "public names": 14,
     "leave … out messages": 45,  # +6: devices, adapters and options that cannot be combined

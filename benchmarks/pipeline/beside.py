@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from penstock.bench.ceiling import WholeModel
-from penstock.deploy.baseline import time_baseline
+from penstock.deploy.jobs import time_baseline
 from penstock.graph.capture import capture
 from penstock.graph.program import read_program, write_program
 from penstock.runtime.eager import Runtime

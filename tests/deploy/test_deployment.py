@@ -1,20 +1,22 @@
-"""A pipeline in place, with threads as workers: order, bounds, ends, and messages lost for good."""
+"""A pipeline in place, with threads as workers: order, bounds, ends, and messages lost for good; a plan's devices."""
 
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from penstock.deploy.deployment import Deployment
+from penstock.deploy.deployment import Deployment, places_in_line, ranks_of
 from penstock.deploy.jobs import FromWeights, send_stages
 from penstock.deploy.state import load_state
 from penstock.engine.channels import LocalChannel
 from penstock.engine.driver import Microbatch
 from penstock.engine.job import StagesJob
-from penstock.errors import ConnectionBroken, PenstockError, RunError, UsageError
+from penstock.errors import ConnectionBroken, PenstockError, PlanError, RunError, UsageError
+from penstock.graph.capture import capture
 from penstock.graph.ops import State
 from penstock.group.world import assign_stages
 from penstock.transport.faulty import Fault
@@ -357,3 +359,35 @@ def test_operators_that_differ_between_torch_versions_are_refused(thirds: Divide
         deployment = thirds.deploy(world.feeder)
         check(thirds, deployment, inputs)
         deployment.close()
+
+
+def test_processes_of_one_host_are_numbered_from_the_second_on() -> None:
+    hosts = ["the feeding process", "desk", "board", "desk", "desk"]
+    with memory_world(4) as made:
+        world = replace(made.feeder, hosts=hosts)
+        assert ranks_of(world, ["board", "desk:2", "desk"]) == {"board": 2, "desk:2": 4, "desk": 1}
+        with pytest.raises(PlanError, match=r"board:1, .*desk, board, desk:1, desk:2"):
+            ranks_of(world, ["board", "board:1"])
+
+
+class Repeats(nn.Module):
+    """Its output has so many times the rows of its input."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(6, 6) for _ in range(5)))
+        self.times = times
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.layers(rows)
+        return hidden.repeat(1, self.times)
+
+
+@pytest.mark.parametrize(("times", "wanted"), [(1, [[0, 0, 1, 2], [0, 1]]), (2, [[1, 2, 0, 0], [1, 0]])])
+def test_the_driver_has_the_stage_whose_messages_are_larger(times: int, wanted: list[list[int]]) -> None:
+    graph = capture(Repeats(times), (torch.zeros(1, 6),))
+    with memory_world(2) as made:
+        world = replace(made.feeder, devices=[0, 1, 2])
+        assert [places_in_line(world, graph, stages) for stages in (4, 2)] == wanted
+        # a driver that has no stage
+        assert places_in_line(made.feeder, graph, 2) == [1, 2]

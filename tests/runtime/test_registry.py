@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.deploy.placing import place
+from penstock.deploy.deployment import place
 from penstock.deploy.run_options import RunOptions
 from penstock.deploy.state import load_state
 from penstock.errors import PlanError

@@ -7,9 +7,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from penstock.deploy.baseline import ask_baseline, collect_baseline, release_baselines, run_baseline
 from penstock.deploy.bundle import LoadState
-from penstock.deploy.jobs import load_programs
+from penstock.deploy.jobs import ask_baseline, collect_baseline, load_programs, release_baselines, run_baseline
 from penstock.graph.program import StageProgram
 from penstock.group.world import World
 from penstock.tensors import find_device

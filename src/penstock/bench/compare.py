@@ -12,9 +12,8 @@ from torch import Tensor
 from penstock.bench.ceiling import Baseline, Ceilings, WholeModel
 from penstock.bench.peer import PeerSettings, block_after, do_peer
 from penstock.bench.samples import Difference, Measured, Samples, limit_of
-from penstock.deploy.deployment import Deployment, deploy_pipeline
+from penstock.deploy.deployment import Deployment, deploy_pipeline, place, ranks_of
 from penstock.deploy.jobs import FromWeights, write_document
-from penstock.deploy.placing import place, ranks_of
 from penstock.deploy.policies import best_blocks, choose_cuts, divide_by_sets
 from penstock.deploy.run_options import RunOptions
 from penstock.deploy.state import load_state

@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from penstock.deploy.baseline import serve_baseline
-from penstock.deploy.jobs import DoMore, MakeRuntime, RunBaseline, read_stages, receive_job
+from penstock.deploy.jobs import DoMore, MakeRuntime, RunBaseline, read_stages, receive_job, serve_baseline
 from penstock.deploy.state import Holdings
 from penstock.engine.executor import OwnStages
 from penstock.engine.job import StagesJob

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import msgspec
 from torch import Tensor
 
-from penstock.deploy.placing import ranks_of
+from penstock.deploy.deployment import ranks_of
 from penstock.deploy.state import load_state
 from penstock.elastic.options import ElasticOptions
 from penstock.engine.reference import calibrate

@@ -12,10 +12,9 @@ import torch
 from torch import nn
 
 from penstock.deploy.bundle import LoadState, interface_graph, read_bundle
-from penstock.deploy.deployment import Deployment, deploy_pipeline
+from penstock.deploy.deployment import Deployment, deploy_pipeline, name_devices, place, place_bundle, places_in_line
 from penstock.deploy.jobs import FromModules, FromWeights, MakeRuntime, Source, read_stages, receive_stages
 from penstock.deploy.modules import advising, chain, runtime_maker, start_threads
-from penstock.deploy.placing import name_devices, place, place_bundle, places_in_line
 from penstock.deploy.policies import choose_cuts, divide_by_sets
 from penstock.deploy.run_options import Bundle, CutOptions, ModelCall, RunOptions
 from penstock.deploy.state import Holdings, load_state, with_packings

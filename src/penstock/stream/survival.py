@@ -15,8 +15,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from penstock.deploy.deployment import Deployment
-from penstock.deploy.placing import name_devices
+from penstock.deploy.deployment import Deployment, name_devices
 from penstock.deploy.run_options import OnLoss
 from penstock.engine.counters import by_stage, read_counters
 from penstock.engine.driver import Microbatch

@@ -6,7 +6,7 @@ from itertools import accumulate
 
 import torch
 
-from penstock.deploy.placing import ranks_of
+from penstock.deploy.deployment import ranks_of
 from penstock.deploy.policies import choose_cuts, cuts_of_plan
 from penstock.deploy.run_options import CutOptions
 from penstock.engine.placement import Grid, Replica, shares

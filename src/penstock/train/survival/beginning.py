@@ -2,7 +2,7 @@
 
 import torch
 
-from penstock.deploy.placing import name_devices
+from penstock.deploy.deployment import name_devices
 from penstock.deploy.run_options import CutOptions, RunOptions
 from penstock.errors import RunError, UsageError, exclude
 from penstock.graph.cuts import Cuts

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from penstock.deploy.placing import name_devices
+from penstock.deploy.deployment import name_devices
 from penstock.deploy.policies import choose_cuts
 from penstock.deploy.run_options import OnLoss
 from penstock.engine.placement import Grid, Replica

@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from penstock.bench.ceiling import WholeModel
+from penstock.bench.references import WholeModel
 from penstock.deploy.jobs import time_baseline
 from penstock.graph.capture import capture
 from penstock.graph.program import read_program, write_program

@@ -11,7 +11,7 @@ import msgspec
 
 from benchmarks.pipeline.beside import Beside, start
 from penstock.bench.compare import Comparison
-from penstock.bench.peer import peer_job
+from penstock.bench.references import peer_job
 from penstock.cluster.lab import parse_lab
 from penstock.cluster.lab.network import SystemShell, bandwidth_commands
 from penstock.deploy.worker import work

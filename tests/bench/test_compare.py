@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import pytest
 from torch import Tensor
 
-from penstock.bench.ceiling import WholeModel
 from penstock.bench.compare import Comparison
+from penstock.bench.references import WholeModel
 from penstock.group.entry import start_local
 from penstock.spec.settings import BenchSettings
 from penstock.zoo.models.models import load_model

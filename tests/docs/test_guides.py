@@ -13,7 +13,7 @@ from PIL import Image
 from penstock.cli import main as main_module
 from penstock.elastic.options import ElasticChoices
 from penstock.measure import hosts, profiler
-from penstock.measure.profiler import MessageCosts
+from penstock.measure.costs import MessageCosts
 from penstock.recipes import launch, several
 from penstock.recipes.launch import fit
 from penstock.recipes.metrics import FitResult

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from penstock.errors import PlanError
 from penstock.graph.capture import capture
 from penstock.graph.cuts import Cuts
-from penstock.measure.counts import counted_profile
+from penstock.measure.profiler import counted_profile
 from penstock.spec.cluster import Cluster, Device
 from penstock.spec.plan import PlannedStage
 from penstock.spec.profile import Profile, RuntimeColumn

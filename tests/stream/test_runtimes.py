@@ -10,7 +10,7 @@ from penstock.errors import PlanError, RunError, UsageError
 from penstock.graph.capture import capture
 from penstock.group.entry import start_local
 from penstock.group.world import World
-from penstock.measure.counts import counted_profile
+from penstock.measure.profiler import counted_profile
 from penstock.plan.candidates import PlanRequest
 from penstock.plan.choose import make_plan
 from penstock.plan.cost.stage_cost import computed_like

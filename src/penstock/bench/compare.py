@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.bench.ceiling import Baseline, Ceilings, WholeModel
-from penstock.bench.peer import PeerSettings, block_after, do_peer
+from penstock.bench.references import Baseline, Ceilings, PeerSettings, WholeModel, block_after, do_peer
 from penstock.bench.samples import Difference, Measured, Samples, limit_of
 from penstock.deploy.deployment import Deployment, deploy_pipeline, place, ranks_of
 from penstock.deploy.jobs import FromWeights, write_document

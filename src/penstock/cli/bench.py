@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 def bench(context: typer.Context, *, given: Given, cluster: Cluster = None, json: opt.JsonFile = None) -> None:
     """Measure a model on eager in one process, and as pipelines: images per second, speed-up, equality, seconds."""
     from penstock.bench.compare import Comparison
-    from penstock.bench.peer import peer_job, start_peers
+    from penstock.bench.references import peer_job, start_peers
     from penstock.deploy.worker import follow
     from penstock.group.entry import join_torchrun, start_local, under_torchrun
     from penstock.report.bench_page import write_bench_page

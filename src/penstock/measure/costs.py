@@ -1,4 +1,4 @@
-"""Costs of a graph's operations and units: seconds within the whole model at several batch sizes, and bytes."""
+"""Costs of operations and units: seconds within the whole model at several batch sizes, and bytes; and of messages."""
 
 import math
 import statistics
@@ -18,6 +18,19 @@ from penstock.runtime.onnx.blocks import engine_bytes, weight_of
 from penstock.runtime.registry import EAGER, StageRuntime
 from penstock.tensors import HOST, synchronize
 from penstock.values import Value
+
+
+@dataclass(frozen=True, slots=True)
+class MessageCosts:
+    """CPU seconds of messages, without the model's own work; see `measure_messages`."""
+
+    send_s_per_byte: float = 0.0
+    receive_s_per_byte: float = 0.0
+    stage_overhead_s: float = 0.0
+    feed_s: float = 0.0
+    result_s: float = 0.0
+    own_input_s: float = 0.0
+    own_output_s: float = 0.0
 
 
 def measure_work(

@@ -22,7 +22,7 @@ from penstock.graph.capture import capture
 from penstock.graph.cuts import Cuts
 from penstock.group.entry import start_local
 from penstock.group.world import World
-from penstock.measure.profiler import MessageCosts
+from penstock.measure.costs import MessageCosts
 from penstock.transport.base import WORD_BYTES, Transport, receive_bytes, receive_tensor, send_bytes, send_tensor
 from penstock.transport.collectives import all_gather
 from penstock.wire import FEEDER

@@ -22,14 +22,15 @@ from penstock.graph.capture import capture
 from penstock.graph.graph import Graph
 from penstock.measure.backward import Loss
 from penstock.measure.costs import Timing
-from penstock.measure.counts import counted_profile, units_in_bytes
 from penstock.measure.hosts import measure_messages
 from penstock.measure.profiler import (
+    counted_profile,
     measure_loader,
     measure_rows,
     measure_runtimes,
     profile_graph,
     script_bytes,
+    units_in_bytes,
     worker_bytes,
 )
 from penstock.recipes.data_formats import make_task

@@ -31,7 +31,7 @@ from penstock.graph.program import StageProgram
 from penstock.group.entry import start_local, thread_worlds
 from penstock.group.regroup import release, renew
 from penstock.group.world import World, assign_stages
-from penstock.measure.counts import counted_profile
+from penstock.measure.profiler import counted_profile
 from penstock.runtime.registry import EAGER
 from penstock.runtime.torch_settings import applied
 from penstock.spec.fields import as_name

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 from torch import Tensor
 
-from penstock.bench.ceiling import Ceilings
+from penstock.bench.references import Ceilings
 
 
 class Slowing:

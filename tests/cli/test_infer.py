@@ -402,6 +402,6 @@ def test_a_run_that_ends_early_names_the_next_step(
         raise DeviceLost("rank 0 is lost: start again")
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("penstock.recipes.predict_images.predict_images", fail)
+    monkeypatch.setattr("penstock.recipes.classify.predict_images", fail)
     status, _, err = penstock("infer", SMALL, "--images", photos, "-o", output)
     assert (status, err.endswith(ends)) == (1, True), err

@@ -11,7 +11,7 @@ from torch import Tensor
 from penstock.recipes.classify import classify
 from penstock.zoo.data.image_names import open_images
 from penstock.zoo.models.models import load_model
-from tests.recipes.test_labels import SMALL, folders
+from tests.recipes.test_images import SMALL, folders
 
 
 class Counting:

@@ -10,7 +10,6 @@ from msgspec.structs import asdict
 from penstock.errors import UsageError
 from penstock.graph.cuts import graph_fingerprint
 from penstock.measure.costs import MessageCosts
-from penstock.measure.profiler import MessageCosts
 from penstock.plan.candidates import PlanRequest
 from penstock.plan.choose import make_plan
 from penstock.recipes import profiled

@@ -33,7 +33,7 @@ def infer(*, given: Given, cluster: Cluster = None, json: opt.JsonFile = None) -
     if not first:
         return
     # imported late: workers do not need it, and it takes seconds and memory on a small board
-    from penstock.recipes.predict_images import predict_images
+    from penstock.recipes.classify import predict_images
 
     settings = msgspec.structs.replace(settings, on_loss=on_loss)
     try:

@@ -30,9 +30,8 @@ from penstock.compress.search import (
     write_search,
 )
 from penstock.errors import DataError, PlanError
-from penstock.recipes.damaged import check_images
 from penstock.recipes.data_tasks import ImageReader, check_labelled, classes_of
-from penstock.recipes.labels import check_order
+from penstock.recipes.images import check_images, check_order
 from penstock.recipes.launch import fit
 from penstock.recipes.metrics import best_model, newest_checkpoint
 from penstock.recipes.settings import FitSettings

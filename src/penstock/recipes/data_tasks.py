@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from penstock.errors import DataError, UsageError
-from penstock.recipes.damaged import check_images, path_of
-from penstock.recipes.labels import check_order
+from penstock.recipes.images import check_images, check_order, path_of
 from penstock.recipes.settings import FitSettings
 from penstock.recipes.tasks import (
     SHARE_KEPT,

@@ -23,8 +23,8 @@ from penstock.group.addresses import BIND, free_port
 from penstock.group.entry import join_torchrun, meeting_place, under_torchrun
 from penstock.group.launcher import LocalWorkers, WorkerExit, module_command, module_path
 from penstock.group.world import World
-from penstock.recipes.damaged import on_every_rank, without_traceback
 from penstock.recipes.data_formats import make_task
+from penstock.recipes.images import on_every_rank, without_traceback
 from penstock.recipes.loop import TrainingLoop
 from penstock.recipes.metrics import FitResult, check_new, sole_run
 from penstock.recipes.settings import FitSettings, num_processes, plan_of, survival_options, write_settings

@@ -183,7 +183,7 @@ def count_inference(
     if not (choice == EAGER or choice.is_stored):
         raise UsageError(f"memory is counted for eager and onnxruntime:stored; got {runtime}; use one of these")
     # the driver also holds the modules of its recipe, and of its connections
-    import penstock.recipes.predict_images
+    import penstock.recipes.classify
     import penstock.recipes.texts
     import penstock.transport.zeromq  # noqa: F401
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from penstock.elastic.cache.shard import Shard, ShardLayout
+from penstock.elastic.shard import Shard, ShardLayout
 from penstock.errors import RunError
 from tests.disks import Disk
 from tests.elastic.trainings import (

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from penstock.elastic.cache.shard import ShardFile
+from penstock.elastic.shard import ShardFile
 from penstock.errors import PenstockError
 from penstock.recipes import loop
 from penstock.recipes.launch import fit_here

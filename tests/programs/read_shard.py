@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from penstock.elastic.cache.shard import Shard
+from penstock.elastic.shard import Shard
 from tests.elastic.cache.shards import check_rows, layout_of
 
 with Shard.open(Path(sys.argv[1]), layout_of()) as shard:

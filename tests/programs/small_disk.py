@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from penstock.elastic.cache.shard import Shard, ShardFile, ShardLayout, make_columns
+from penstock.elastic.shard import Shard, ShardFile, ShardLayout, make_columns
 from penstock.errors import CacheError
 
 place = Path(sys.argv[1])

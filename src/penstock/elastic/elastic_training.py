@@ -10,10 +10,8 @@ from typing import Any
 import msgspec
 from torch import Tensor
 
-from penstock.elastic.arranging import arrangement_of, near, plan_of, same_places
-from penstock.elastic.caching import Caching
-from penstock.elastic.costs import PlannerInputs, find_costs
-from penstock.elastic.decide import Decision, LayerNorms, Situation, decide, layer_of
+from penstock.elastic.costs import PlannerInputs, arrangement_of, find_costs, near, plan_of, same_places
+from penstock.elastic.decide import Caching, Decision, LayerNorms, Situation, decide, layer_of
 from penstock.elastic.epochs import EpochRecord, FreezePolicy, next_frozen
 from penstock.elastic.freezing import ByHand, Delayed, Guarded, Never
 from penstock.elastic.options import ElasticOptions

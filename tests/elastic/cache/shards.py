@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.elastic.cache.shard import Shard, ShardFile, ShardLayout, Values, make_columns
+from penstock.elastic.shard import Shard, ShardFile, ShardLayout, Values, make_columns
 
 VALUES: Values = [((3, 2), torch.float32), ((), torch.int64)]
 

@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.elastic.cache.exchange import CachedFeatures, owner_of, place_of
-from penstock.elastic.cache.shard import Shard, ShardFile
+from penstock.elastic.frozen_cache import CachedFeatures, owner_of, place_of
+from penstock.elastic.shard import Shard, ShardFile
 from penstock.engine.placement import Grid, Replica
 from penstock.errors import ConnectionBroken, TransportError
 from penstock.transport.faulty import Fault, FaultyTransport

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.elastic.cache.shard import Shard, ShardFile, bytes_per_row, make_columns, remove_abandoned
+from penstock.elastic.shard import Shard, ShardFile, bytes_per_row, make_columns, remove_abandoned
 from penstock.errors import CacheError
 from tests.elastic.cache.shards import check_rows, fill_shard, layout_of, rows
 from tests.processes import PROGRAMS, run_python

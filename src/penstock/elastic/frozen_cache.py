@@ -1,9 +1,17 @@
-"""Filling of a cache of the outputs of frozen layers for every sample of a data set, at first or for more layers."""
+"""A cache of the outputs of frozen layers for every sample: its filling, and the exchange of its rows, one batch ahead.
+
+batch      3  8  5  2        4 processes; process s % 4 owns sample s
+replica 0  3  8              process 0 holds its first running stage: it receives row 3 from process 3, and owns row 8
+replica 1        5  2        its first running stage gets rows 5 and 2 in the same way
+
+Rows whose owner is on the same machine are not sent: they are read from the owner's file.
+"""
 
 import contextlib
 import os
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,26 +22,19 @@ from torch import Tensor
 
 from penstock import trees
 from penstock.deploy.state import Held, Wanted, redistribute, room_for
-from penstock.elastic.cache.shard import (
-    Shard,
-    ShardFile,
-    ShardLayout,
-    Values,
-    bytes_per_row,
-    make_columns,
-    remove_abandoned,
-)
-from penstock.errors import CacheError
+from penstock.elastic.shard import Shard, ShardFile, ShardLayout, Values, bytes_per_row, make_columns, remove_abandoned
+from penstock.engine.placement import Grid
+from penstock.errors import CacheError, TransportError
 from penstock.graph.call import as_call, bind_inputs
 from penstock.graph.cuts import Cut, Cuts, TrainingPart, divide_for_training
 from penstock.runtime.registry import EAGER
-from penstock.tensors import digest, moved
+from penstock.tensors import digest, moved, sum_words
 from penstock.train.agreement import agreed
 from penstock.train.captured import Captured
 from penstock.train.held_tensors import IN_FLIGHT
 from penstock.train.loader import Loader
 from penstock.train.trainer import Trainer
-from penstock.transport.base import STATE, Transport
+from penstock.transport.base import FEATURES, STATE, Pending, Transport
 from penstock.transport.collectives import all_gather
 from penstock.values import Size
 from penstock.wire import FEEDER
@@ -220,3 +221,140 @@ class Filling:
 
 def _batches(end: int) -> Iterator[range]:
     return (range(begin, min(begin + _BATCH, end)) for begin in range(0, end, _BATCH))
+
+
+_CHECKSUM_BYTES = 8
+
+
+def owner_of(sample: int, size: int) -> int:
+    """Return which of `size` ranks owns a sample."""
+    return sample % size
+
+
+def place_of(sample: int, size: int) -> int:
+    """Return the index of a sample among its owner's samples."""
+    return sample // size
+
+
+@dataclass(frozen=True, slots=True)
+class _Fetched:
+    """Rows of a batch that are in transit to this process."""
+
+    batch: tuple[int, ...]
+    rows: Future[list[Tensor]]
+
+
+class CachedFeatures:
+    """Outputs of frozen layers for this process's rows of each batch, read from files or sent by their owners.
+
+    `shards` are the shards that this process can read: its own, and those on the same machine. The first `skipped`
+    stages do not run; the holders of the next stage need the rows. With several views of each sample, `view` selects
+    the view for this epoch.
+
+    Example:
+        features = CachedFeatures(transport, grid, skipped=1, shards={0: shard}, hosts=world.hosts, num_views=1)
+        x, = features.outputs([3, 8, 5, 2], [7, 1])
+
+    Raises `ConnectionBroken` if a process has failed, `TransportError` if rows were damaged in transit, `CacheError` if
+    a shard has been closed.
+    """
+
+    def __init__(
+        self, transport: Transport, grid: Grid, shards: Mapping[int, Shard], *, skipped: int, hosts: Sequence[str],
+        num_views: int = 1, view: int = 0,
+    ) -> None:  # fmt: skip
+        self._transport, self._grid, self._shards, self._hosts = transport, grid, shards, hosts
+        self._consumers = grid.holders(skipped)
+        self._num_views, self.view = num_views, view
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="penstock-features")
+        self._next: _Fetched | None = None
+
+    def outputs(self, batch: Sequence[int], following: Sequence[int] | None) -> list[Tensor]:
+        """Return the inputs of the first running stage for this process's rows of a batch.
+
+        The `following` batch is fetched concurrently.
+        """
+        fetched, self._next = self._next, None
+        found = fetched.rows.result() if fetched is not None else None
+        if fetched is None or found is None or fetched.batch != tuple(batch):
+            found = self._thread.submit(self._fetch, tuple(batch)).result()
+        if following is not None:
+            self._next = _Fetched(tuple(following), self._thread.submit(self._fetch, tuple(following)))
+        return found
+
+    def close(self) -> None:
+        """Wait for the fetch in flight and discard it."""
+        if self._next is not None:
+            self._next.rows.exception()
+            self._next = None
+        self._thread.shutdown(wait=True)
+
+    def _fetch(self, batch: tuple[int, ...]) -> list[Tensor]:
+        """Send other processes the rows of a batch that they need, and gather the rows of this process."""
+        own: list[Tensor] = []
+        sends: list[tuple[Pending, Tensor]] = []
+        for consumer, rows in zip(self._consumers, self._grid.rows(len(batch)), strict=True):
+            samples = [sample * self._num_views + self.view for sample in batch[rows.start : rows.stop]]
+            by_owner: dict[int, list[int]] = {}
+            for position, sample in enumerate(samples):
+                by_owner.setdefault(owner_of(sample, self._transport.size), []).append(position)
+            if consumer == self._transport.rank:
+                own = self._gather(samples, by_owner)
+                continue
+            mine = by_owner.get(self._transport.rank)
+            if mine is not None and not self._alike(consumer, self._transport.rank):
+                places = [place_of(samples[position], self._transport.size) for position in mine]
+                packed = _pack(self._shards[self._transport.rank].read_stored(places))
+                sends.append((self._transport.send(packed, consumer, FEATURES), packed))
+        for pending, _ in sends:
+            pending.wait()
+        return own
+
+    def _gather(self, samples: Sequence[int], by_owner: Mapping[int, Sequence[int]]) -> list[Tensor]:
+        """Read rows on this machine, receive the rest, and put them in the batch's order."""
+        shard = self._shards[self._transport.rank]
+        columns = [torch.empty((len(samples), *shape), dtype=dtype) for shape, dtype in shard.values]
+        coming: list[tuple[int, Sequence[int], Tensor, Pending]] = []
+        for owner, positions in sorted(by_owner.items()):
+            if not self._alike(owner, self._transport.rank):
+                room = torch.empty(_CHECKSUM_BYTES + len(positions) * shard.row_bytes, dtype=torch.uint8)
+                coming.append((owner, positions, room, self._transport.receive(room, owner, FEATURES)))
+        for owner, positions in by_owner.items():
+            if self._alike(owner, self._transport.rank):
+                places = [place_of(samples[position], self._transport.size) for position in positions]
+                _fill(columns, positions, self._shards[owner].read(places))
+        for owner, positions, room, pending in coming:
+            pending.wait()
+            _fill(columns, positions, _unpack(room, shard, len(positions), owner))
+        return columns
+
+    def _alike(self, rank: int, other: int) -> bool:
+        """Return True if two ranks are on one machine, so that one can read the other's files."""
+        return rank == other or (bool(self._hosts) and self._hosts[rank] == self._hosts[other])
+
+
+def _fill(columns: Sequence[Tensor], positions: Sequence[int], rows: Sequence[Tensor]) -> None:
+    there = torch.as_tensor(positions)
+    for column, part in zip(columns, rows, strict=True):
+        column[there] = part.to(column.dtype)
+
+
+def _pack(columns: Sequence[Tensor]) -> Tensor:
+    """Serialize rows: a checksum, then the bytes of one value after the other."""
+    flat = torch.cat([column.contiguous().reshape(-1).view(torch.uint8) for column in columns])
+    checksum = bytearray((sum_words(flat) % 2**64).to_bytes(_CHECKSUM_BYTES, "little"))
+    return torch.cat([torch.frombuffer(checksum, dtype=torch.uint8), flat])
+
+
+def _unpack(packed: Tensor, shard: Shard, num_rows: int, owner: int) -> list[Tensor]:
+    """Unpack the rows of `_pack`; raises `TransportError` if they are damaged."""
+    flat = packed[_CHECKSUM_BYTES:]
+    checksum = int.from_bytes(packed[:_CHECKSUM_BYTES].numpy().tobytes(), "little")
+    if sum_words(flat) % 2**64 != checksum:
+        raise TransportError(f"cached rows from rank {owner} are damaged; check the network and continue with --resume")
+    columns, begin = [], 0
+    for shape, dtype in shard.stored_values:
+        end = begin + num_rows * dtype.itemsize * torch.Size(shape).numel()
+        columns.append(flat[begin:end].clone().view(dtype).view(num_rows, *shape))  # aligned for any dtype
+        begin = end
+    return columns

@@ -197,7 +197,7 @@ _ALL_ONLY = {
     "cli/test_current_folder", "cli/test_demo", "cluster/test_boards", "cluster/test_slurm", "cluster/test_ssh",
     "docs/test_guides", "docs/test_notebook", "recipes/test_elastic_runs", "recipes/test_lost_processes",
     "report/test_page", "serve/test_page", "stream/test_left_open", "stream/test_lost_hosts", "stream/test_lost_ranks",
-    "stream/test_memory", "stream/test_secured", "train/survival/test_survivors",
+    "stream/test_memory", "stream/test_secured", "train/test_survivors",
 }  # fmt: skip
 # what takes longest is begun first, so that processes that run files side by side end at about the same time; files
 # with many processes and deadlines of their own are not begun beside each other

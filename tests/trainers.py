@@ -21,7 +21,7 @@ from penstock.tensors import HOST
 from penstock.train.arrangement import TrainOptions
 from penstock.train.captured import Captured
 from penstock.train.loss_convention import call_loss
-from penstock.train.own_loss import own_loss
+from penstock.train.losses import own_loss
 from penstock.train.trainer import Trainer
 from penstock.transport.base import MeteredTransport
 from penstock.transport.memory_network import MemoryNetwork

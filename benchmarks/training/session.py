@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import penstock
-from penstock.train.outcome import StepReport
+from penstock.train.step import StepReport
 
 # a step that gives its loss where it is known, the end, and what the last step took
 Way = tuple[Callable[[], float | None], Callable[[], None], Callable[[], StepReport | None]]

@@ -27,7 +27,7 @@ from penstock.stream.streaming_pipeline import StreamingPipeline
 from penstock.terminal.live import StageState
 from penstock.train.arrangement import TrainOptions
 from penstock.train.loader import Loader
-from penstock.train.outcome import StepReport
+from penstock.train.step import StepReport
 from penstock.train.trainer import Trainer
 from penstock.train.training_pipeline import TrainingPipeline, trains
 from penstock.zoo.weights.weights import Weights

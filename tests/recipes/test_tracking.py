@@ -14,7 +14,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from penstock.errors import UsageError
 from penstock.recipes.launch import fit
-from penstock.train.outcome import LossTensor
+from penstock.train.step import LossTensor
 from tests.recipes.test_fit import lines, settings
 
 

@@ -29,7 +29,7 @@ from penstock.terminal.progress import working
 from penstock.text import note
 from penstock.train.arrangement import Arrangement, check_profile, common_cuts, grid_of_plan, names_of
 from penstock.train.captured import Captured
-from penstock.train.survival.rearrange import assign, interchangeable, missing_bytes
+from penstock.train.migration import assign, interchangeable, missing_bytes
 from penstock.train.trainer import Trainer
 from penstock.transport.collectives import all_gather
 from penstock.wire import FEEDER

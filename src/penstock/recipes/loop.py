@@ -28,7 +28,7 @@ from penstock.recipes.tasks import Task
 from penstock.terminal.live import FitProgress
 from penstock.text import counted, note, say
 from penstock.train.loader import Loader
-from penstock.train.outcome import StepReport
+from penstock.train.step import StepReport
 from penstock.train.trainer import evaluate_all
 from penstock.train.training_pipeline import TrainingPipeline
 from penstock.wire import FEEDER

@@ -23,8 +23,7 @@ from penstock.train.batches import WHOLE, RowCut, cut_rows, largest
 from penstock.train.captured import Captured
 from penstock.train.held_tensors import HeldTensors
 from penstock.train.loss_convention import LossFunction, MeasuredLoss
-from penstock.train.losses import Losses, described
-from penstock.train.own_loss import OwnLoss
+from penstock.train.losses import Losses, OwnLoss, described
 from penstock.train.row_exchange import StepInputs
 from penstock.transport.base import OUTPUTS, receive_tensor, send_tensor
 

@@ -1,21 +1,210 @@
-"""Losses of one process's microbatches, computed by their convention and checked for agreement between processes."""
+"""Losses of one process's microbatches, computed by their convention and checked for agreement between processes.
+
+A model's own loss has its convention derived from the graph.
+"""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from penstock import trees
 from penstock.engine.stages import MicrobatchRows
-from penstock.errors import UsageError, everywhere
+from penstock.errors import RunError, UsageError, everywhere
 from penstock.graph.call import build_output
 from penstock.graph.graph import Graph
+from penstock.graph.ops import GETITEM, Op, Ref, resolve_operator
 from penstock.train.batches import RowCut, sample_rows
-from penstock.train.loss_convention import LossConvention, LossFunction, MeasuredLoss
-from penstock.train.own_loss import OwnLoss
+from penstock.train.loss_convention import LossConvention, LossFunction, MeasuredLoss, combined, common
+from penstock.train.loss_watch import LossWatch
+from penstock.values import Size
+
+# operators that preserve a mean or a sum over rows
+_KEEPING = {
+    "view", "reshape", "_unsafe_view", "squeeze", "unsqueeze", "to", "_to_copy", "alias", "clone", "contiguous", "neg",
+    "mean", "sum", "expand", "lift_fresh_copy", "type_as",
+}  # fmt: skip
+_MEAN, _SUM = 1, 2  # values of the `reduction` argument of ATen operators
+_LABELS = {"cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d"}
+
+
+class OwnLoss:
+    """The convention of a model's own loss: a mean over rows, a mean over counted labels, or a sum.
+
+    `around` wraps operators that count labels, to record a microbatch's weight.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self._ops = {op.name: op for op in graph.ops}
+        self._depending = _depending(graph)
+        self.kinds: set[str] = set()
+        self.counting: list[str] = []  # operations that count labels
+        self.refused = ""
+        self._num_reductions = 0
+        self._watches: list[LossWatch] = []
+        output = pytree.tree_unflatten(list(graph.outputs), graph.output_spec)
+        loss = _called_loss(output) or next((each for each in graph.outputs if isinstance(each, Ref)), None)
+        try:
+            if not isinstance(loss, Ref) or self._row_dims(loss.name):
+                raise _UnknownError("the model returns no loss")
+            self._check_rows(loss.name)
+            self._walk(loss.name)
+            if {"mean", "sum"} <= self.kinds or {"constant", "sum"} <= self.kinds or not self.kinds - {"constant"}:
+                raise _UnknownError("it is neither a mean nor a sum over rows")
+        except _UnknownError as error:
+            self.refused = str(error)
+
+    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap an operator that counts labels."""
+
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            with LossWatch([x for x in arguments if isinstance(x, Tensor)], 1) as watch:
+                result = function(*arguments, **keywords)
+            self._watches.append(watch)
+            return result
+
+        return call
+
+    def forget(self) -> None:
+        """Drop the records of a microbatch for which another loss is used."""
+        self._watches.clear()
+
+    def measure(self, output: Any, rows: int, *, alone: bool) -> MeasuredLoss:
+        """Return the loss of a microbatch from the model's output."""
+        loss = own_loss(output)
+        watches, self._watches = self._watches, []
+        weights = [weight for watch in watches for weight in watch.weights()]
+        if alone:
+            return MeasuredLoss(loss, loss.detach(), 1.0, "whole")
+        reason = self.refused
+        if not reason and len(watches) != len(self.counting):
+            reason = "its labels are counted in an earlier stage than the last"
+        if reason:
+            return MeasuredLoss(
+                loss.detach() * 0, 0.0, 0.0, None,
+                refused=f"the loss of {self._graph.model} cannot be computed from microbatches: {reason}; pass "
+                "train_step a loss_fn that returns (sum, count), or use microbatches=1 and replicas=1",
+            )  # fmt: skip
+        by_rows = len(self.counting) < self._num_reductions or any(not watch.weights() for watch in watches)
+        kind = "sum" if "sum" in self.kinds else "mean"
+        if kind == "mean" and not by_rows and common(weights) is not None:
+            kind = "weighted"
+        return combined(loss, kind, rows, weights, by_rows=by_rows)
+
+    def _walk(self, name: str) -> None:
+        """Trace a value without rows back to the reduction over rows."""
+        if name not in self._depending:
+            self.kinds.add("constant")
+            return
+        op = self._ops.get(name)
+        if op is None:
+            raise _UnknownError(f"it is computed from the input {name}")
+        target = op.packet
+        operands = [each for each in op.uses() if each in self._depending]
+        if any(self._row_dims(each) for each in operands):
+            self._reduce(op, target)
+        elif target in {"add", "sub"} or (target in _KEEPING and len(operands) == 1):
+            for each in op.uses():
+                self._walk(each)
+        elif target in {"mul", "div"} and operands == [_first(op)]:
+            self._scale(op, target, operands[0])
+        elif target == "mul" and len(operands) == 1:
+            self._walk(operands[0])
+        else:
+            raise _UnknownError(f"{op.name} ({op.target}) is not linear in a mean over rows")
+
+    def _scale(self, op: Op, target: str, operand: str) -> None:
+        number = op.arguments[1]
+        if isinstance(number, Ref) and any(each.name == number.name for each in self._graph.prelude):
+            raise _UnknownError(f"{op.name} scales it by {number.name}, which depends on sizes")
+        before = set(self.kinds)
+        self._walk(operand)
+        if isinstance(number, Size) and number.mentions("batch"):
+            if target != "div" or "mean" in self.kinds:
+                raise _UnknownError(f"{op.name} scales it by the number of rows")
+            self.kinds = {*before, "mean", *(self.kinds - {"sum"})}
+
+    def _reduce(self, op: Op, target: str) -> None:
+        reduction = _reduction(op)
+        if target in {"mean", "sum"}:
+            self.kinds.add(target)
+        elif reduction in {_MEAN, _SUM}:
+            self.kinds.add("mean" if reduction == _MEAN else "sum")
+            if target in _LABELS and reduction == _MEAN and op.name not in self.counting:
+                self.counting.append(op.name)
+        else:
+            raise _UnknownError(f"{op.name} ({op.target}) combines rows")
+        self._num_reductions += 1
+
+    def _row_dims(self, name: str) -> int:
+        value = self._graph.values.get(name) or next((v for v in self._graph.tensor_inputs() if v.name == name), None)
+        return (
+            sum(isinstance(size, Size) and size.mentions("batch") for size in value.shape) if value is not None else 0
+        )
+
+    def _check_rows(self, loss: str) -> None:
+        """Raise `_UnknownError` if a value that leads to the loss has rows in two dimensions, such as pairs of rows."""
+        waiting, seen = [loss], set[str]()
+        while waiting:
+            name = waiting.pop()
+            if name in seen or name not in self._ops:
+                continue
+            seen.add(name)
+            if self._row_dims(name) > 1:
+                raise _UnknownError(f"{name} relates rows to each other")
+            waiting += self._ops[name].uses()
+
+
+class _UnknownError(Exception):
+    """The loss is not a known mean or sum over rows."""
+
+
+def _called_loss(output: Any) -> Any:
+    loss = getattr(output, "loss", None)
+    return output.get("loss") if loss is None and isinstance(output, Mapping) else loss
+
+
+def own_loss(output: Any) -> Tensor:
+    """Find the loss in a model's output, as Hugging Face models return it for labels."""
+    loss = _called_loss(output)
+    if loss is None:
+        loss = next(iter(trees.tensors(output)), None)
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise RunError("the model returns no loss; pass a loss_fn to train_step, or labels to the model")
+    return loss.reshape(())
+
+
+def _depending(graph: Graph) -> set[str]:
+    """Return the names of values that depend on the inputs."""
+    found = {value.name for value in graph.tensor_inputs()}
+    for op in graph.ops:
+        if not found.isdisjoint(op.uses()):
+            found.add(op.name)
+    return found
+
+
+def _first(op: Op) -> str | None:
+    first = op.arguments[0] if op.arguments else None
+    return first.name if isinstance(first, Ref) else None
+
+
+def _reduction(op: Op) -> Any:
+    if op.target == GETITEM:
+        return None
+    for place, argument in enumerate(resolve_operator(op.target)._schema.arguments):
+        if argument.name == "reduction":
+            return (
+                op.arguments[place]
+                if place < len(op.arguments)
+                else op.keywords.get("reduction", argument.default_value)
+            )
+    return None
+
 
 _EVEN = 1e-5
 _KEPT = 8  # number of functions whose convention is cached

@@ -27,7 +27,7 @@ from penstock.train.captured import Captured
 from penstock.train.evaluation import Evaluation
 from penstock.train.features import Features
 from penstock.train.held_tensors import HeldTensors, written_buffers
-from penstock.train.own_loss import OwnLoss
+from penstock.train.losses import OwnLoss
 from penstock.transport.messages import DATA, Message
 
 _CHANNELS = 256  # sets of tags that each placement reserves; each opening of its channels uses the next

@@ -24,20 +24,27 @@ from penstock.train.arrangement import Arrangement, TrainOptions, arrange
 from penstock.train.batches import RowCut
 from penstock.train.captured import Captured
 from penstock.train.features import Follower
-from penstock.train.forward_backward import ForwardBackward
-from penstock.train.input_gradients import check_same, check_wanted
 from penstock.train.loaded_batch import RecentBatches, StepRows
 from penstock.train.loss_convention import LossFunction
 from penstock.train.losses import Losses, check_agreed, total_count, total_loss
 from penstock.train.optimizers import is_empty
-from penstock.train.outcome import LossTensor, StepReport, TrainingChange, check_same_rows, mean_loss
 from penstock.train.placed_stages import Computing, PlacedStages
 from penstock.train.row_exchange import RowExchange
+from penstock.train.step import (
+    ForwardBackward,
+    LossTensor,
+    StepReport,
+    TrainingChange,
+    check_same,
+    check_same_rows,
+    check_wanted,
+    mean_loss,
+)
 from penstock.train.training_tracer import TrainingTracer, training_facts
 from penstock.transport.collectives import all_gather
 
 if TYPE_CHECKING:
-    from penstock.train.survival.survivors import Survivors
+    from penstock.train.survivors import Survivors
 
 
 class Trainer:

@@ -28,9 +28,9 @@ from penstock.train.grad_scaling import follow_scalers, forget_scalers
 from penstock.train.loader import Collate, Loader
 from penstock.train.loss_convention import LossFunction
 from penstock.train.optimizers import check_at_steps
-from penstock.train.outcome import StepReport, TrainingChange
 from penstock.train.save import save_model
-from penstock.train.survival.beginning import check_survivable, join_training, survive
+from penstock.train.step import StepReport, TrainingChange
+from penstock.train.survival_start import check_survivable, join_training, survive
 from penstock.train.trainer import Trainer, evaluate, predict
 from penstock.wire import FEEDER, NUM_BUFFERS
 

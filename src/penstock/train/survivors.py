@@ -9,13 +9,14 @@ acknowledged its sums, and buffers that a forward has written are restored.
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from penstock.deploy.run_options import OnLoss
+from penstock.engine.placement import Grid, Replica
 from penstock.errors import DeviceLost, PenstockError, PlanError, UsageError, everywhere
 from penstock.group.board import Verdict
 from penstock.group.regroup import wait_for_newcomers
@@ -23,18 +24,32 @@ from penstock.text import counted, note
 from penstock.train.arrangement import Arrangement
 from penstock.train.checkpoint import load_checkpoint, scheduler_state
 from penstock.train.checkpoint_folder import read_index
+from penstock.train.exchanges import Exchanges, Objects
 from penstock.train.features import JoinPlace
-from penstock.train.migration import Prepared, gather_groups, prepare
+from penstock.train.migration import Prepared, choose_grid, cuts_here, gather_groups, lost_names, prepare
 from penstock.train.named_optimizer import NamedOptimizer, restore_settings
-from penstock.train.outcome import TrainingChange
 from penstock.train.plain_values import decode
-from penstock.train.survival.exchanges import Exchanges, Objects
-from penstock.train.survival.rearrange import choose_grid, cuts_here, lost_names, read_grid, write_grid
+from penstock.train.step import TrainingChange
 from penstock.train.trainer import Trainer
 from penstock.transport.collectives import all_gather
 from penstock.wire import FEEDER
 
 _LOOK_S = 1.0  # interval between checks for waiting newcomers
+
+
+def write_grid(grid: Grid) -> list[dict[str, object]]:
+    """Encode a grid as JSON values."""
+    return [
+        {"devices": list(r.devices), "stages": list(r.stages), "num_microbatches": r.num_microbatches}
+        for r in grid.replicas
+    ]
+
+
+def read_grid(encoded: Sequence[Mapping[str, Any]]) -> Grid:
+    """Decode the result of `write_grid`."""
+    return Grid(
+        tuple(Replica(tuple(each["devices"]), tuple(each["stages"]), each["num_microbatches"]) for each in encoded)
+    )
 
 
 class _Continuation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -13,8 +13,8 @@ from penstock.group.links import PlainLinks
 from penstock.group.liveness import Boards, Health
 from penstock.group.roll_call import Membership, Rendezvous
 from penstock.group.world import World
-from penstock.train.survival import exchanges as module
-from penstock.train.survival.exchanges import Exchanges
+from penstock.train import exchanges as module
+from penstock.train.exchanges import Exchanges
 from penstock.transport.base import MeteredTransport
 from penstock.transport.collectives import all_gather
 from penstock.transport.memory_network import MemoryNetwork

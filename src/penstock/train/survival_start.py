@@ -15,10 +15,9 @@ from penstock.tensors import HOST
 from penstock.train.agreement import identity_of
 from penstock.train.arrangement import Arrangement, ScheduleChoice, TrainOptions, check_profile
 from penstock.train.captured import Captured
+from penstock.train.exchanges import Exchanges
 from penstock.train.migration import fix_microbatches
-from penstock.train.survival.exchanges import Exchanges
-from penstock.train.survival.rearrange import read_grid
-from penstock.train.survival.survivors import Survivors
+from penstock.train.survivors import Survivors, read_grid
 from penstock.train.trainer import Trainer
 from penstock.wire import FEEDER, NUM_BUFFERS
 

@@ -1,1 +1,0 @@
-"""Training that survives lost processes: recovery, and admission of new processes."""

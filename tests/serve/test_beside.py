@@ -10,7 +10,8 @@ import httpx
 import pydantic
 import pytest
 
-from penstock.serve import grammar, options, protocol, trial
+from penstock.serve import options, protocol, trial
+from penstock.serve.options import JsonGrammar
 from tests.fewer import first, long
 from tests.serve.apps import App, app_fixture
 
@@ -102,7 +103,7 @@ def test_grammars_are_built_once_and_within_limits(
     app: App, monkeypatch: pytest.MonkeyPatch, schema: dict[str, Any], status: int
 ) -> None:
     built: list[Any] = []
-    monkeypatch.setattr(options, "JsonGrammar", lambda *args: built.append(args) or grammar.JsonGrammar(*args))  # type: ignore[func-returns-value]
+    monkeypatch.setattr(options, "JsonGrammar", lambda *args: built.append(args) or JsonGrammar(*args))  # type: ignore[func-returns-value]
     body = {"prompt": "a", "max_tokens": 2, "n": 8, "response_format": {"type": "json_object", "schema": schema}}
     answers, worst_s = beside(app, 1, "/v1/completions", json.dumps(body).encode())
     assert (answers[0].status_code, len(built) <= 1) == (status, True)

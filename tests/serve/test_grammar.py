@@ -8,7 +8,7 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from penstock.errors import DataError
-from penstock.serve.grammar import JsonGrammar, TokenTexts
+from penstock.serve.options import JsonGrammar, TokenTexts
 from tests.fewer import long
 from tests.generate.tokens import spaced, tokenizer
 from tests.serve.apps import App, app_fixture

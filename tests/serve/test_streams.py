@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from penstock.serve import streams
-from penstock.serve.documents import Documents
 from penstock.serve.protocol import ApiError
+from penstock.serve.streams import Documents
 from penstock.serve.texts import Piece, RequestedAnswer
 from tests.serve.apps import App, app_fixture
 

@@ -21,7 +21,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from penstock.errors import PenstockError
 from penstock.serve.admission import SMALL_BYTES, lane_of
 from penstock.serve.classes import ClassService
-from penstock.serve.documents import Documents
 from penstock.serve.metrics import Metrics
 from penstock.serve.openapi import openapi
 from penstock.serve.options import IGNORED, IgnoredFields
@@ -35,7 +34,7 @@ from penstock.serve.protocol import (
     parse_body,
 )
 from penstock.serve.server import is_own_name
-from penstock.serve.streams import Events, events, until_gone
+from penstock.serve.streams import Documents, Events, events, until_gone
 from penstock.serve.texts import Piece, RequestedAnswer, TextService
 from penstock.version import __version__
 

@@ -13,9 +13,16 @@ from penstock.generate.generator import Generator
 from penstock.generate.request import Request, TextDecoder
 from penstock.recipes.texts import chat_tokens
 from penstock.serve.admission import SMALL_BYTES, Admission, Desk, Ticket, lane_of
-from penstock.serve.grammar import JsonGrammar, TokenTexts
 from penstock.serve.metrics import Metrics
-from penstock.serve.options import check_tokens, json_grammar, prompts_of, schema_of, submit_options
+from penstock.serve.options import (
+    JsonGrammar,
+    TokenTexts,
+    check_tokens,
+    json_grammar,
+    prompts_of,
+    schema_of,
+    submit_options,
+)
 from penstock.serve.protocol import MOST_CHOICES, ApiError, ChatBody, CompletionBody, TokenizeBody, too_long
 from penstock.serve.trial import Trial
 

@@ -10,8 +10,8 @@ import typer
 from penstock import __version__
 from penstock.cli import main as main_module
 from penstock.cli.cluster import take_cluster
-from penstock.cli.help import GROUPS
 from penstock.cli.main import main
+from penstock.cli.options import GROUPS
 from penstock.recipes.settings import FitSettings
 from penstock.spec.settings import BenchSettings, PredictSettings, ServeSettings, TextSettings
 from tests.processes import run_python

@@ -12,8 +12,7 @@ import msgspec
 import typer
 from typer.models import ParameterInfo
 
-from penstock.cli.help import GROUPS
-from penstock.cli.paths import Written, checked, declared
+from penstock.cli.options import GROUPS, Written, checked, declared
 from penstock.errors import UsageError
 from penstock.spec.fields import decode_toml, make_struct, read_bytes
 from penstock.text import nearest, one_line, say

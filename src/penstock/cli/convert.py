@@ -5,8 +5,7 @@ from typing import Annotated
 
 import typer
 
-from penstock.cli.options import JsonFile, write_json
-from penstock.cli.paths import Written
+from penstock.cli.options import JsonFile, Written, write_json
 from penstock.terminal.progress import working
 from penstock.text import counted, say
 from penstock.units import format_bytes

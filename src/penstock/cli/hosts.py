@@ -14,8 +14,7 @@ from rich.table import Table
 
 from penstock.cli import options as opt
 from penstock.cli.cluster import commands_by_ssh, ends_with, is_lab, run_by_ssh, run_on_cluster
-from penstock.cli.options import JsonFile, make_console, write_json
-from penstock.cli.paths import Written
+from penstock.cli.options import JsonFile, Written, make_console, write_json
 from penstock.cluster.lab.processes import ended_by_signals
 from penstock.cluster.ssh.prepare import FILES, bring, check_hosts, fetch, push, what_push_does
 from penstock.cluster.ssh.remote import PORT, RemoteRun, address_of, hosts_of, on_all

@@ -5,8 +5,7 @@ from typing import Annotated
 
 import typer
 
-from penstock.cli.options import JsonFile, write_json
-from penstock.cli.paths import Written
+from penstock.cli.options import JsonFile, Written, write_json
 from penstock.cluster.lab import (
     DEFAULT_PORT,
     PRESETS,

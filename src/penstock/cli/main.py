@@ -11,8 +11,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from penstock.cli.cluster import check_outputs, is_lab, refuse_bind, run_on_cluster, take_cluster
-from penstock.cli.help import Verb
-from penstock.cli.paths import with_paths
+from penstock.cli.options import Verb, with_paths
 from penstock.cluster.lab.processes import ignore_late_signals
 from penstock.errors import PenstockError, UsageError
 from penstock.resources import check_addresses, share_arena

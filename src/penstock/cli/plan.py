@@ -8,8 +8,7 @@ import typer
 from msgspec import Meta
 
 from penstock.cli.config import Given, takes_settings
-from penstock.cli.options import JsonFile, make_console, parse_numbers, write_json
-from penstock.cli.paths import Written
+from penstock.cli.options import JsonFile, Written, make_console, parse_numbers, write_json
 from penstock.errors import UsageError
 from penstock.plan.candidates import PlanAim, PlanRequest
 from penstock.plan.choose import choose

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from penstock.cli import options as opt
-from penstock.cli.paths import Written
+from penstock.cli.options import Written
 from penstock.recipes.settings import make_settings
 from penstock.spec.profile import Profile, write_profile
 from penstock.terminal.progress import working

@@ -7,8 +7,7 @@ import msgspec
 import typer
 from rich.table import Column, Table
 
-from penstock.cli.options import JsonFile, make_console, only_for, write_json
-from penstock.cli.paths import Written
+from penstock.cli.options import JsonFile, Written, make_console, only_for, write_json
 from penstock.report.comparison import write_comparison
 from penstock.report.page.tables import show
 from penstock.report.run_report import TrainingReport, write_any_report

@@ -8,7 +8,7 @@ import typer
 from rich.table import Column, Table
 
 from penstock.cli import options as opt
-from penstock.cli.paths import Written
+from penstock.cli.options import Written
 from penstock.errors import CutError, UsageError
 from penstock.plan.check import read_plan
 from penstock.plan.search.partition import stage_sums

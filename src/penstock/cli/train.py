@@ -11,7 +11,7 @@ from rich.table import Table
 
 from penstock.cli import options as opt
 from penstock.cli.config import Given, named_options, takes_config
-from penstock.cli.paths import first_rank
+from penstock.cli.options import first_rank
 from penstock.cluster.lab import lab_session, read_lab
 from penstock.errors import RunError, UsageError, exclude
 from penstock.plan.check import read_plan

@@ -20,7 +20,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from penstock.cli.main import _HELP, _WITH
-from penstock.cli.paths import Written, _declared, with_paths
+from penstock.cli.options import Written, _declared, with_paths
 from penstock.errors import UsageError
 from penstock.spec.cluster import write_cluster
 from penstock.spec.profile import write_profile

@@ -14,9 +14,8 @@ from penstock.elastic.options import ElasticOptions
 from penstock.engine.placement import Grid
 from penstock.engine.reference import calibrate
 from penstock.errors import CutError, PlanError
-from penstock.graph.cuts import Cuts
+from penstock.graph.cuts import Cuts, graph_fingerprint
 from penstock.graph.ops import State
-from penstock.graph.stages import graph_fingerprint
 from penstock.measure.hosts import measure_messages
 from penstock.measure.profiler import profile_graph
 from penstock.plan.cost.frozen import keep_cuts

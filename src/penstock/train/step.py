@@ -21,8 +21,8 @@ from penstock import trees
 from penstock.engine.executor import run_schedule
 from penstock.engine.stages import MicrobatchRows
 from penstock.errors import RunError, UsageError, everywhere
+from penstock.graph.cuts import differentiable_values
 from penstock.graph.rows import batch_dim, check_rows
-from penstock.graph.stages import differentiable_values
 from penstock.group.world import World
 from penstock.tensors import HOST
 from penstock.train.batches import WHOLE, RowCut, cut_rows

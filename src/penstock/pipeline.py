@@ -163,17 +163,24 @@ class Pipeline:
         plan = read_plan(plan) if isinstance(plan, (str, Path)) else plan
         cut = CutOptions(stages=stages, cuts=cuts, plan=plan)
         run = RunOptions(
-            threads=threads, device=str(device), **asdict(links or LinkOptions()),
-            trace=trace if trace is None or isinstance(trace, Trace) else Trace(trace), runtime=parse_runtime(runtime),
+            threads=threads,
+            device=str(device),
+            **asdict(links or LinkOptions()),
+            trace=trace if trace is None or isinstance(trace, Trace) else Trace(trace),
+            runtime=parse_runtime(runtime),
             on_loss=on_loss if isinstance(on_loss, OnLoss) else OnLoss(on_loss),
-        )  # fmt: skip
+        )
         start_streaming = functools.partial(StreamingPipeline, call, cut, run, owns_world=world is None)
         self._pipe: StreamingPipeline | TrainingPipeline
         if trains(model) and (world is None or world.workers is None):
             options = TrainOptions(
-                replicas=replicas, schedule=schedule, microbatches=microbatches, seed=seed, autocast=autocast,
+                replicas=replicas,
+                schedule=schedule,
+                microbatches=microbatches,
+                seed=seed,
+                autocast=autocast,
                 checkpointing=checkpointing,
-            )  # fmt: skip
+            )
             self._pipe = TrainingPipeline(call, cut, run, options, world)
             self._stream_instead = start_streaming
         else:
@@ -181,9 +188,13 @@ class Pipeline:
 
     @classmethod
     def from_bundle(
-        cls, folder: str | Path, *, threads: int | None = None, device: str | torch.device = "cpu",
+        cls,
+        folder: str | Path,
+        *,
+        threads: int | None = None,
+        device: str | torch.device = "cpu",
         links: LinkOptions | None = None,
-    ) -> "Pipeline":  # fmt: skip
+    ) -> "Pipeline":
         """Stream through the stages of a bundle: every machine reads its own part and does not need the model's source.
 
         Started alone it starts one worker per device of the bundle's plan; under torchrun it joins the processes of the

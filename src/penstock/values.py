@@ -34,9 +34,15 @@ def _power(base: Number, exponent: Number) -> Number:
 
 
 _OPERATORS: dict[str, Callable[..., Number]] = {
-    "+": lambda *operands: sum(operands), "*": lambda *operands: math.prod(operands), "**": _power,
-    "//": operator.floordiv, "/": operator.truediv, "%": operator.mod, "max": max, "min": min,
-}  # fmt: skip
+    "+": lambda *operands: sum(operands),
+    "*": lambda *operands: math.prod(operands),
+    "**": _power,
+    "//": operator.floordiv,
+    "/": operator.truediv,
+    "%": operator.mod,
+    "max": max,
+    "min": min,
+}
 
 
 @dataclass(frozen=True, slots=True)

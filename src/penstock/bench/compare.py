@@ -57,9 +57,14 @@ class Comparison:
         )
         self._samples = Samples(zoo, self.graph, self._sizes)
         self._whole = WholeModel(
-            world, divide(self.graph, [])[0], self._load, inputs=self._samples.inputs, sizes=self._sizes,
-            threads=self._threads, computes_on=options.device,
-        )  # fmt: skip
+            world,
+            divide(self.graph, [])[0],
+            self._load,
+            inputs=self._samples.inputs,
+            sizes=self._sizes,
+            threads=self._threads,
+            computes_on=options.device,
+        )
         self._ceilings = self._limited_by(self._whole)
         # one device before and after each row: the machine's speed drifts, and other work comes and goes
         self._alone = Ceilings(
@@ -85,11 +90,16 @@ class Comparison:
     def settings(self) -> dict[str, Any]:
         """Return the settings common to all rows."""
         return {
-            "num_images": self._num_microbatches * self._rows, "passes": self._options.passes,
-            "microbatch_size": self._rows, "threads": self._threads, "depth": self._options.depth,
-            "computes_on": self._options.device, "runtime": self._options.runtime,
-            "devices": [self._world.names[rank] for rank in self._world.devices], "torch": torch.__version__,
-        }  # fmt: skip
+            "num_images": self._num_microbatches * self._rows,
+            "passes": self._options.passes,
+            "microbatch_size": self._rows,
+            "threads": self._threads,
+            "depth": self._options.depth,
+            "computes_on": self._options.device,
+            "runtime": self._options.runtime,
+            "devices": [self._world.names[rank] for rank in self._world.devices],
+            "torch": torch.__version__,
+        }
 
     def serial(self) -> dict[str, Any]:
         """Run the whole model on each device in sequence, and report the mean."""
@@ -122,9 +132,14 @@ class Comparison:
         world = dataclasses.replace(self._world, devices=self._world.devices[:stages])
         ranks = assign_stages(world, stages)
         chosen = choose_cuts(
-            self.graph, Cuts(self.graph), names=cuts, stages=stages, policy=policy or "balanced", sizes=self._sizes,
+            self.graph,
+            Cuts(self.graph),
+            names=cuts,
+            stages=stages,
+            policy=policy or "balanced",
+            sizes=self._sizes,
             places=ranks,
-        )  # fmt: skip
+        )
         measured = self._stream(
             lambda: Deployment(world, [self._pipeline(world, chosen)]), len(world.devices), stages, chosen
         )
@@ -148,9 +163,15 @@ class Comparison:
     def _pipeline(self, world: World, cuts: Sequence[Cut], ranks: Sequence[int] | None = None) -> DeployedPipeline:
         self._number += 1
         return deploy_pipeline(
-            world, divide_by_sets(self.graph, [cuts]), FromWeights(self._load), self._run, sizes=self._sizes,
-            ranks=ranks, number=self._number, tracer=FeederTracer(world) if self._options.report else None,
-        )  # fmt: skip
+            world,
+            divide_by_sets(self.graph, [cuts]),
+            FromWeights(self._load),
+            self._run,
+            sizes=self._sizes,
+            ranks=ranks,
+            number=self._number,
+            tracer=FeederTracer(world) if self._options.report else None,
+        )
 
     def baseline(self, times: int) -> list[float]:
         """Return the rows per second of every device with the whole model, in parallel: the mean of `times` runs."""
@@ -181,9 +202,12 @@ class Comparison:
         self._number += 1
         count = self._num_microbatches
         settings = PeerSettings(
-            modules=tuple(modules), ranks=tuple(ranks), num_microbatches=count, threads=self._threads,
+            modules=tuple(modules),
+            ranks=tuple(ranks),
+            num_microbatches=count,
+            threads=self._threads,
             number=self._number,
-        )  # fmt: skip
+        )
         transport = self._world.transport
         others = [rank for rank in ranks if rank != self._world.rank]
         with self._alone.around(1) as alone:
@@ -247,9 +271,12 @@ class Comparison:
     def _recorded(self, deployment: Deployment, cuts: Sequence[Cut]) -> Run:
         """Return the traces of the last stream as a run."""
         facts = stream_facts(
-            deployment, deployment.last_report, model=self._zoo.name, cuts=[cut.name for cut in cuts],
+            deployment,
+            deployment.last_report,
+            model=self._zoo.name,
+            cuts=[cut.name for cut in cuts],
             threads=self._threads,
-        )  # fmt: skip
+        )
         return make_run(facts, deployment.traces)
 
     def _load(self, state: State) -> Tensor:

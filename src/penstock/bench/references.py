@@ -60,9 +60,16 @@ class WholeModel:
     beside = False
 
     def __init__(
-        self, world: World, program: StageProgram, load: LoadState, *,
-        inputs: Sequence[Sequence[Tensor]], sizes: Mapping[str, int], threads: int, computes_on: str = "cpu",
-    ) -> None:  # fmt: skip
+        self,
+        world: World,
+        program: StageProgram,
+        load: LoadState,
+        *,
+        inputs: Sequence[Sequence[Tensor]],
+        sizes: Mapping[str, int],
+        threads: int,
+        computes_on: str = "cpu",
+    ) -> None:
         self._world, self._computes_on = world, computes_on
         self.program, self.load, self.inputs, self.sizes, self.threads = program, load, inputs, sizes, threads
 
@@ -75,9 +82,16 @@ class WholeModel:
         transport = self._world.transport
         for rank in others:
             ask_baseline(
-                transport, rank, self.program, self.load, inputs=self.inputs, sizes=self.sizes,
-                num_microbatches=count, threads=self.threads, computes_on=self._computes_on,
-            )  # fmt: skip
+                transport,
+                rank,
+                self.program,
+                self.load,
+                inputs=self.inputs,
+                sizes=self.sizes,
+                num_microbatches=count,
+                threads=self.threads,
+                computes_on=self._computes_on,
+            )
         release_baselines(transport, others)
         results: list[tuple[list[list[Tensor]], float]] = []
         if FEEDER in ranks:

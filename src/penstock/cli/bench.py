@@ -177,10 +177,14 @@ def _table(rows: list[dict[str, Any]]) -> Table:
     table = Table(*(Column(head, overflow="fold") for head in heads))
     for row in rows:
         table.add_row(
-            name_of(row), row["runtime"], f"{row['images_per_second']:.2f}", f"{row['speedup']:.2f}",
+            name_of(row),
+            row["runtime"],
+            f"{row['images_per_second']:.2f}",
+            f"{row['speedup']:.2f}",
             "" if row.get("efficiency") is None else f"{row['efficiency']:.3f}",
-            "" if row["fill_s"] is None else f"{row['fill_s']:.2f}", _equality(row),
-        )  # fmt: skip
+            "" if row["fill_s"] is None else f"{row['fill_s']:.2f}",
+            _equality(row),
+        )
     return table
 
 

@@ -75,9 +75,14 @@ def _table(outcome: Outcome) -> Table:
     for each in sorted(outcome.found, key=lambda each: each.rows_per_s):
         mark = "chosen" if each == outcome.best else "frontier" if each in best else ""
         table.add_row(
-            mark, f"{each.ratio:.0%}", each.runtime, f"{each.num_parameters / 1e6:.2f} M", f"{each.accuracy:.2%}",
-            f"{each.rows_per_s:.1f}", _times(each, base),
-        )  # fmt: skip
+            mark,
+            f"{each.ratio:.0%}",
+            each.runtime,
+            f"{each.num_parameters / 1e6:.2f} M",
+            f"{each.accuracy:.2%}",
+            f"{each.rows_per_s:.1f}",
+            _times(each, base),
+        )
     return table
 
 

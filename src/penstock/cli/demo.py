@@ -137,11 +137,18 @@ def _train(model: "nn.Module", images: "Tensor", labels: "Tensor", *, epochs: in
     def where() -> str:
         return f"epoch {scheduler.last_epoch // batches + 1} of {epochs}"
 
-    with Progress(
-        TextColumn("   {task.description}"), BarColumn(), TimeRemainingColumn(),
-        TextColumn("loss {task.fields[loss]:.3f}"),
-        console=console, disable=console.quiet or not console.is_terminal, transient=True,
-    ) as progress, telling(where, console, every_s=10.0):  # fmt: skip
+    with (
+        Progress(
+            TextColumn("   {task.description}"),
+            BarColumn(),
+            TimeRemainingColumn(),
+            TextColumn("loss {task.fields[loss]:.3f}"),
+            console=console,
+            disable=console.quiet or not console.is_terminal,
+            transient=True,
+        ) as progress,
+        telling(where, console, every_s=10.0),
+    ):
         task = progress.add_task("train", total=epochs * batches, loss=float("nan"))
         for _ in range(epochs):
             for rows in torch.randperm(len(images), generator=generator).split(_BATCH):

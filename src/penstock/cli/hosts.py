@@ -72,10 +72,17 @@ def check(cluster: ClusterFile, dry_run: DryRun = False, json: JsonFile = None) 
             table.add_row(each.name, each.target, "not reached")
             continue
         table.add_row(
-            each.name, each.target, each.python, each.penstock or "-", each.torch or "-", str(each.cores),
-            format_bytes(each.memory_bytes), format_bytes(each.free_bytes), f"{each.clock_s:+.1f} s",
+            each.name,
+            each.target,
+            each.python,
+            each.penstock or "-",
+            each.torch or "-",
+            str(each.cores),
+            format_bytes(each.memory_bytes),
+            format_bytes(each.free_bytes),
+            f"{each.clock_s:+.1f} s",
             format_seconds(each.loop_s),
-        )  # fmt: skip
+        )
     console.print(table)
     wrong = [each for each in found if each.problem]
     for each in wrong:
@@ -104,9 +111,12 @@ def push_(
             say(line)
         return
     sent = push(
-        hosts, bundle=bundle, requirements=requirement or (), install=install,
+        hosts,
+        bundle=bundle,
+        requirements=requirement or (),
+        install=install,
         tell=lambda name, what: say(f"{name}: {what}", err=True),
-    )  # fmt: skip
+    )
     for name, num_bytes in sent.items():
         say(f"{name}: {format_bytes(num_bytes)} sent" if num_bytes else f"{name}: unchanged")
 

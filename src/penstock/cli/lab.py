@@ -48,9 +48,14 @@ def init(
     if output.exists() and not force:
         raise ClusterError(f"{output} exists, and init does not overwrite files; use --force or another -o")
     spec = preset(
-        like, hosts, num_cores(), name=name, cpu=cpu, memory_bytes=parse_bytes(memory) if memory else None,
+        like,
+        hosts,
+        num_cores(),
+        name=name,
+        cpu=cpu,
+        memory_bytes=parse_bytes(memory) if memory else None,
         bandwidth_bytes_per_s=parse_rate(bandwidth) if bandwidth else None,
-    )  # fmt: skip
+    )
     try:
         write_whole(output, write_lab(spec))
     except OSError as error:

@@ -120,12 +120,20 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
         if state is None:
             state = 0.0 if self.schedule == "forward-only" else ADAMW_STATE
         return PlanRequest(
-            aim=cast(PlanAim, self.aim), target_rows_per_s=self.target, num_rows=self.num_rows, depth=self.depth,
+            aim=cast(PlanAim, self.aim),
+            target_rows_per_s=self.target,
+            num_rows=self.num_rows,
+            depth=self.depth,
             rows=tuple(parse_numbers(self.rows, "--rows")) if self.rows else (),
-            schedule=self.schedule, num_microbatches=self.microbatches, batch_rows=self.batch_size,
-            optimizer_state_factor=state, alternate=self.alternate, replicas=self.replicas,
-            recording_bytes=float(RECORDING_BYTES) if self.trace else 0.0, max_error=self.max_error,
-        )  # fmt: skip
+            schedule=self.schedule,
+            num_microbatches=self.microbatches,
+            batch_rows=self.batch_size,
+            optimizer_state_factor=state,
+            alternate=self.alternate,
+            replicas=self.replicas,
+            recording_bytes=float(RECORDING_BYTES) if self.trace else 0.0,
+            max_error=self.max_error,
+        )
 
 
 @takes_settings(PlanOptions, {})
@@ -160,7 +168,10 @@ def plan(
     ]
     result = {
         "noise": measured.noise(choice.best.rows),
-        "plan": choice.plan, "kind": choice.best.kind, "exact": choice.best.exact,
-        "others": others, "helps": [{"change": h.change, "rows_per_s": h.rows_per_s, "gain": h.gain} for h in helps],
-    }  # fmt: skip
+        "plan": choice.plan,
+        "kind": choice.best.kind,
+        "exact": choice.best.exact,
+        "others": others,
+        "helps": [{"change": h.change, "rows_per_s": h.rows_per_s, "gain": h.gain} for h in helps],
+    }
     write_json(json, result)

@@ -56,10 +56,18 @@ def profile(
     for choice in choices:
         choice.check_machine()
     kept = opt.cache_dtype(cache_dtype)
-    _check({
-        "--training": training, "--data": data, "--length": length, "--images": images, "--generate": generate,
-        "--max-length": max_length, "--cache-dtype": kept != "model", "--runtime": choices,
-    })  # fmt: skip
+    _check(
+        {
+            "--training": training,
+            "--data": data,
+            "--length": length,
+            "--images": images,
+            "--generate": generate,
+            "--max-length": max_length,
+            "--cache-dtype": kept != "model",
+            "--runtime": choices,
+        }
+    )
     place = find_device(device)
     if place != HOST:
         opt.only_for("the CPU", {"--runtime": choices}, f"{device} is measured on the runtime eager; leave it out")
@@ -71,10 +79,18 @@ def profile(
                 pretrained=pretrained, seed=seed, threads=threads, repeats=repeats, device=place,
             )  # fmt: skip
     elif data is not None:
-        settings = make_settings({
-            "model": model, "data": data, "length": length or 128, "threads": threads, "pretrained": pretrained,
-            "seed": seed, "weights": str(weights) if weights else None, "device": device,
-        })  # fmt: skip
+        settings = make_settings(
+            {
+                "model": model,
+                "data": data,
+                "length": length or 128,
+                "threads": threads,
+                "pretrained": pretrained,
+                "seed": seed,
+                "weights": str(weights) if weights else None,
+                "device": device,
+            }
+        )
         with working(f"measuring training of {model} at {rows} rows"):
             made = profile_task(settings, rows=sizes, repeats=repeats)
     else:

@@ -49,9 +49,12 @@ def report(
         console.print(f"{'measured':28} {account.speedup:7.3f}", markup=False)
         lines = [{"cause": item.key, "times": item.times, "why": item.why} for item in account.lines]
         result |= {
-            "num_times": account.num_times, "speedup": account.speedup, "alone_s": account.baseline_s, "lines": lines,
+            "num_times": account.num_times,
+            "speedup": account.speedup,
+            "alone_s": account.baseline_s,
+            "lines": lines,
             "advice": list(made.advice),
-        }  # fmt: skip
+        }
     write_json(json, result)
     console.print(f"the page is {run / 'report.html'}", markup=False, soft_wrap=True)
 
@@ -69,9 +72,13 @@ def _beside(runs: list[Path], output: Path, json: Path | None) -> None:
     for row in differences.rows:
         table.add_row(*(show(cell) for cell in row))
     console.print(table)
-    write_json(json, {
-        "runs": names, "differences": [list(row) for row in differences.rows],
-        **{table.key: [list(row) for row in table.rows] for table in others},
-        "files": [str(file) for file in made.files],
-    })  # fmt: skip
+    write_json(
+        json,
+        {
+            "runs": names,
+            "differences": [list(row) for row in differences.rows],
+            **{table.key: [list(row) for row in table.rows] for table in others},
+            "files": [str(file) for file in made.files],
+        },
+    )
     console.print(f"the page is {output}", markup=False, soft_wrap=True)

@@ -124,11 +124,15 @@ def _policy_rows(
             rows.append({"policy": policy, "error": str(error)})
             continue
         sums = stage_sums(costs, [cut.position for cut in chosen])
-        rows.append({
-            "policy": policy, "cuts": [cut.name for cut in chosen],
-            "largest_share": max(sums) / sum(sums), "speedup_at_best": sum(sums) / max(sums),
-            "crossing_bytes": sum(cut.num_bytes(sizes) for cut in chosen),
-        })  # fmt: skip
+        rows.append(
+            {
+                "policy": policy,
+                "cuts": [cut.name for cut in chosen],
+                "largest_share": max(sums) / sum(sums),
+                "speedup_at_best": sum(sums) / max(sums),
+                "crossing_bytes": sum(cut.num_bytes(sizes) for cut in chosen),
+            }
+        )
     return rows
 
 
@@ -148,9 +152,13 @@ def _stage_table(rows: list[dict[str, Any]]) -> Table:
     for row in rows:
         crossing = "" if row["crossing_bytes"] is None else format_bytes(row["crossing_bytes"])
         table.add_row(
-            str(row["stage"]), row["until"] or "(the end)", crossing, f"{row['share']:.1%}",
-            format_bytes(row["parameter_bytes"]), str(row["num_operations"]),
-        )  # fmt: skip
+            str(row["stage"]),
+            row["until"] or "(the end)",
+            crossing,
+            f"{row['share']:.1%}",
+            format_bytes(row["parameter_bytes"]),
+            str(row["num_operations"]),
+        )
     return table
 
 

@@ -115,9 +115,16 @@ def _table(rows: "list[Row]") -> Table:
             table.add_row(row.name, str(found.num_processes), batch, "", "", "", "", "", "had ended before")
             continue
         table.add_row(
-            row.name, str(found.num_processes), batch, f"{found.train_s:.1f}", f"{found.units_per_s:.1f} {last.unit}",
-            _number(last.validation_loss), _percent(last.accuracy), format_bytes(max(last.peak_memory_bytes)), "done",
-        )  # fmt: skip
+            row.name,
+            str(found.num_processes),
+            batch,
+            f"{found.train_s:.1f}",
+            f"{found.units_per_s:.1f} {last.unit}",
+            _number(last.validation_loss),
+            _percent(last.accuracy),
+            format_bytes(max(last.peak_memory_bytes)),
+            "done",
+        )
     return table
 
 
@@ -161,9 +168,14 @@ def _show_one(result: "FitResult", json: Path | None) -> None:
     table = Table("epoch", "steps", "training loss", "validation loss", "accuracy", "training", "throughput")
     for epoch in result.epochs:
         table.add_row(
-            str(epoch.epoch), str(epoch.step), _number(epoch.train_loss), _number(epoch.validation_loss),
-            _percent(epoch.accuracy), format_seconds(epoch.train_s), f"{epoch.units_per_s:.1f} {epoch.unit}/s",
-        )  # fmt: skip
+            str(epoch.epoch),
+            str(epoch.step),
+            _number(epoch.train_loss),
+            _number(epoch.validation_loss),
+            _percent(epoch.accuracy),
+            format_seconds(epoch.train_s),
+            f"{epoch.units_per_s:.1f} {epoch.unit}/s",
+        )
     console.print(table)
     processes, folder = counted(result.num_processes, "process"), result.settings.folder
     console.print(

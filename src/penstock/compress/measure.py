@@ -72,9 +72,12 @@ class OnRuntimes:
         """Return the paths of the modules with weights of linear operations, in order."""
         sources = {state.value.name: state.source for state in self.program.states}
         found = (
-            sources[name] for op in self.program.ops if op.target == "aten.linear.default"
-            for name in op.uses() if name in sources
-        )  # fmt: skip
+            sources[name]
+            for op in self.program.ops
+            if op.target == "aten.linear.default"
+            for name in op.uses()
+            if name in sources
+        )
         return list(dict.fromkeys(source.rpartition(".")[0] for source in found))
 
     def measure(self, runtime: str, examples: Examples, microbatch_size: int = 1) -> Performance:

@@ -263,9 +263,12 @@ def draw_frontier(outcome: Outcome, path: Path) -> None:
     axes.plot(_speedups(best, base), _percents(best), "-", color="#888888", lw=1, zorder=0, label="frontier")
     for each in best:
         axes.annotate(
-            f"{each.ratio:.0%}", (each.rows_per_s / base.rows_per_s, 100 * each.accuracy), fontsize=7,
-            textcoords="offset points", xytext=(4, 4),
-        )  # fmt: skip
+            f"{each.ratio:.0%}",
+            (each.rows_per_s / base.rows_per_s, 100 * each.accuracy),
+            fontsize=7,
+            textcoords="offset points",
+            xytext=(4, 4),
+        )
     chosen = outcome.best
     axes.plot(_speedups([chosen], base), _percents([chosen]), "o", ms=13, mfc="none", color="black", label="chosen")
     if floor_of(outcome.settings, found) > 0:

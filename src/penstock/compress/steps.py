@@ -157,10 +157,16 @@ class _CompressionSearch:
                     raise
                 note(f"{runtime} is left out: {error}")
                 continue
-            new.append(Found(
-                ratio=ratio, runtime=runtime, accuracy=measured.accuracy, rows_per_s=measured.rows_per_s,
-                num_parameters=count, weights=str(weights),
-            ))  # fmt: skip
+            new.append(
+                Found(
+                    ratio=ratio,
+                    runtime=runtime,
+                    accuracy=measured.accuracy,
+                    rows_per_s=measured.rows_per_s,
+                    num_parameters=count,
+                    weights=str(weights),
+                )
+            )
         self.found += new
         return new
 

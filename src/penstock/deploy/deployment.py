@@ -181,10 +181,15 @@ def deploy_pipeline(
     """
     holders = tuple(ranks or assign_stages(world, len(programs)))
     job = StagesJob(
-        number=number, ranks=holders, sizes=dict(sizes), device_names=tuple(world.names),
-        options=run.of_stages(), runtimes=tuple(runtimes) or (run.runtime,) * len(programs),
-        trace=tracer.tracing if tracer is not None else None, torch_settings=dict(read_settings()),
-    )  # fmt: skip
+        number=number,
+        ranks=holders,
+        sizes=dict(sizes),
+        device_names=tuple(world.names),
+        options=run.of_stages(),
+        runtimes=tuple(runtimes) or (run.runtime,) * len(programs),
+        trace=tracer.tracing if tracer is not None else None,
+        torch_settings=dict(read_settings()),
+    )
     check_operators(world, holders, programs)
     try:
         send_stages(world.transport, job, programs, source, compare=world.membership is not None)
@@ -203,7 +208,10 @@ def deploy_pipeline(
         world.raise_cause(error)
     counters, depth = Counters(), job.options.depth
     pipeline = DeployedPipeline(
-        world, job, programs[0][0].symbols, tuple(order),
+        world,
+        job,
+        programs[0][0].symbols,
+        tuple(order),
         stage_bytes=[
             sum(program.state_bytes(packed=job.runtime_of(stage).is_stored) for program in each)
             for stage, each in enumerate(programs)
@@ -211,9 +219,12 @@ def deploy_pipeline(
         cache_bytes=[
             sum(state.value.num_bytes({}) for program in each for state in program.caches) for each in programs
         ],
-        channels=own.channels, watch=_watch(world, job, programs, run.stall_s, counters), counters=counters,
-        window=(depth + 1) * len(job.ranks) + depth, tracer=tracer,
-    )  # fmt: skip
+        channels=own.channels,
+        watch=_watch(world, job, programs, run.stall_s, counters),
+        counters=counters,
+        window=(depth + 1) * len(job.ranks) + depth,
+        tracer=tracer,
+    )
     if stages:
         ready = threading.Event()
         arguments = own, pipeline.errors, ready
@@ -230,10 +241,13 @@ def _watch(
     """Watch for a stream that no longer moves; `counters` are the driver's."""
     holders = {index: {rank: world.names[rank]} for index, rank in enumerate(job.ranks)}
     return StallWatch(
-        job.number, sorted(stream_links(dict(enumerate(programs)), len(programs)), key=lambda link: link.number),
-        [holders | {FEEDER_STAGE: {FEEDER: world.names[FEEDER]}}], world.health.statuses,
-        max(stall_s, _SHORTEST_STALL_BEATS * world.health.beat_s), own=counters,
-    )  # fmt: skip
+        job.number,
+        sorted(stream_links(dict(enumerate(programs)), len(programs)), key=lambda link: link.number),
+        [holders | {FEEDER_STAGE: {FEEDER: world.names[FEEDER]}}],
+        world.health.statuses,
+        max(stall_s, _SHORTEST_STALL_BEATS * world.health.beat_s),
+        own=counters,
+    )
 
 
 def _serve(own: OwnStages, errors: "queue.Queue[BaseException]", ready: threading.Event) -> None:
@@ -256,10 +270,17 @@ def _join(pipeline: DeployedPipeline) -> None:
 
 
 def place(
-    world: World, graph: Graph, plan: Plan, load: LoadState, run: RunOptions, *, number: int = 0,
-    tracer: FeederTracer | None = None, ranks: Mapping[str, int] | None = None,
+    world: World,
+    graph: Graph,
+    plan: Plan,
+    load: LoadState,
+    run: RunOptions,
+    *,
+    number: int = 0,
+    tracer: FeederTracer | None = None,
+    ranks: Mapping[str, int] | None = None,
     largest: Mapping[str, int] | None = None,
-) -> Deployment:  # fmt: skip
+) -> Deployment:
     """Send every device its stages and return the pipelines to stream through.
 
     `ranks` has the rank of each device if known, `largest` the sizes of the largest microbatch except its rows, which

@@ -206,10 +206,14 @@ def send_stages(
         texts = {index: [write_program(program) for program in programs[index]] for index in indices}
         part = source if isinstance(source, FromBundle) else None
         document = msgspec.structs.replace(
-            job, source=source.kind, programs=texts, num_programs=len(programs[0]),
-            plan=part.plan if part else "", part=part.devices[rank] if part else "",
+            job,
+            source=source.kind,
+            programs=texts,
+            num_programs=len(programs[0]),
+            plan=part.plan if part else "",
+            part=part.devices[rank] if part else "",
             compare=compare and isinstance(source, FromWeights),
-        )  # fmt: skip
+        )
         send_bytes(transport, write_document(document), rank)
     if not isinstance(source, FromWeights):
         return
@@ -239,9 +243,12 @@ def receive_stages(transport: Transport) -> StagesJob:
 
 
 def read_stages(
-    world: World, job: StagesJob, make: MakeRuntime | None = None, bundle: Path | None = None,
+    world: World,
+    job: StagesJob,
+    make: MakeRuntime | None = None,
+    bundle: Path | None = None,
     holdings: Holdings | None = None,
-) -> tuple[dict[int, Runtimes], bool]:  # fmt: skip
+) -> tuple[dict[int, Runtimes], bool]:
     """Make the runtimes of a job's stages: from weights that follow, from modules, or from a bundle.
 
     Returns the stages' runtimes, and whether tensors between stages are sent from device to device. Tensors among
@@ -288,14 +295,27 @@ def read_stages(
 
 
 def ask_baseline(
-    transport: Transport, rank: int, program: StageProgram, load: LoadState, *, inputs: Sequence[Sequence[Tensor]],
-    sizes: Mapping[str, int], num_microbatches: int, threads: int, computes_on: str = "cpu",
-) -> None:  # fmt: skip
+    transport: Transport,
+    rank: int,
+    program: StageProgram,
+    load: LoadState,
+    *,
+    inputs: Sequence[Sequence[Tensor]],
+    sizes: Mapping[str, int],
+    num_microbatches: int,
+    threads: int,
+    computes_on: str = "cpu",
+) -> None:
     """Request a run of the whole model on one rank; `collect_baseline` returns its result."""
     document = RunBaseline(
-        program=write_program(program), sizes=dict(sizes), threads=threads, num_inputs=len(inputs),
-        num_microbatches=num_microbatches, computes_on=computes_on, torch_settings=dict(read_settings()),
-    )  # fmt: skip
+        program=write_program(program),
+        sizes=dict(sizes),
+        threads=threads,
+        num_inputs=len(inputs),
+        num_microbatches=num_microbatches,
+        computes_on=computes_on,
+        torch_settings=dict(read_settings()),
+    )
     send_bytes(transport, write_document(document), rank)
     send_state(transport, states_of([program]), load, rank)
     for microbatch in inputs:
@@ -325,9 +345,12 @@ def serve_baseline(world: World, document: RunBaseline) -> None:
 
 
 def run_baseline(
-    runtime: StageRuntime, sizes: Mapping[str, int], inputs: Sequence[Sequence[Tensor]], num_microbatches: int,
+    runtime: StageRuntime,
+    sizes: Mapping[str, int],
+    inputs: Sequence[Sequence[Tensor]],
+    num_microbatches: int,
     transport: Transport | None = None,
-) -> tuple[list[list[Tensor]], float]:  # fmt: skip
+) -> tuple[list[list[Tensor]], float]:
     """Warm up on every input, wait for the start signal, then time n microbatches; outputs are on the host."""
     with torch.inference_mode():
         inputs = [[moved(tensor, runtime.device) for tensor in microbatch] for microbatch in inputs]

@@ -78,9 +78,13 @@ def best_blocks(graph: Graph, cuts: Cuts, *, stages: int, sizes: Mapping[str, in
 
 
 def _choose_among(
-    cuts: Sequence[Cut], choose: Callable[..., list[int]], graph: Graph, work: Sequence[float],
-    sizes: Mapping[str, int], stages: int,
-) -> list[Cut]:  # fmt: skip
+    cuts: Sequence[Cut],
+    choose: Callable[..., list[int]],
+    graph: Graph,
+    work: Sequence[float],
+    sizes: Mapping[str, int],
+    stages: int,
+) -> list[Cut]:
     """Choose among cuts with a function of `plan.search.partition`; each crossing byte counts as work on both sides."""
     bounds = [0, *(cut.position for cut in cuts), len(graph.ops)]
     units = [sum(work[a:b]) for a, b in pairwise(bounds)]

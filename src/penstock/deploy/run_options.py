@@ -105,9 +105,14 @@ class OnLoss:
     """
 
     def __init__(
-        self, action: str = "stop", *, wait_s: float = 300.0, profile: Profile | str | Path | None = None,
-        cluster: Cluster | str | Path | None = None, joins: tuple[str, int] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        action: str = "stop",
+        *,
+        wait_s: float = 300.0,
+        profile: Profile | str | Path | None = None,
+        cluster: Cluster | str | Path | None = None,
+        joins: tuple[str, int] | None = None,
+    ) -> None:
         if action not in ON_LOSS:
             raise UsageError(f"on_loss must be one of {', '.join(ON_LOSS)}; got {action!r}")
         if not 0 < wait_s < math.inf:

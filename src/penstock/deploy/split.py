@@ -83,12 +83,15 @@ class SplitModel:
         work = sum(stage.work for stage in self.stages) or 1.0
         rows = [("stage", "cut after it", "crossing", "work", "parameters", "operations")] + [
             (
-                str(stage.index), stage.after.name if stage.after else "(the end)",
-                format_bytes(stage.after.num_bytes(sizes)) if stage.after else "", f"{stage.work / work:.1%}",
-                format_bytes(stage.parameter_bytes), str(len(stage.program.ops)),
+                str(stage.index),
+                stage.after.name if stage.after else "(the end)",
+                format_bytes(stage.after.num_bytes(sizes)) if stage.after else "",
+                f"{stage.work / work:.1%}",
+                format_bytes(stage.parameter_bytes),
+                str(len(stage.program.ops)),
             )
             for stage in self.stages
-        ]  # fmt: skip
+        ]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
         return "\n".join([f"{self.graph.model} in {counted(len(self.stages), 'stage')}", *lines])

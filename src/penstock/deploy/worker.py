@@ -36,9 +36,12 @@ Prepare = Callable[[argparse.ArgumentParser], Callable[[argparse.Namespace], Map
 
 
 def work(
-    world: World, make: MakeRuntime | None = None, bundle: Path | None = None, more: Mapping[str, Job] | None = None,
+    world: World,
+    make: MakeRuntime | None = None,
+    bundle: Path | None = None,
+    more: Mapping[str, Job] | None = None,
     holdings: Holdings | None = None,
-) -> Leave:  # fmt: skip
+) -> Leave:
     """Run jobs until the driver sends `Leave`, and return it. Errors are reported to the whole world, then raised.
 
     `more` are additional jobs, by name, that this process was started with.
@@ -85,9 +88,12 @@ def _find_job(more: Mapping[str, Job], name: str) -> Job:
 
 
 def do_job(
-    world: World, document: StagesJob | RunBaseline, make: MakeRuntime | None = None, bundle: Path | None = None,
+    world: World,
+    document: StagesJob | RunBaseline,
+    make: MakeRuntime | None = None,
+    bundle: Path | None = None,
     holdings: Holdings | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Run one job: a model alone, or stages until they are closed."""
     if isinstance(document, RunBaseline):
         serve_baseline(world, document)

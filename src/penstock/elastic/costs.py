@@ -105,9 +105,14 @@ def measure_profile(captured: Captured, placed: Arrangement, rows: int, calibrat
         return load_state(captured.graph, state, captured.weights)
 
     profile = profile_graph(
-        captured.graph, load, rows=(rows,), repeats=_REPEATS, training=True, cuts=cuts,
+        captured.graph,
+        load,
+        rows=(rows,),
+        repeats=_REPEATS,
+        training=True,
+        cuts=cuts,
         messages=measure_messages(num_microbatches=_MESSAGES),
-    )  # fmt: skip
+    )
     return msgspec.structs.replace(profile, calibration_s=calibration_s)
 
 

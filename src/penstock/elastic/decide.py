@@ -113,16 +113,23 @@ def _with_cache(now: Situation, cached: int, fill_s: float) -> Decision:
     if cached:
         profile = cache(profile, now.layers[cached - 1], read_s(now, cached))
     plan = plan_again(
-        now.plan, profile, now.cluster, worth=_WORTH if now.pack else _NEVER,
-        moving=Moving(cost_s=now.migrate_s, remaining_rows=now.remaining_rows), replicas=now.replicate,
-    )  # fmt: skip
+        now.plan,
+        profile,
+        now.cluster,
+        worth=_WORTH if now.pack else _NEVER,
+        moving=Moving(cost_s=now.migrate_s, remaining_rows=now.remaining_rows),
+        replicas=now.replicate,
+    )
     stays = [p.stages for p in plan.pipelines] == [p.stages for p in now.plan.pipelines]
     stays = stays and [p.cut_sets for p in plan.pipelines] == [p.cut_sets for p in now.plan.pipelines]
     run_s = now.remaining_rows / now.rows_per_s(plan)
     return Decision(
-        plan=plan, moves=not stays, cached_layers=cached,
-        remaining_s=run_s + fill_s + (0.0 if stays else now.migrate_s), why=_reason(now, plan, cached, fill_s, stays),
-    )  # fmt: skip
+        plan=plan,
+        moves=not stays,
+        cached_layers=cached,
+        remaining_s=run_s + fill_s + (0.0 if stays else now.migrate_s),
+        why=_reason(now, plan, cached, fill_s, stays),
+    )
 
 
 def _reason(now: Situation, plan: Plan, cached: int, fill_s: float, stays: bool) -> str:
@@ -294,9 +301,14 @@ class Caching:
         self._features, world = None, self._trainer.world
         if self.layers and placed.skipped:
             self._features = CachedFeatures(
-                world.transport, placed.grid, self._shards, skipped=placed.skipped, hosts=world.hosts,
-                num_views=self._options.cache_views, view=self._view,
-            )  # fmt: skip
+                world.transport,
+                placed.grid,
+                self._shards,
+                skipped=placed.skipped,
+                hosts=world.hosts,
+                num_views=self._options.cache_views,
+                view=self._view,
+            )
         return self._features
 
     @property

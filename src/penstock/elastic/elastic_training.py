@@ -61,9 +61,12 @@ class ElasticTraining:
     """
 
     def __init__(
-        self, trainer: Trainer, loader: Loader, options: ElasticOptions,
+        self,
+        trainer: Trainer,
+        loader: Loader,
+        options: ElasticOptions,
         told: Callable[[PlanChange], None] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         exclude("the trace", trainer.tracer is not None, "a trace needs one plan, and elastic training changes it")
         survives, runtime = trainer.survivors is not None, trainer.now.how.runtime
         exclude("on_loss or elastic", survives, "an elastic training cannot survive lost processes yet")
@@ -253,13 +256,20 @@ class ElasticTraining:
             with working(f"planning for {len(costs.cluster.devices)} devices"):
                 decided = self._decide(costs, plan, frozen, first=first)
             ranks = near(
-                trainer, self._frozen(frozen), decided.plan, costs, cached_layers=decided.cached_layers,
+                trainer,
+                self._frozen(frozen),
+                decided.plan,
+                costs,
+                cached_layers=decided.cached_layers,
                 state_factor=state_factor,
-            )  # fmt: skip
+            )
             mine = {
-                "plan": encode_plan(decided.plan).decode(), "cached_layers": decided.cached_layers, "why": decided.why,
-                "moves": decided.moves, "ranks": ranks,
-            }  # fmt: skip
+                "plan": encode_plan(decided.plan).decode(),
+                "cached_layers": decided.cached_layers,
+                "why": decided.why,
+                "moves": decided.moves,
+                "ranks": ranks,
+            }
         found: dict[str, Any] = all_gather(trainer.world.transport, mine)[FEEDER]
         return found
 
@@ -307,10 +317,18 @@ class ElasticTraining:
         placed = trainer.now.placed
         stages = max(len(set(r.stages[placed.skipped :])) for r in placed.grid.replicas)
         change = PlanChange(
-            step=trainer.step, epoch=self._loader.epoch, frozen_layers=self.frozen_layers,
-            num_layers=self._num_layers, stages=stages, replicas=len(placed.grid.replicas), cached=placed.skipped > 0,
-            migrate_s=migrate_s, moved_bytes=moved_bytes, fill_s=fill_s, why=document["why"],
-        )  # fmt: skip
+            step=trainer.step,
+            epoch=self._loader.epoch,
+            frozen_layers=self.frozen_layers,
+            num_layers=self._num_layers,
+            stages=stages,
+            replicas=len(placed.grid.replicas),
+            cached=placed.skipped > 0,
+            migrate_s=migrate_s,
+            moved_bytes=moved_bytes,
+            fill_s=fill_s,
+            why=document["why"],
+        )
         self.changes.append(change)
         if self._told is not None:
             self._told(change)

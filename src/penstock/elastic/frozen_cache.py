@@ -108,9 +108,15 @@ class Filling:
     """
 
     def __init__(
-        self, trainer: Trainer, captured: Captured, loader: Loader, place: CachePlace, *,
-        before: Shard | None = None, layers: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        trainer: Trainer,
+        captured: Captured,
+        loader: Loader,
+        place: CachePlace,
+        *,
+        before: Shard | None = None,
+        layers: int = 0,
+    ) -> None:
         self._trainer, self._captured, self._loader, self._place = trainer, captured, loader, place
         self._before = before
         cuts = Cuts(captured.graph)
@@ -260,9 +266,16 @@ class CachedFeatures:
     """
 
     def __init__(
-        self, transport: Transport, grid: Grid, shards: Mapping[int, Shard], *, skipped: int, hosts: Sequence[str],
-        num_views: int = 1, view: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        transport: Transport,
+        grid: Grid,
+        shards: Mapping[int, Shard],
+        *,
+        skipped: int,
+        hosts: Sequence[str],
+        num_views: int = 1,
+        view: int = 0,
+    ) -> None:
         self._transport, self._grid, self._shards, self._hosts = transport, grid, shards, hosts
         self._consumers = grid.holders(skipped)
         self._num_views, self.view = num_views, view

@@ -77,9 +77,17 @@ class RemoteReceiver:
     """
 
     def __init__(
-        self, transport: Transport, source: int, tag: int, formats: Sequence[Format], num_bytes: int, depth: int, *,
-        pinned: bool = False, apart: Apart | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        transport: Transport,
+        source: int,
+        tag: int,
+        formats: Sequence[Format],
+        num_bytes: int,
+        depth: int,
+        *,
+        pinned: bool = False,
+        apart: Apart | None = None,
+    ) -> None:
         self._fetch: Callable[[int], Tensor] | None = None
         self.direct = apart is not None
         if apart is not None:
@@ -179,9 +187,17 @@ class RemoteSender:
     """
 
     def __init__(
-        self, transport: Transport, to: int, tag: int, formats: Sequence[Format], num_bytes: int, depth: int, *,
-        pinned: bool = False, apart: Apart | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        transport: Transport,
+        to: int,
+        tag: int,
+        formats: Sequence[Format],
+        num_bytes: int,
+        depth: int,
+        *,
+        pinned: bool = False,
+        apart: Apart | None = None,
+    ) -> None:
         self.direct = apart is not None
         self._transport = transport
         self._to = to

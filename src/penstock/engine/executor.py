@@ -191,9 +191,13 @@ class OwnStages:
     """
 
     def __init__(
-        self, world: World, job: StagesJob, runtimes: Mapping[int, Sequence[StageRuntime]], direct: bool = False,
+        self,
+        world: World,
+        job: StagesJob,
+        runtimes: Mapping[int, Sequence[StageRuntime]],
+        direct: bool = False,
         feeds: Iterable[StageLink] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.world, self.job = world, job
         self.stages = {index: ForwardStage(each) for index, each in sorted(runtimes.items())}
         feeds = list(feeds)
@@ -203,9 +207,13 @@ class OwnStages:
         devices = [stage.device for stage in self.stages.values()]
         opening = Opening(
             ranks={FEEDER_STAGE: FEEDER} | dict(enumerate(job.ranks)),
-            own=[*self.stages, *([FEEDER_STAGE] if feeds else [])], sizes=job.sizes, number=job.number,
-            depth=job.options.depth, device=devices[0] if devices else HOST, direct=direct,
-        )  # fmt: skip
+            own=[*self.stages, *([FEEDER_STAGE] if feeds else [])],
+            sizes=job.sizes,
+            number=job.number,
+            depth=job.options.depth,
+            device=devices[0] if devices else HOST,
+            direct=direct,
+        )
         self.channels = open_channels(world.transport, list(links.values()), opening)
         name = job.device_names[world.rank]
         self.observer = StreamObserver(self.stages, name, len(job.ranks) - 1)

@@ -296,9 +296,14 @@ class StreamObserver(Observer):
     def _report(self, index: int) -> StageReport:
         seconds = self.seconds[index]
         report = StageReport(
-            index, self._device_name, seconds.num_microbatches, seconds.forward_s, seconds.compute_cpu_s,
-            wait_s=seconds.wait_s, send_s=seconds.send_s,
-        )  # fmt: skip
+            index,
+            self._device_name,
+            seconds.num_microbatches,
+            seconds.forward_s,
+            seconds.compute_cpu_s,
+            wait_s=seconds.wait_s,
+            send_s=seconds.send_s,
+        )
         if seconds.num_microbatches:
             report.cpu_s = time.process_time() - self._began_cpu_s[index]
             report.memory_bytes = held_bytes(self._stages[index].device)

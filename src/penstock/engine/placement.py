@@ -54,13 +54,16 @@ class Grid:
         >>> Grid((Replica((0, 1), (0, 1)),)).renumbered({0: 0}).replicas[0].stages
         (0, -1)
         """
-        return Grid(tuple(
-            replace(
-                replica, devices=tuple(ranks[rank] for rank in replica.devices if rank in ranks),
-                stages=tuple(ranks.get(rank, LOST) for rank in replica.stages),
+        return Grid(
+            tuple(
+                replace(
+                    replica,
+                    devices=tuple(ranks[rank] for rank in replica.devices if rank in ranks),
+                    stages=tuple(ranks.get(rank, LOST) for rank in replica.stages),
+                )
+                for replica in self.replicas
             )
-            for replica in self.replicas
-        ))  # fmt: skip
+        )
 
     def with_idle(self, ranks: Iterable[int]) -> "Grid":
         """Return the same grid with an idle device added for each of these ranks that the grid lacks.

@@ -26,9 +26,15 @@ _BYTE_ROUNDS = 8
 
 
 def measure_baseline(
-    stage: int, runtimes: Sequence[StageRuntime], kept: Mapping[int, Message], num_run: Mapping[int, int], *,
-    others: int = 0, alone_s: float = _ALONE_S, scratch_bytes: int = SCRATCH_BYTES,
-) -> Alone:  # fmt: skip
+    stage: int,
+    runtimes: Sequence[StageRuntime],
+    kept: Mapping[int, Message],
+    num_run: Mapping[int, int],
+    *,
+    others: int = 0,
+    alone_s: float = _ALONE_S,
+    scratch_bytes: int = SCRATCH_BYTES,
+) -> Alone:
     """Rerun a stage on kept microbatches, one for each of its programs, without any messages.
 
     `num_run` has the microbatches that each program ran, its weight. Programs are measured sequentially, so the memory

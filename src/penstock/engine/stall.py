@@ -41,9 +41,17 @@ class StallWatch:
     """
 
     def __init__(
-        self, job: int, links: Sequence[StageLink], pipelines: Sequence[Holders], listen: Callable[[], Iterable[str]],
-        stall_s: float = STALL_S, *, own: Counters | None = None, everyone: int = 0, advice: str = "start again",
-    ) -> None:  # fmt: skip
+        self,
+        job: int,
+        links: Sequence[StageLink],
+        pipelines: Sequence[Holders],
+        listen: Callable[[], Iterable[str]],
+        stall_s: float = STALL_S,
+        *,
+        own: Counters | None = None,
+        everyone: int = 0,
+        advice: str = "start again",
+    ) -> None:
         self.stall_s = stall_s
         self._job, self._links, self._pipelines, self._listen = job, links, pipelines, listen
         self._own, self._everyone, self._advice = own, everyone, advice
@@ -162,24 +170,37 @@ class TrainingWatch:
     """
 
     def __init__(
-        self, world: World, links: Sequence[StageLink], replicas: Sequence[Replica], observer: Observer,
+        self,
+        world: World,
+        links: Sequence[StageLink],
+        replicas: Sequence[Replica],
+        observer: Observer,
         stall_s: float = STALL_S,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._health, self._names, transport = world.health, world.names, world.transport
         transport.owner = threading.get_ident()  # whose waits tell whether this process computes
         pipelines = [
             {stage: {rank: world.names[rank]} for stage, rank in enumerate(replica.stages)} for replica in replicas
         ]
         self._watch = StallWatch(
-            0, links, pipelines, world.health.statuses, stall_s, everyone=transport.size,
+            0,
+            links,
+            pipelines,
+            world.health.statuses,
+            stall_s,
+            everyone=transport.size,
             advice="continue from a checkpoint",
-        )  # fmt: skip
+        )
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         world.health.status = lambda: write_counters(
-            0, transport.rank, observer.counters, busy=not transport.waits, num_moved=transport.num_moved,
+            0,
+            transport.rank,
+            observer.counters,
+            busy=not transport.waits,
+            num_moved=transport.num_moved,
             call=world.health.call,
-        )  # fmt: skip
+        )
         if transport.rank == FEEDER and transport.size > 1:
             self._thread = threading.Thread(target=self._look, name="penstock-stall", daemon=True)
             self._thread.start()

@@ -172,10 +172,13 @@ def give_trace(world: World, trace: ProcessTrace) -> None:
 def make_trace(world: World, recorder: Recorder, machine: MachineCapacity) -> ProcessTrace:
     """Return the content of a recorder, and clear it."""
     trace = ProcessTrace(
-        rank=world.rank, device=world.names[world.rank], machine=machine, num_dropped=recorder.num_dropped,
+        rank=world.rank,
+        device=world.names[world.rank],
+        machine=machine,
+        num_dropped=recorder.num_dropped,
         spans=tuple(Span(*span) for span in recorder.spans),
         counters=tuple(Counter(*counter) for counter in recorder.counters),
-    )  # fmt: skip
+    )
     recorder.clear()
     return trace
 

@@ -186,9 +186,16 @@ class GrowingChannels:
     """
 
     def __init__(
-        self, transport: Transport, links: Sequence[StageLink], replica: Replica, *, evaluates: bool = False,
-        device: torch.device = HOST, direct: bool = False, first_generation: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        transport: Transport,
+        links: Sequence[StageLink],
+        replica: Replica,
+        *,
+        evaluates: bool = False,
+        device: torch.device = HOST,
+        direct: bool = False,
+        first_generation: int = 0,
+    ) -> None:
         self._transport, self._links, self._replica = transport, links, replica
         self._evaluates, self._device, self._direct = evaluates, device, direct
         self._sizes: dict[str, int] = {}

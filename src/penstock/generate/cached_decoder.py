@@ -98,9 +98,16 @@ class CachedDecoder(nn.Module):
                     add_cache(self, f"{prefix}{state.name}{index}", slots + self.recurrent, *shape, dtype=state.dtype)
 
     def forward(
-        self, ids: Tensor, positions: Tensor, rows: Tensor, last: Tensor, places: Tensor, source: Tensor | None = None,
-        source_sizes: Tensor | None = None, source_places: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        rows: Tensor,
+        last: Tensor,
+        places: Tensor,
+        source: Tensor | None = None,
+        source_sizes: Tensor | None = None,
+        source_places: Tensor | None = None,
+    ) -> Tensor:
         """Run one microbatch."""
         torch._check(places.shape[0] <= self.length)
         caches = [self._cache("", Slots(rows, positions, places))]
@@ -115,16 +122,26 @@ class CachedDecoder(nn.Module):
             return self._run(caches, ids, positions, last, places, given)
 
     def _run(
-        self, caches: Sequence[Any], ids: Tensor, positions: Tensor, last: Tensor, places: Tensor,
+        self,
+        caches: Sequence[Any],
+        ids: Tensor,
+        positions: Tensor,
+        last: Tensor,
+        places: Tensor,
         given: Mapping[str, Any],
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         utils = optional_import("transformers.cache_utils", "text")
         with positions_of_rows(self.model, positions, places) as positioned:
-            output = self.model(**{
-                "decoder_input_ids" if self.encodes else "input_ids": ids, "use_cache": True,
-                self._takes: utils.EncoderDecoderCache(*caches) if self.encodes else caches[0],
-                **positioned, **given, **({"logits_to_keep": last} if self._selects else {}),
-            })  # fmt: skip
+            output = self.model(
+                **{
+                    "decoder_input_ids" if self.encodes else "input_ids": ids,
+                    "use_cache": True,
+                    self._takes: utils.EncoderDecoderCache(*caches) if self.encodes else caches[0],
+                    **positioned,
+                    **given,
+                    **({"logits_to_keep": last} if self._selects else {}),
+                }
+            )
         logits: Tensor = output.logits if self._selects else output.logits.index_select(1, last)
         return logits
 
@@ -241,9 +258,12 @@ def decoder_call(model: Any, caches: Generation, weights: Weights | None = None)
         weights = RenamedWeights(weights, {f"model.{name}": name for name in weights.names()})
     decoder = CachedDecoder(host, slots=slots, length=caches.max_length, cache_dtype=caches.cache_dtype).eval()
     return ModelCall(
-        model=decoder, kwargs=decoder.example(caches.slots, caches.chunk), dynamic=decoder.dynamic,
-        largest=decoder.largest, weights=weights,
-    )  # fmt: skip
+        model=decoder,
+        kwargs=decoder.example(caches.slots, caches.chunk),
+        dynamic=decoder.dynamic,
+        largest=decoder.largest,
+        weights=weights,
+    )
 
 
 def _on_host(model: Any) -> Any:

@@ -108,21 +108,29 @@ class Generator:
             self.vocabulary = int(model.config.get_text_config().vocab_size)
             call = decoder_call(model, caches, weights)
         self.pipeline = StreamingPipeline(
-            call, cut,
+            call,
+            cut,
             RunOptions(
-                threads=threads, device=str(device), runtime=chosen,
+                threads=threads,
+                device=str(device),
+                runtime=chosen,
                 trace=None if trace is None else Trace(trace),
                 on_loss=OnLoss(on_loss),
             ),
-            world, owns_world=world is None,
-        )  # fmt: skip
+            world,
+            owns_world=world is None,
+        )
         self.pipeline.model_name = type(model).__name__
         self._loop: GenerationLoop | None = None
         if self.pipeline.feeds:
             planned = Lanes(
-                num_lanes=caches.lanes, num_used=min(count, caches.lanes), slots=caches.slots, chunk=caches.chunk,
-                longest=caches.max_length, recurrent=getattr(call.model, "recurrent", False),
-            )  # fmt: skip
+                num_lanes=caches.lanes,
+                num_used=min(count, caches.lanes),
+                slots=caches.slots,
+                chunk=caches.chunk,
+                longest=caches.max_length,
+                recurrent=getattr(call.model, "recurrent", False),
+            )
             place = find_device(device, self.pipeline.deployment.world.position)
             self._loop = GenerationLoop(self.pipeline, planned, speculates=speculate and count > 1, device=place)
 
@@ -207,16 +215,29 @@ class Generator:
             config, num_prompt=len(start or tokens), most=most, seed=seed, processors=[*processors, *logits_processor]
         )
         request = Request(
-            tokens, most, sampler, config, tokenizer=tokenizer, num_likeliest=num_likeliest, scored=score_prompt,
+            tokens,
+            most,
+            sampler,
+            config,
+            tokenizer=tokenizer,
+            num_likeliest=num_likeliest,
+            scored=score_prompt,
             start=start,
-        )  # fmt: skip
+        )
         self._loop.take(request)
         return request
 
     def generate(
-        self, input_ids: Any = None, attention_mask: Any = None, generation_config: Any = None, streamer: Any = None, *,
-        inputs: Any = None, tokenizer: Any = None, **kwargs: Any,
-    ) -> Tensor:  # fmt: skip
+        self,
+        input_ids: Any = None,
+        attention_mask: Any = None,
+        generation_config: Any = None,
+        streamer: Any = None,
+        *,
+        inputs: Any = None,
+        tokenizer: Any = None,
+        **kwargs: Any,
+    ) -> Tensor:
         """Return the tensor of `model.generate`: prompts and their answers [B, L], padded on the right.
 
         All rows are in flight together. `input_ids` (or `inputs`) are tokens [B, L] as a tensor, an array or lists.

@@ -178,9 +178,13 @@ class GenerationLoop:
                     continue
                 begin = request.start or request.prompt
                 sequence = SequenceState(
-                    list(begin), len(begin), source=request.prompt if request.start else (), scored=request.scored,
-                    max_length=request.max_length, guesser=Guesser(begin) if self._speculates else None,
-                )  # fmt: skip
+                    list(begin),
+                    len(begin),
+                    source=request.prompt if request.start else (),
+                    scored=request.scored,
+                    max_length=request.max_length,
+                    guesser=Guesser(begin) if self._speculates else None,
+                )
                 self._lanes.admit(sequence)
                 request.num_reused = sequence.num_reused
                 self._requests[sequence] = request
@@ -269,10 +273,13 @@ class GenerationRecord:
         self.report.num_rows = sum(len(request.tokens) for request in self.requests)
         self._pipeline.traces = [self._tracer.own(), *self._pipeline.traces]
         return GenerationFacts(
-            microbatches=tuple(self._microbatches), requests=tuple(map(self._times, self.requests)),
-            num_slots=self._lanes.num_slots, num_guesses=self._lanes.num_guesses, num_right=self._lanes.num_right,
+            microbatches=tuple(self._microbatches),
+            requests=tuple(map(self._times, self.requests)),
+            num_slots=self._lanes.num_slots,
+            num_guesses=self._lanes.num_guesses,
+            num_right=self._lanes.num_right,
             cache_bytes=tuple(self._pipeline.cache_bytes),
-        )  # fmt: skip
+        )
 
     def _times(self, request: Request) -> RequestTimes:
         return RequestTimes(
@@ -337,9 +344,12 @@ def computes_single_rows(microbatches: Microbatches, deployed: DeployedPipeline,
         found = []
         for rows in (lanes.num_rows, 1):
             step = Step(
-                rows=list(range(rows)), ids=[[(token + row) % _VOCABULARY] for row in range(rows)],
-                positions=[[position]] * rows, last=[0], room=room_of(position + 1),
-            )  # fmt: skip
+                rows=list(range(rows)),
+                ids=[[(token + row) % _VOCABULARY] for row in range(rows)],
+                positions=[[position]] * rows,
+                last=[0],
+                room=room_of(position + 1),
+            )
             found.append(microbatches.take(deployed, microbatches.feed(deployed, step))[0])
         same = same and torch.equal(*found) and bool((found[0] != found[0].flatten()[0]).any())
     deployed.finish()
@@ -352,9 +362,12 @@ def computes_single_rows(microbatches: Microbatches, deployed: DeployedPipeline,
 def inputs_of(step: Step) -> dict[str, Tensor]:
     """Return the inputs of a call that runs one microbatch."""
     found = {
-        "ids": torch.tensor(step.ids), "positions": torch.tensor(step.positions), "rows": torch.tensor(step.rows),
-        "last": torch.tensor(step.last), "places": torch.arange(step.room),
-    }  # fmt: skip
+        "ids": torch.tensor(step.ids),
+        "positions": torch.tensor(step.positions),
+        "rows": torch.tensor(step.rows),
+        "last": torch.tensor(step.last),
+        "places": torch.arange(step.room),
+    }
     if step.source:
         found |= {
             "source": torch.tensor(step.source, dtype=torch.int64),

@@ -115,9 +115,17 @@ class Request:
     """
 
     def __init__(
-        self, prompt: Sequence[int], most: int, sampler: Sampler, config: Any, *, tokenizer: Any = None,
-        num_likeliest: int = 0, scored: bool = False, start: Sequence[int] = (),
-    ) -> None:  # fmt: skip
+        self,
+        prompt: Sequence[int],
+        most: int,
+        sampler: Sampler,
+        config: Any,
+        *,
+        tokenizer: Any = None,
+        num_likeliest: int = 0,
+        scored: bool = False,
+        start: Sequence[int] = (),
+    ) -> None:
         self.prompt = tuple(prompt)
         self.start = tuple(start)  # the decoder's first tokens, if the prompt is for an encoder
         self._num_before = len(self.start or self.prompt)

@@ -27,12 +27,20 @@ _IGNORED = {"transformers_version", "use_cache", "cache_implementation", "num_re
 _OF_BEAMS = {"num_beam_groups", "length_penalty", "early_stopping", "diversity_penalty"}  # no effect with one beam
 # values that turn a feature off
 _OFF: dict[str, tuple[object, ...]] = {
-    "num_beams": (1,), "output_scores": (False,), "output_logits": (False,), "output_attentions": (False,),
-    "output_hidden_states": (False,), "return_dict_in_generate": (False,),
-    "epsilon_cutoff": (0.0,), "eta_cutoff": (0.0,), "encoder_repetition_penalty": (1.0,),
-    "renormalize_logits": (False,), "encoder_no_repeat_ngram_size": (0,), "remove_invalid_values": (False,),
+    "num_beams": (1,),
+    "output_scores": (False,),
+    "output_logits": (False,),
+    "output_attentions": (False,),
+    "output_hidden_states": (False,),
+    "return_dict_in_generate": (False,),
+    "epsilon_cutoff": (0.0,),
+    "eta_cutoff": (0.0,),
+    "encoder_repetition_penalty": (1.0,),
+    "renormalize_logits": (False,),
+    "encoder_no_repeat_ngram_size": (0,),
+    "remove_invalid_values": (False,),
     "token_healing": (False,),
-}  # fmt: skip
+}
 
 
 def read_config(model: Any, config: Any, changes: dict[str, Any]) -> Any:
@@ -91,9 +99,14 @@ class Sampler:
     """
 
     def __init__(
-        self, config: Any, *, num_prompt: int, most: int = 0, seed: int | None = None,
+        self,
+        config: Any,
+        *,
+        num_prompt: int,
+        most: int = 0,
+        seed: int | None = None,
         processors: Sequence[Processor] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._sample = bool(config.do_sample)
         self._processors, warpers = _processors(config, num_prompt, most, processors), _warpers(config)
         penalized = bool(self._processors)

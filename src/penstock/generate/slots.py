@@ -22,9 +22,13 @@ _BOTH = "LinearAttentionAndFullAttentionLayer"
 _NOTHING = "DummyLayer"
 # layers of transformers that keep only keys, values, convolution states and recurrent states
 _KNOWN = {
-    "DynamicLayer", "DynamicSlidingWindowLayer", "LinearAttentionLayer", _BOTH, _NOTHING,
+    "DynamicLayer",
+    "DynamicSlidingWindowLayer",
+    "LinearAttentionLayer",
+    _BOTH,
+    _NOTHING,
     "LinearAttentionAndSlidingWindowAttentionLayer",
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,10 +230,16 @@ def rotary_limit(model: nn.Module) -> int | None:
     they are constant; `positions_of_rows` then leaves the choice out.
     """
     limits = [
-        limit for module in model.modules() for kind, parameters in _rotary(module)
-        if (limit := parameters.get("original_max_position_embeddings") if kind == "longrope"
-            else getattr(module, "original_max_seq_len", None)) is not None
-    ]  # fmt: skip
+        limit
+        for module in model.modules()
+        for kind, parameters in _rotary(module)
+        if (
+            limit := parameters.get("original_max_position_embeddings")
+            if kind == "longrope"
+            else getattr(module, "original_max_seq_len", None)
+        )
+        is not None
+    ]
     return min(limits, default=None)
 
 

@@ -126,9 +126,13 @@ def recorded_callbacks(model: nn.Module) -> Iterator[CallbackRecorder]:
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         with (
-            _replaced(recorder), _Intercept(recorder), unresized_buffers(model), left_attributes(model) as left,
-            recorded_reads() as reads, watched_sizes((args, kwargs)) as recorder.fixing,
-        ):  # fmt: skip
+            _replaced(recorder),
+            _Intercept(recorder),
+            unresized_buffers(model),
+            left_attributes(model) as left,
+            recorded_reads() as reads,
+            watched_sizes((args, kwargs)) as recorder.fixing,
+        ):
             made = call_without_draws(model, call, *args, **kwargs)
         recorder.left.update(left)
         recorder.reads = reads

@@ -78,9 +78,13 @@ def capture(
     labels = label_inputs(model, arguments, keywords, dynamic or {})
     rows = batch_rows(labels, arguments, keywords)
     with (
-        EXPORTING, ordered_multiples(), kept_random_states(), fake_parameters(model), _as_one_pass(model),
+        EXPORTING,
+        ordered_multiples(),
+        kept_random_states(),
+        fake_parameters(model),
+        _as_one_pass(model),
         torch.set_grad_enabled(model.training),
-    ):  # fmt: skip
+    ):
         if rows is None:
             return _export(model, arguments, keywords, None, fixed_batch=None)
         wide_arguments, wide_keywords = widen_rows((arguments, keywords), labels, rows)
@@ -101,9 +105,14 @@ def capture(
 
 
 def _export(
-    model: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], shapes: object,
-    labels: tuple[tuple[Any, ...], dict[str, Any]] | None = None, *, fixed_batch: int | None,
-) -> Graph:  # fmt: skip
+    model: nn.Module,
+    arguments: tuple[Any, ...],
+    keywords: dict[str, Any],
+    shapes: object,
+    labels: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
+    *,
+    fixed_batch: int | None,
+) -> Graph:
     recorder: CallbackRecorder | None = None  # a hook may be refused before there is one
     try:
         # suppress torch's output of the graph if an export fails; the error is one line
@@ -125,9 +134,14 @@ def _export(
     for text in recorder.notes:
         note(text)
     return translate(
-        exported, model, _in_order(exported, labels), fixed_batch=fixed_batch, callbacks=recorder.callbacks,
-        left=recorder.left, reads=recorder.reads,
-    )  # fmt: skip
+        exported,
+        model,
+        _in_order(exported, labels),
+        fixed_batch=fixed_batch,
+        callbacks=recorder.callbacks,
+        left=recorder.left,
+        reads=recorder.reads,
+    )
 
 
 def _in_order(

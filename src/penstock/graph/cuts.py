@@ -265,9 +265,14 @@ def make_program(
             needed.update(op.uses())
     states = tuple(state for state in graph.states if state.value.name in needed)
     return StageProgram(
-        symbols=graph.symbols, states=states, inputs=inputs, prelude=tuple(prelude[::-1]), ops=ops, outputs=outputs,
+        symbols=graph.symbols,
+        states=states,
+        inputs=inputs,
+        prelude=tuple(prelude[::-1]),
+        ops=ops,
+        outputs=outputs,
         callbacks=graph.callbacks,
-    )  # fmt: skip
+    )
 
 
 def graph_fingerprint(graph: Graph) -> str:

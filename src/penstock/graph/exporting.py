@@ -51,9 +51,13 @@ def fast_layers(model: nn.Module) -> list[str]:
 def _fits(attention: nn.MultiheadAttention) -> bool:
     plain = attention.bias_k is None and attention.bias_v is None and not attention.add_zero_attn
     return (
-        not attention.training and attention.batch_first and attention.in_proj_bias is not None and plain
-        and attention._qkv_same_embed_dim and attention.num_heads % 2 == 0
-    )  # fmt: skip
+        not attention.training
+        and attention.batch_first
+        and attention.in_proj_bias is not None
+        and plain
+        and attention._qkv_same_embed_dim
+        and attention.num_heads % 2 == 0
+    )
 
 
 @contextlib.contextmanager

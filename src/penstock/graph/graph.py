@@ -175,9 +175,15 @@ SECONDS_PER_CALL = 4e-6
 SECONDS_PER_CROSSING_BYTE = 2e-9
 # elements per second of transcendental functions: exp, erf, tanh and similar
 _TRANSCENDENTAL = {
-    "gelu": 1.2e9, "silu": 1.2e9, "sigmoid": 1.2e9, "tanh": 1.0e9, "softmax": 0.8e9, "exp": 1.5e9, "erf": 1.0e9,
+    "gelu": 1.2e9,
+    "silu": 1.2e9,
+    "sigmoid": 1.2e9,
+    "tanh": 1.0e9,
+    "softmax": 0.8e9,
+    "exp": 1.5e9,
+    "erf": 1.0e9,
     "pow": 0.8e9,
-}  # fmt: skip
+}
 
 # operators that read or write only selected rows of their first argument, such as an embedding's weight or a cache
 _CHOSEN_ROWS = {"embedding", "index_select", "index", "gather", "index_put_", "index_copy_", "scatter_"}

@@ -119,9 +119,15 @@ class LiveModule:
             self._keep(at, value, _LEVELS)
             attributes.append((name, value))
         return _Part(
-            path, ref, type(module), module.training, _children(own), _hooks(own, _CALLED_FORWARD),
-            _hooks(own, _CALLED_BACKWARD), tuple(attributes),
-        )  # fmt: skip
+            path,
+            ref,
+            type(module),
+            module.training,
+            _children(own),
+            _hooks(own, _CALLED_FORWARD),
+            _hooks(own, _CALLED_BACKWARD),
+            tuple(attributes),
+        )
 
     def _keep(self, path: str, value: Any, levels: int) -> None:
         """Keep a copy of what a list, dict, array, tensor or object holds, and of what is inside."""

@@ -250,9 +250,12 @@ def decode(item: Any, symbols: frozenset[str], depth: int = 0) -> Argument:
         if kind == "size":
             return Size(check_expression(content, symbols))
         tables: dict[str, Mapping[str, Any]] = {
-            "dtype": DTYPES, "memory_format": _FORMATS, "layout": _LAYOUTS,
-            "float": _FLOATS, "device": {"stage": STAGE_DEVICE},
-        }  # fmt: skip
+            "dtype": DTYPES,
+            "memory_format": _FORMATS,
+            "layout": _LAYOUTS,
+            "float": _FLOATS,
+            "device": {"stage": STAGE_DEVICE},
+        }
         if kind in tables and isinstance(content, str) and content in tables[kind]:
             return tables[kind][content]
     raise ProgramError(f"{repr(item)[:80]} is not an argument; the program file is damaged or forged")

@@ -165,10 +165,14 @@ def _written_state(ops: Sequence[Op], storage: Storage) -> list[tuple[int, int]]
 _BEFORE = "the model before it was wrapped"
 # the way out of each wrapper, by class name, so that nothing is imported for them
 _WAY_OUT = {
-    "DistributedDataParallel": "{}.module", "DataParallel": "{}.module", "OptimizedModule": "{}._orig_mod",
-    "DeepSpeedEngine": _BEFORE, "_FabricModule": "{}.module", "FullyShardedDataParallel": _BEFORE,
+    "DistributedDataParallel": "{}.module",
+    "DataParallel": "{}.module",
+    "OptimizedModule": "{}._orig_mod",
+    "DeepSpeedEngine": _BEFORE,
+    "_FabricModule": "{}.module",
+    "FullyShardedDataParallel": _BEFORE,
     "FSDPModule": _BEFORE,
-}  # fmt: skip
+}
 
 
 def check_unwrapped(model: nn.Module) -> None:

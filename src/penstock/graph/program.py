@@ -264,8 +264,11 @@ _LARGEST_ELEMENTS = 2**36
 _OPEN_END = 2**63 - 1  # a slice's end for "to the end"
 # schema types for which a program may have constants
 _CONSTANTS: Mapping[str, type] = {
-    "ScalarType": torch.dtype, "Layout": torch.layout, "MemoryFormat": torch.memory_format, "Device": StageDevice,
-}  # fmt: skip
+    "ScalarType": torch.dtype,
+    "Layout": torch.layout,
+    "MemoryFormat": torch.memory_format,
+    "Device": StageDevice,
+}
 # integer arguments that determine the size of a result, which is at most their product
 _AMOUNTS = {
     "size", "shape", "output_size", "repeats", "pad", "padding", "steps", "n", "m", "row", "col",

@@ -278,9 +278,13 @@ _RULES: dict[str, Rule] = {
 
 
 def label_callback(
-    callback: Callback, values: Sequence[Value], labels: Sequence[Tensor], shapes: Sequence[Sequence[int]],
-    sizes: Sequence[int], twice: Sequence[int],
-) -> list[Tensor]:  # fmt: skip
+    callback: Callback,
+    values: Sequence[Value],
+    labels: Sequence[Tensor],
+    shapes: Sequence[Sequence[int]],
+    sizes: Sequence[int],
+    twice: Sequence[int],
+) -> list[Tensor]:
     """Return the labels of a callback's results for tensors with these labels.
 
     `sizes` are its other arguments, `twice` the same for a batch with twice as many rows. A result that changes with a

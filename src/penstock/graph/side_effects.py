@@ -26,9 +26,12 @@ from torch.utils import _pytree as pytree
 from penstock.errors import CaptureError, UsageError
 
 _LIBRARIES = (
-    str(Path(torch.__file__).parent), str(Path(np.__file__).parent), str(Path(__file__).parents[1]), random.__file__,
+    str(Path(torch.__file__).parent),
+    str(Path(np.__file__).parent),
+    str(Path(__file__).parents[1]),
+    random.__file__,
     "<",
-)  # fmt: skip
+)
 _ADVICE = "which a graph would draw once; draw them by torch, as in torch.rand(()), or make them an input"
 _CODE = 80  # characters of a line in a message
 _LONG = 16  # a tuple of more entries has numbers only

@@ -75,19 +75,27 @@ def from_sympy(expression: sympy.Basic, symbols: Mapping[str, str]) -> Expressio
 _KINDS = {InputKind.PARAMETER: "parameter", InputKind.BUFFER: "buffer", InputKind.CONSTANT_TENSOR: "constant"}
 # checks inserted by torch.export; Penstock checks other sizes itself
 _CHECKS = {
-    "aten._assert_tensor_metadata.default", "aten._assert_scalar.default", "aten._assert_async.msg",
-    "aten.sym_constrain_range_for_size.default", "aten.sym_constrain_range.default",
-}  # fmt: skip
+    "aten._assert_tensor_metadata.default",
+    "aten._assert_scalar.default",
+    "aten._assert_async.msg",
+    "aten.sym_constrain_range_for_size.default",
+    "aten.sym_constrain_range.default",
+}
 _SHAPED = {"aten.view.default", "aten.reshape.default", "aten._unsafe_view.default"}
 # regions that only switch a mode, with their number of settings
 _REGIONS: dict[str, int] = {"wrap_with_set_grad_enabled": 1, "wrap_with_autocast": 4}
 
 
 def translate(
-    exported: ExportedProgram, model: nn.Module, labels: Sequence[Sequence[str | None]], *, fixed_batch: int | None,
-    callbacks: Sequence[Callback] = (), left: Mapping[str, Any] | None = None,
+    exported: ExportedProgram,
+    model: nn.Module,
+    labels: Sequence[Sequence[str | None]],
+    *,
+    fixed_batch: int | None,
+    callbacks: Sequence[Callback] = (),
+    left: Mapping[str, Any] | None = None,
     reads: Reads | None = None,
-) -> Graph:  # fmt: skip
+) -> Graph:
     """Translate an exported program to a graph; raises `CaptureError` for operations that a stage cannot run.
 
     `labels` has, for every input in the order of the call, the symbol of each dimension.

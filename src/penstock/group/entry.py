@@ -139,9 +139,14 @@ def join_torchrun(*, followed: bool = False, again: bool = False) -> World:
     survives = again and not hosted
     with working(f"connecting {size} processes", shown=rank == FEEDER and size > 1):
         world = join_group(
-            rendezvous, rank, size, prefix, range(size), again=survives,
+            rendezvous,
+            rank,
+            size,
+            prefix,
+            range(size),
+            again=survives,
             silence_s=WATCHFUL_S if survives and followed else SILENCE_S,
-        )  # fmt: skip
+        )
     has_joined.set()
     world.cores = cores
     world.followed = followed
@@ -184,9 +189,15 @@ def start_local(
         connect = (lambda: store) if isinstance(links, PlainLinks) else partial(links.connect_store, address, port)
         rendezvous = Rendezvous(links, connect, address, port, address, "the driver")
         world = join_group(
-            rendezvous, FEEDER, size, "run", range(1, size), watch_workers, again=again,
+            rendezvous,
+            FEEDER,
+            size,
+            "run",
+            range(1, size),
+            watch_workers,
+            again=again,
             silence_s=WATCHFUL_S if again else SILENCE_S,
-        )  # fmt: skip
+        )
         where_it_fails.pop_all()
     world.workers, world.served, world.folder = workers, store, folder
     world.followed = True
@@ -225,10 +236,18 @@ def thread_worlds(names: Sequence[str]) -> list[World]:
 
 
 def join_group(
-    rendezvous: Rendezvous, rank: int, size: int, prefix: str, devices: Sequence[int],
-    watch_others: Callable[[], None] = lambda: None, *, again: bool = False, join_s: float = JOIN_S,
-    before: Membership | None = None, silence_s: float = SILENCE_S,
-) -> World:  # fmt: skip
+    rendezvous: Rendezvous,
+    rank: int,
+    size: int,
+    prefix: str,
+    devices: Sequence[int],
+    watch_others: Callable[[], None] = lambda: None,
+    *,
+    again: bool = False,
+    join_s: float = JOIN_S,
+    before: Membership | None = None,
+    silence_s: float = SILENCE_S,
+) -> World:
     """Rendezvous with the other processes of a group and connect to them.
 
     `before` is the membership in an earlier group, if any. Raises `RunError` if a rank does not join, and `DeviceLost`
@@ -236,9 +255,16 @@ def join_group(
     """
     own, silence_s = (before.own, before.silence_s) if before is not None else (None, silence_s)
     meeting = Meeting(
-        rendezvous, rank, size, prefix=prefix, watch=watch_others, join_s=join_s, again=again, own=own,
+        rendezvous,
+        rank,
+        size,
+        prefix=prefix,
+        watch=watch_others,
+        join_s=join_s,
+        again=again,
+        own=own,
         silence_s=silence_s,
-    )  # fmt: skip
+    )
     names = [hello.name for hello in meeting.hellos]
     health = Health(meeting.boards, rank, names, lambda: None, silence_s=meeting.silence_s)
 
@@ -262,11 +288,17 @@ def join_group(
             raise
         where_it_fails.pop_all()
     return World(
-        transport=MeteredTransport(transport), health=health, names=names, devices=list(devices), store=store,
+        transport=MeteredTransport(transport),
+        health=health,
+        names=names,
+        devices=list(devices),
+        store=store,
         bandwidths=[hello.bandwidth_bytes_per_s for hello in meeting.hellos],
-        hosts=[hello.host for hello in meeting.hellos], membership=_membership(meeting, rendezvous, before),
-        secured=rendezvous.links.secured, unlike=meeting.unlike,
-    )  # fmt: skip
+        hosts=[hello.host for hello in meeting.hellos],
+        membership=_membership(meeting, rendezvous, before),
+        secured=rendezvous.links.secured,
+        unlike=meeting.unlike,
+    )
 
 
 def _connect(

@@ -123,9 +123,15 @@ class SecuredLinks(ZmqLinks):
 
 
 def _connect(
-    connections: "Connections", store: "Addresses", name: str, rank: int, size: int, address: str, join_s: float,
+    connections: "Connections",
+    store: "Addresses",
+    name: str,
+    rank: int,
+    size: int,
+    address: str,
+    join_s: float,
     watch: Watch,
-) -> Transport:  # fmt: skip
+) -> Transport:
     from penstock.transport.zeromq import ZmqTransport
 
     return ZmqTransport(connections, store, rank, size, address, join_s=join_s / 2, group=name, watch=watch)

@@ -97,9 +97,15 @@ class Health:
     """
 
     def __init__(
-        self, boards: Boards, rank: int, names: list[str], on_failure: Callable[[], None], *,
-        silence_s: float = SILENCE_S, beat_s: float = BEAT_S,
-    ) -> None:  # fmt: skip
+        self,
+        boards: Boards,
+        rank: int,
+        names: list[str],
+        on_failure: Callable[[], None],
+        *,
+        silence_s: float = SILENCE_S,
+        beat_s: float = BEAT_S,
+    ) -> None:
         self._boards = boards
         self._rank = rank
         self._names = names

@@ -86,9 +86,16 @@ def _meet(world: World, membership: Membership, answered: list[str], join_s: flo
     size = len(answered) + 1
     devices = range(FEEDER if FEEDER in world.devices else 1, size)
     following = join_group(
-        membership.rendezvous, FEEDER, size, _prefix(membership.generation + 1), devices, watch, again=True,
-        join_s=join_s, before=membership,
-    )  # fmt: skip
+        membership.rendezvous,
+        FEEDER,
+        size,
+        _prefix(membership.generation + 1),
+        devices,
+        watch,
+        again=True,
+        join_s=join_s,
+        before=membership,
+    )
     following.workers, following.worker_ranks = workers, worker_ranks
     if workers is not None:
         following.health.why_ended = partial(why_ended, following)
@@ -189,9 +196,14 @@ def _await(membership: Membership, after: int, *, waits: bool = True) -> World |
         size = len(members) + 1
         try:
             return join_group(
-                membership.rendezvous, members.index(membership.own) + 1, size, _prefix(after), range(size),
-                join_s=_MEET_S, before=replace(membership, generation=after - 1),
-            )  # fmt: skip
+                membership.rendezvous,
+                members.index(membership.own) + 1,
+                size,
+                _prefix(after),
+                range(size),
+                join_s=_MEET_S,
+                before=replace(membership, generation=after - 1),
+            )
         except PenstockError:  # rank 0 calls another group, or has exited
             continue
 

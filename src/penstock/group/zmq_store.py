@@ -145,9 +145,13 @@ class ZmqStore(_Values):
     """
 
     def __init__(
-        self, connections: Connections, address: str, port: int, timeout_s: float = CONNECT_S,
+        self,
+        connections: Connections,
+        address: str,
+        port: int,
+        timeout_s: float = CONNECT_S,
         silence_s: float = SILENCE_S,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._connection: Connection = connections.connect(address, port, b"", timeout_s, silence_s)
         self._part_bytes = connections.part_bytes
         self._lock = threading.Lock()

@@ -93,10 +93,13 @@ def _measure(world: World, num_microbatches: int) -> MessageCosts:
     own_input_s = min(max(0.0, both_s - input_here.feeder_s), both_s)
     return MessageCosts(
         send_s_per_byte=max(0.0, give.stage_s - apart.stage_s) / num_bytes,
-        receive_s_per_byte=max(0.0, take.stage_s - apart.stage_s) / num_bytes, stage_overhead_s=apart.stage_s,
-        feed_s=apart.feeder_s / 2, result_s=apart.feeder_s / 2, own_input_s=own_input_s,
+        receive_s_per_byte=max(0.0, take.stage_s - apart.stage_s) / num_bytes,
+        stage_overhead_s=apart.stage_s,
+        feed_s=apart.feeder_s / 2,
+        result_s=apart.feeder_s / 2,
+        own_input_s=own_input_s,
         own_output_s=max(0.0, both_s - own_input_s - all_here.feeder_s),
-    )  # fmt: skip
+    )
 
 
 def _run(
@@ -106,9 +109,14 @@ def _run(
     graph = capture(model, (example,))
     cuts = Cuts(graph).find_all([f"{stage}:before" for stage in range(1, len(ranks))])
     pipeline = deploy_pipeline(
-        world, divide_by_sets(graph, [cuts]), FromWeights(partial(load_state, graph, weights=ModuleWeights(model))),
-        RunOptions(threads=1), sizes=graph.sizes(1), ranks=ranks, number=number,
-    )  # fmt: skip
+        world,
+        divide_by_sets(graph, [cuts]),
+        FromWeights(partial(load_state, graph, weights=ModuleWeights(model))),
+        RunOptions(threads=1),
+        sizes=graph.sizes(1),
+        ranks=ranks,
+        number=number,
+    )
     deployment = Deployment(world, [pipeline])
     for counted in (False, True):
         begin = time.process_time()

@@ -208,9 +208,12 @@ def _seconds(count: int, read: Callable[[int], object], *, skipped: type[Excepti
 
 
 def measure_runtimes(
-    graph: Graph, load: Callable[[State], Tensor], choices: Sequence[RuntimeChoice], timing: Timing,
+    graph: Graph,
+    load: Callable[[State], Tensor],
+    choices: Sequence[RuntimeChoice],
+    timing: Timing,
     make_inputs: MakeInputs | None = None,
-) -> tuple[RuntimeColumn, ...]:  # fmt: skip
+) -> tuple[RuntimeColumn, ...]:
     """Measure a column for each runtime at every batch size, alternating with eager, on given or random inputs.
 
     Example:
@@ -339,11 +342,14 @@ def units_in_bytes(
         least = [max(some, making) for some, making in zip(least, _making_bytes(held), strict=True)]
     units = [
         Unit(
-            forward_s=(0.0,), parameters=held[index], kept_bytes_per_row=cached[index],
-            working_bytes_per_row=two[index] - one[index], working_bytes=max(least[index], 2 * one[index] - two[index]),
+            forward_s=(0.0,),
+            parameters=held[index],
+            kept_bytes_per_row=cached[index],
+            working_bytes_per_row=two[index] - one[index],
+            working_bytes=max(least[index], 2 * one[index] - two[index]),
         )
         for index in range(len(positions) - 1)
-    ]  # fmt: skip
+    ]
     if training:
         needs = zip(units, unit_bytes(graph, cuts), boundaries[1:], strict=True)
         units = [_with_bytes(unit, need, rows, after) for unit, need, after in needs]

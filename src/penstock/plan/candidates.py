@@ -85,10 +85,15 @@ class PlanRequest:
     def _setting(self, rows: int, *, generates: bool) -> Setting:
         count = self.num_microbatches if self.batch_rows is None else self.batch_rows // rows
         return Setting(
-            rows=rows, depth=self.depth, schedule=self.schedule, num_microbatches=count,
-            optimizer_state_factor=self.optimizer_state_factor, recording_bytes=self.recording_bytes,
-            generates=generates, lanes=self.lanes,
-        )  # fmt: skip
+            rows=rows,
+            depth=self.depth,
+            schedule=self.schedule,
+            num_microbatches=count,
+            optimizer_state_factor=self.optimizer_state_factor,
+            recording_bytes=self.recording_bytes,
+            generates=generates,
+            lanes=self.lanes,
+        )
 
 
 Kind = Literal["stages", "replicas", "rotating cuts"]

@@ -111,8 +111,11 @@ def _check_schedule(plan: Plan) -> None:
             whole = f"be a whole number of the {plan.num_microbatches} microbatches"
             _refuse(f"pipelines[{index}].share", whole, f"{pipeline.share:g}")
         if len(pipeline.cut_sets) > 1:
-            _refuse(f"pipelines[{index}].cut_sets", f"have one cut set with the schedule {plan.schedule}",
-                    len(pipeline.cut_sets))  # fmt: skip
+            _refuse(
+                f"pipelines[{index}].cut_sets",
+                f"have one cut set with the schedule {plan.schedule}",
+                len(pipeline.cut_sets),
+            )
     if not 0 <= plan.optimizer_state_factor < math.inf:
         _refuse("optimizer_state_factor", "be at least 0", plan.optimizer_state_factor)
 

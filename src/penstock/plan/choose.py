@@ -214,10 +214,17 @@ class Moving:
 
 
 def plan_again(
-    plan: Plan, profile: Profile, cluster: Cluster, *, speeds: Mapping[str, float] | None = None,
-    missing: Collection[str] = (), worth: float = 0.02, moving: Moving | None = None, replicas: bool = True,
+    plan: Plan,
+    profile: Profile,
+    cluster: Cluster,
+    *,
+    speeds: Mapping[str, float] | None = None,
+    missing: Collection[str] = (),
+    worth: float = 0.02,
+    moving: Moving | None = None,
+    replicas: bool = True,
     alternate: bool | None = None,
-) -> Plan:  # fmt: skip
+) -> Plan:
     """Return a plan for the cluster's current state; if it gains too little, the old plan with new predictions.
 
     `speeds` are observed speeds of devices, as multiples of the profiled device's speed; `missing` are lost devices; a
@@ -285,7 +292,12 @@ def cluster_among(known: Cluster | None, names: Sequence[str], *, feeder: str, s
 def request_of(plan: Plan) -> PlanRequest:
     """Return a request for a plan with the same microbatches, depth and schedule."""
     return PlanRequest(
-        rows=(plan.microbatch_rows,), num_rows=plan.prediction.num_rows, depth=plan.depth, schedule=plan.schedule,
-        num_microbatches=plan.num_microbatches, optimizer_state_factor=plan.optimizer_state_factor,
-        alternate=plan.schedule == "forward-only", lanes=plan.generation.lanes if plan.generation else None,
-    )  # fmt: skip
+        rows=(plan.microbatch_rows,),
+        num_rows=plan.prediction.num_rows,
+        depth=plan.depth,
+        schedule=plan.schedule,
+        num_microbatches=plan.num_microbatches,
+        optimizer_state_factor=plan.optimizer_state_factor,
+        alternate=plan.schedule == "forward-only",
+        lanes=plan.generation.lanes if plan.generation else None,
+    )

@@ -192,8 +192,11 @@ def _step_line(candidate: Candidate) -> str:
     problem, total = candidate.problem, candidate.problem.setting.num_microbatches or 1
     divisions = [divisions_of(problem, pipeline)[0] for pipeline in candidate.pipelines]
     step = play_step(problem, divisions, [round(pipeline.share * total) for pipeline in candidate.pipelines])
-    idle = [1 - sum(span.end_s - span.begin_s for span in spans) / step.computed_s
-            for played in step.replicas for spans in played.spans]  # fmt: skip
+    idle = [
+        1 - sum(span.end_s - span.begin_s for span in spans) / step.computed_s
+        for played in step.replicas
+        for spans in played.spans
+    ]
     return (
         f"a step: {format_seconds(step.computed_s)} until the last backward, in which devices wait for "
         f"{sum(idle) / len(idle):.0%} of the time, {format_seconds(step.all_reduced_s - step.computed_s)} more for "

@@ -87,10 +87,13 @@ def classify(
                 continue
             name = names[int(best)] if int(best) < len(names) else None
             yield replace(
-                _prediction(images, index), prediction=int(best), class_name=name, confidence=float(confidence),
+                _prediction(images, index),
+                prediction=int(best),
+                class_name=name,
+                confidence=float(confidence),
                 top=best_classes(scores[row], names, top) if top else None,
                 logits=[x if math.isfinite(x) else None for x in values[row].tolist()] if logits else None,
-            )  # fmt: skip
+            )
     for group in feed.groups:  # images after the last readable image
         for item in group:
             if isinstance(item, ImagePrediction):
@@ -258,9 +261,12 @@ def _load(asked: PredictSettings) -> tuple[ZooModel, Labels, str]:
     """Return the model, the images with their labels as classes of the model, and the name of the images."""
     with working("loading the model"):
         zoo = load_model(
-            asked.model, weights=asked.weights, pretrained=asked.pretrained, seed=asked.seed,
+            asked.model,
+            weights=asked.weights,
+            pretrained=asked.pretrained,
+            seed=asked.seed,
             preprocess=asked.preprocess,
-        )  # fmt: skip
+        )
         chosen, source = _open_set(asked)
     zoo.pictures()
     check_head(zoo)
@@ -360,12 +366,16 @@ class _Tally:
         report = pipe.last_report
         shown = ("stage", "device", "compute_s", "wait_s", "send_s", "memory_bytes")
         return _summary(
-            num_images=self.num_rows, num_resumed=self._start, num_failed=len(self.failed),
+            num_images=self.num_rows,
+            num_resumed=self._start,
+            num_failed=len(self.failed),
             accuracy=self._right / self._labelled if self._labelled else None,
-            images_per_second=report.rows_per_s, fill_s=report.fill_s,
+            images_per_second=report.rows_per_s,
+            fill_s=report.fill_s,
             stages=[{name: getattr(stage, name) for name in shown} for stage in report.stages],
-            cuts=[cut.name for cut in pipe.cuts], changes=[asdict(change) for change in pipe.changes],
-        )  # fmt: skip
+            cuts=[cut.name for cut in pipe.cuts],
+            changes=[asdict(change) for change in pipe.changes],
+        )
 
 
 def _summary(**found: Any) -> dict[str, Any]:

@@ -47,18 +47,21 @@ def _images(settings: "FitSettings", agree: "Agree") -> "Task":
 # the first format whose test a path passes is used
 FORMATS: Mapping[str, DataFormat] = {
     "sentences": DataFormat(
-        help="a sentiment treebank (SST)", holds=lambda path: is_trees(path) or is_trees(path / "train.txt"),
-        task=_sentences, options=("length",),
-    ),
-    "text": DataFormat(
-        help="a text file", holds=lambda path: path.suffix == ".txt" and path.is_file(), task=_text,
+        help="a sentiment treebank (SST)",
+        holds=lambda path: is_trees(path) or is_trees(path / "train.txt"),
+        task=_sentences,
         options=("length",),
     ),
+    "text": DataFormat(
+        help="a text file", holds=lambda path: path.suffix == ".txt" and path.is_file(), task=_text, options=("length",)
+    ),
     "images": DataFormat(
-        help="images (folder, tar, CIFAR, 'digits')", holds=lambda _path: True, task=_images,
+        help="images (folder, tar, CIFAR, 'digits')",
+        holds=lambda _path: True,
+        task=_images,
         options=("teacher", "hold_out", "skip_damaged", "preprocess"),
     ),
-}  # fmt: skip
+}
 FORMATS_HELP = ", ".join(known.help for known in FORMATS.values())
 
 

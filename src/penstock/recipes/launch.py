@@ -128,10 +128,13 @@ def make_pipeline(settings: FitSettings, task: Task, world: World | None) -> Tra
         on_loss=survival_options(settings, first=world is None or world.rank == FEEDER),
     )
     options = TrainOptions(
-        replicas=settings.replicas, schedule=settings.schedule, microbatches=settings.microbatches,
-        seed=settings.seed, autocast=torch.bfloat16 if settings.autocast else None,
+        replicas=settings.replicas,
+        schedule=settings.schedule,
+        microbatches=settings.microbatches,
+        seed=settings.seed,
+        autocast=torch.bfloat16 if settings.autocast else None,
         checkpointing=settings.checkpointing,
-    )  # fmt: skip
+    )
     return TrainingPipeline(call, cut, run, options, world)
 
 
@@ -207,9 +210,12 @@ def _run_local(settings: FitSettings, plan: Plan | None, file: Path) -> RunError
     count = num_processes(settings, plan)
     address, folder = meeting_place()
     env = {
-        "MASTER_ADDR": address, "MASTER_PORT": str(free_port(address)), BIND: address, "WORLD_SIZE": str(count),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(free_port(address)),
+        BIND: address,
+        "WORLD_SIZE": str(count),
         "LOCAL_WORLD_SIZE": str(count),
-    }  # fmt: skip
+    }
     if count > 1:
         env["OMP_NUM_THREADS"] = "1"
     arguments = [[str(file), "--rank", str(rank)] for rank in range(count)]

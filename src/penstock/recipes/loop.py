@@ -270,14 +270,23 @@ class TrainingLoop:
         epoch, rows = self._loader.epoch, self._loader.last_rows
         warm = self._trainer.step - self._first > min(WARM_UP, self._num_steps - self._first - 1)
         self._steps[self._trainer.step] = _StepNote(
-            epoch=epoch if self._loader.position else epoch - 1, loss=loss, batch_rows=rows,
-            counted_s=seconds if warm else 0.0, counted_units=rows * self._task.units_per_row if warm else 0,
+            epoch=epoch if self._loader.position else epoch - 1,
+            loss=loss,
+            batch_rows=rows,
+            counted_s=seconds if warm else 0.0,
+            counted_units=rows * self._task.units_per_row if warm else 0,
             sent_bytes=report.sent_bytes,
-        )  # fmt: skip
+        )
         self._folder.write(
-            "step", step=self._trainer.step, loss=loss, learning_rate=learning_rate, seconds=seconds, warm_up=not warm,
-            synchronizations_per_s=report.num_synchronizations / seconds, **dataclasses.asdict(report),
-        )  # fmt: skip
+            "step",
+            step=self._trainer.step,
+            loss=loss,
+            learning_rate=learning_rate,
+            seconds=seconds,
+            warm_up=not warm,
+            synchronizations_per_s=report.num_synchronizations / seconds,
+            **dataclasses.asdict(report),
+        )
 
     def _finish(self, epoch: int) -> None:
         """Evaluate, gather the devices' costs, and record the epoch; stops if the run rolls back to a checkpoint."""
@@ -292,10 +301,16 @@ class TrainingLoop:
         loss, accuracy = found
         if self._elastic is not None:
             self._elastic.validated(loss=loss, accuracy=accuracy)
-        mine = {"steps": sum(1 for each in notes if each.batch_rows), "s": sum(each.counted_s for each in notes),
-                "units": sum(each.counted_units for each in notes), "sent": sum(each.sent_bytes for each in notes),
-                "memory": self._pipe.last_step.peak_memory_bytes, "rows": max(each.batch_rows for each in notes),
-                "loss": sum(each.loss for each in notes) / len(notes), "best": self._best}  # fmt: skip
+        mine = {
+            "steps": sum(1 for each in notes if each.batch_rows),
+            "s": sum(each.counted_s for each in notes),
+            "units": sum(each.counted_units for each in notes),
+            "sent": sum(each.sent_bytes for each in notes),
+            "memory": self._pipe.last_step.peak_memory_bytes,
+            "rows": max(each.batch_rows for each in notes),
+            "loss": sum(each.loss for each in notes) / len(notes),
+            "best": self._best,
+        }
         gathered = self._trainer.together(lambda: mine)
         if self._note_changes():
             return
@@ -304,12 +319,18 @@ class TrainingLoop:
         whole = [document["s"] for document in gathered if document["steps"] == first["steps"]]
         train_s = sum(whole) / len(whole)
         result = EpochResult(
-            epoch=epoch, step=self._trainer.step, unit=self._task.unit,
+            epoch=epoch,
+            step=self._trainer.step,
+            unit=self._task.unit,
             batch_rows=first["rows"] or self._settings.batch_size,
-            train_loss=first["loss"], train_s=train_s, units_per_s=first["units"] / train_s if train_s else 0.0,
-            validation_loss=loss, accuracy=accuracy, peak_memory_bytes=[document["memory"] for document in gathered],
+            train_loss=first["loss"],
+            train_s=train_s,
+            units_per_s=first["units"] / train_s if train_s else 0.0,
+            validation_loss=loss,
+            accuracy=accuracy,
+            peak_memory_bytes=[document["memory"] for document in gathered],
             sent_bytes=[document["sent"] for document in gathered],
-        )  # fmt: skip
+        )
         # an earlier part of it, if the run was resumed with more steps
         self._epochs[:] = [*(each for each in self._epochs if each.epoch != epoch), result]
         self._folder.write("epoch", **msgspec.structs.asdict(result))

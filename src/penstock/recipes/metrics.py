@@ -357,9 +357,13 @@ class WeightsAndBiases(Tracker):
         again = {"id": begun, "resume": "allow"} if _RUN_ID.fullmatch(begun) else {}
         try:
             self._run: Any = library.init(
-                project="penstock", name=folder.name, dir=str(folder), config=config, allow_val_change=bool(again),
+                project="penstock",
+                name=folder.name,
+                dir=str(folder),
+                config=config,
+                allow_val_change=bool(again),
                 **again,
-            )  # fmt: skip
+            )
         except Exception as problem:  # no key, no network, or a refusal of the server's
             raise UsageError(
                 f"Weights & Biases cannot begin a run ({one_line(problem)}); run `wandb login`, set "

@@ -34,10 +34,15 @@ class PredictionFile:
     record: msgspec.Struct | None = None
 
     def __init__(
-        self, path: Path, *, resume: bool = False, columns: Sequence[str] = COLUMNS,
-        needed: Sequence[str] = ("image", "prediction"), again: str = "continue with --resume",
+        self,
+        path: Path,
+        *,
+        resume: bool = False,
+        columns: Sequence[str] = COLUMNS,
+        needed: Sequence[str] = ("image", "prediction"),
+        again: str = "continue with --resume",
         anew: str = "leave --resume out",
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.path, self.anew = path, anew
         self._columns, self._needed, self._again = columns, {*needed}, again
         self._is_csv, self._has_begun = _is_csv(path), False

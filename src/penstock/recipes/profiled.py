@@ -75,9 +75,14 @@ def profile_model(
     packed = with_packings(graph, zoo.weights, [str(runtime) for runtime in runtimes])
     columns = measure_runtimes(packed, load, runtimes, Timing(made.rows, threads, repeats))
     return msgspec.structs.replace(
-        made, model=name, loader_s_per_row=loader_s_per_row, calibration_s=calibration_s, base_bytes=base_bytes,
-        script_bytes=more_bytes, runtimes=columns,
-    )  # fmt: skip
+        made,
+        model=name,
+        loader_s_per_row=loader_s_per_row,
+        calibration_s=calibration_s,
+        base_bytes=base_bytes,
+        script_bytes=more_bytes,
+        runtimes=columns,
+    )
 
 
 def profile_task(settings: FitSettings, *, rows: Sequence[int], repeats: int = 7) -> Profile:
@@ -98,14 +103,25 @@ def profile_task(settings: FitSettings, *, rows: Sequence[int], repeats: int = 7
     graph = capture(task.module, *task.example, dynamic=task.dynamic)
     more_bytes = script_bytes(base_bytes)
     made = profile_graph(
-        graph, lambda state: load_state(graph, state, task.weights), rows=rows, threads=threads, repeats=repeats,
-        training=True, loss=_loss(task, graph), messages=messages, device=device,
-    )  # fmt: skip
+        graph,
+        lambda state: load_state(graph, state, task.weights),
+        rows=rows,
+        threads=threads,
+        repeats=repeats,
+        training=True,
+        loss=_loss(task, graph),
+        messages=messages,
+        device=device,
+    )
     data: Any = task.training
     return msgspec.structs.replace(
-        made, model=settings.model, loader_s_per_row=measure_rows(data), base_bytes=base_bytes,
-        script_bytes=more_bytes, calibration_s=_calibration_s(threads, device),
-    )  # fmt: skip
+        made,
+        model=settings.model,
+        loader_s_per_row=measure_rows(data),
+        base_bytes=base_bytes,
+        script_bytes=more_bytes,
+        calibration_s=_calibration_s(threads, device),
+    )
 
 
 def profile_generation(
@@ -139,9 +155,15 @@ def profile_generation(
         packed, load, runtimes, Timing(made.rows, threads, repeats, step), partial(_step_inputs, decoder, room)
     )
     return msgspec.structs.replace(
-        made, model=name, base_bytes=base_bytes, script_bytes=more_bytes, loader_s_per_row=_sampling_s(zoo.module),
-        generation=caches, runtimes=columns, calibration_s=_calibration_s(threads, device),
-    )  # fmt: skip
+        made,
+        model=name,
+        base_bytes=base_bytes,
+        script_bytes=more_bytes,
+        loader_s_per_row=_sampling_s(zoo.module),
+        generation=caches,
+        runtimes=columns,
+        calibration_s=_calibration_s(threads, device),
+    )
 
 
 def _calibration_s(threads: int, device: torch.device) -> float:
@@ -201,10 +223,15 @@ def count_inference(
     if choice.is_stored:
         graph = with_packings(graph, weights, [runtime])
         # in nominal seconds, as those of the units
-        columns = (RuntimeColumn(
-            runtime=choice.name, precision=cast(Precision, choice.precision), forward_s=(1.0,), eager_s=(1.0,),
-            error=0.0,
-        ),)  # fmt: skip
+        columns = (
+            RuntimeColumn(
+                runtime=choice.name,
+                precision=cast(Precision, choice.precision),
+                forward_s=(1.0,),
+                eager_s=(1.0,),
+                error=0.0,
+            ),
+        )
     made = counted_profile(graph, 1, partial(units_in_bytes, graph, rows=1, largest=full, single=chunk))
     return msgspec.structs.replace(
         made, model=name, base_bytes=base_bytes, script_bytes=more_bytes, generation=caches, runtimes=columns

@@ -328,9 +328,13 @@ def plan_of(settings: FitSettings) -> Plan | None:
     plan = read_plan(settings.plan)
     check_purpose(plan, trains=True)
     check_given_once(
-        plan, stages=settings.stages, replicas=settings.replicas, processes=settings.processes,
-        microbatches=settings.microbatches, cuts=settings.cuts,
-    )  # fmt: skip
+        plan,
+        stages=settings.stages,
+        replicas=settings.replicas,
+        processes=settings.processes,
+        microbatches=settings.microbatches,
+        cuts=settings.cuts,
+    )
     other = settings.schedule not in {DEFAULT_SCHEDULE, plan.schedule}
     exclude("--schedule", other, f"the schedule must be the plan's, {plan.schedule}; got {settings.schedule}")
     if settings.batch_size != plan.batch_rows:

@@ -33,14 +33,19 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         """Return the row for a table or a file."""
         found, last = self.result, self.result.last if self.result else None
         return {
-            "name": self.name, "failed": self.failed, "out_of_memory": self.out_of_memory,
-            "processes": found.num_processes if found else None, "train_s": found.train_s if found else None,
-            "units_per_s": found.units_per_s if found else None, "unit": last.unit if last else None,
-            "train_loss": last.train_loss if last else None, "validation_loss": last.validation_loss if last else None,
+            "name": self.name,
+            "failed": self.failed,
+            "out_of_memory": self.out_of_memory,
+            "processes": found.num_processes if found else None,
+            "train_s": found.train_s if found else None,
+            "units_per_s": found.units_per_s if found else None,
+            "unit": last.unit if last else None,
+            "train_loss": last.train_loss if last else None,
+            "validation_loss": last.validation_loss if last else None,
             "accuracy": last.accuracy if last else None,
             "peak_memory_bytes": max(last.peak_memory_bytes) if last else None,
             "settings": msgspec.to_builtins(self.settings),
-        }  # fmt: skip
+        }
 
 
 def run_row(name: str, settings: FitSettings, lab: Lab | None) -> Row:

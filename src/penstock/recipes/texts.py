@@ -114,9 +114,15 @@ def answer_prompts(generator: Generator, prompts: Sequence[str], settings: TextS
         for number, row in enumerate([*before, *rows], 1)
         if str(row.get("finish_reason")).startswith(_UNANSWERED)
     ]
-    return {"num_prompts": len(prompts), "resumed_after": len(before), "num_tokens": tokens,
-            "seconds": round(taken_s, 3), "tokens_per_s": round(tokens / taken_s, 2), "unanswered": unanswered,
-            "rows": rows}  # fmt: skip
+    return {
+        "num_prompts": len(prompts),
+        "resumed_after": len(before),
+        "num_tokens": tokens,
+        "seconds": round(taken_s, 3),
+        "tokens_per_s": round(tokens / taken_s, 2),
+        "unanswered": unanswered,
+        "rows": rows,
+    }
 
 
 def _answer(request: Request | UsageError) -> tuple[str, str | None, int, float]:
@@ -149,9 +155,12 @@ def open_answers(
         return
     output = Path(settings.output)
     about = AnswerRun(
-        model=settings.model, weights=fingerprint_of(generator.weights), runtime=settings.runtime,
-        sampling=settings.sampling, seed=settings.seed,
-    )  # fmt: skip
+        model=settings.model,
+        weights=fingerprint_of(generator.weights),
+        runtime=settings.runtime,
+        sampling=settings.sampling,
+        seed=settings.seed,
+    )
     anew = "choose another --output"
     with PredictionFile(
         output, resume=True, columns=_COLUMNS, needed=_COLUMNS, again="run the same again", anew=anew
@@ -188,9 +197,13 @@ def check_chats(tokenizer: Any) -> None:
 
 
 def chat_tokens(
-    tokenizer: Any, messages: Sequence[Mapping[str, str]], *, begins: bool = True, continues: bool = False,
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, str]],
+    *,
+    begins: bool = True,
+    continues: bool = False,
     options: Mapping[str, Any] | None = None,
-) -> list[int]:  # fmt: skip
+) -> list[int]:
     """Return the tokens of messages in the model's own template, up to the beginning of its answer.
 
     With `continues` the answer continues the last message; without `begins` the template's beginning of an answer is

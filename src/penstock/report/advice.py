@@ -91,10 +91,13 @@ def _as_it_ran(like: Plan, run: Run, cluster: Cluster) -> Plan:
         planned = run.facts.plan["pipelines"][place] if run.facts.plan is not None else None
         sets = planned["cut_sets"] if planned is not None else [{"cuts": run.facts.cuts}]
         part = sum(run.facts.pipeline_of(m) == place for m in range(run.facts.num_microbatches))
-        pipelines.append(PlannedPipeline(
-            stages=tuple(PlannedStage(device=names[index]) for index in route),
-            cut_sets=msgspec.convert(sets, tuple[CutSet, ...]), share=part / run.facts.num_microbatches,
-        ))  # fmt: skip
+        pipelines.append(
+            PlannedPipeline(
+                stages=tuple(PlannedStage(device=names[index]) for index in route),
+                cut_sets=msgspec.convert(sets, tuple[CutSet, ...]),
+                share=part / run.facts.num_microbatches,
+            )
+        )
     return msgspec.structs.replace(like, pipelines=tuple(pipelines))
 
 
@@ -118,13 +121,17 @@ def observed_profile(run: Run, stream: MeasuredStream) -> Profile:
     boundaries = [Boundary(name=n, bytes_per_row=u[2] / rows) for n, u in zip(names, units, strict=True)]
     costs = stream_costs(stream, run.facts.threads)
     return Profile(
-        model=run.facts.model, graph="0" * 16, device="observed", threads=run.facts.threads, rows=(rows,),
+        model=run.facts.model,
+        graph="0" * 16,
+        device="observed",
+        threads=run.facts.threads,
+        rows=(rows,),
         boundaries=(*boundaries, Boundary(name="output", bytes_per_row=out / rows)),
         units=tuple(Unit(forward_s=(s,)) for s in seconds),
         send_s_per_byte=statistics.fmean(s.machine.byte_s for s in stream.stages),
         receive_s_per_byte=statistics.fmean(s.machine.byte_s for s in stream.stages),
         stage_overhead_s=statistics.fmean(costs[s.index].fixed_s * share(s.machine) for s in stream.stages),
-    )  # fmt: skip
+    )
 
 
 def observed_cluster(run: Run, stream: MeasuredStream) -> Cluster:

@@ -145,9 +145,15 @@ def _counts(pipelines: Sequence[Compared]) -> list[int]:
 
 
 _COLORS = {
-    "imbalance": LOST, "bubble": WAIT, "slower": "#cc79a7", "communication_cpu": MOVE, "overhead": "#56b4e9",
-    "loading": LOAD, "communication": "#009e73", "remainder": "#7f7f7f",
-}  # fmt: skip
+    "imbalance": LOST,
+    "bubble": WAIT,
+    "slower": "#cc79a7",
+    "communication_cpu": MOVE,
+    "overhead": "#56b4e9",
+    "loading": LOAD,
+    "communication": "#009e73",
+    "remainder": "#7f7f7f",
+}
 
 
 def write_bench_page(
@@ -169,9 +175,12 @@ def write_bench_page(
         Text("policies", "Policies: where they split, and why one is better", compare_policies(traced)),
     ]
     page = make_page(
-        f"{settings['model']}: serial and pipelines", _lead(serial, [row for row, _ in rows]), figures,
-        [settings_table(settings)], [text for text in texts if text.lines],
-    )  # fmt: skip
+        f"{settings['model']}: serial and pipelines",
+        _lead(serial, [row for row, _ in rows]),
+        figures,
+        [settings_table(settings)],
+        [text for text in texts if text.lines],
+    )
     file = Path(path)
     write_files({file: page}, "--report")
     return file
@@ -203,27 +212,45 @@ def speedups(rows: Sequence[Mapping[str, Any]]) -> Figure:
     data: list[dict[str, Any]] = []
     for place, name in enumerate(names):
         own = {row["stages"]: row for row in pipelines if _series(row) == name}
-        data.append({
-            "type": "bar", "name": name, "x": [counted(c, "stage") for c in counts if c in own],
-            "y": [round(own[c]["speedup"], 4) for c in counts if c in own],
-            "text": [f"{own[c]['speedup']:.2f}" for c in counts if c in own], "textposition": "outside",
-            "cliponaxis": False, "marker": {"color": PALETTE[place % len(PALETTE)]},
-            "hovertemplate": "%{x}, " + name + ": %{y:.3f} times<extra></extra>",
-        })  # fmt: skip
-    data.append({
-        "type": "scatter", "mode": "markers", "name": "n", "x": [counted(c, "stage") for c in counts],
-        "y": counts, "marker": {"symbol": "line-ew-open", "size": 34, "color": "#888888", "line": {"width": 2}},
-        "hovertemplate": "n is %{y}<extra></extra>",
-    })  # fmt: skip
+        data.append(
+            {
+                "type": "bar",
+                "name": name,
+                "x": [counted(c, "stage") for c in counts if c in own],
+                "y": [round(own[c]["speedup"], 4) for c in counts if c in own],
+                "text": [f"{own[c]['speedup']:.2f}" for c in counts if c in own],
+                "textposition": "outside",
+                "cliponaxis": False,
+                "marker": {"color": PALETTE[place % len(PALETTE)]},
+                "hovertemplate": "%{x}, " + name + ": %{y:.3f} times<extra></extra>",
+            }
+        )
+    data.append(
+        {
+            "type": "scatter",
+            "mode": "markers",
+            "name": "n",
+            "x": [counted(c, "stage") for c in counts],
+            "y": counts,
+            "marker": {"symbol": "line-ew-open", "size": 34, "color": "#888888", "line": {"width": 2}},
+            "hovertemplate": "n is %{y}<extra></extra>",
+        }
+    )
     cells: tuple[tuple[Cell, ...], ...] = tuple(
         (row["mode"], row["stages"], row["policy"], row["runtime"], row["images_per_second"], row["speedup"],
          row.get("efficiency"), None if row["bit_equal"] is None else "yes" if row["bit_equal"] else "no")
         for row in rows
     )  # fmt: skip
     columns = (
-        "mode", "number of stages", "policy", "runtime", "images/s", "speed-up, times one process",
-        "efficiency, of all devices alone", "outputs bit-equal",
-    )  # fmt: skip
+        "mode",
+        "number of stages",
+        "policy",
+        "runtime",
+        "images/s",
+        "speed-up, times one process",
+        "efficiency, of all devices alone",
+        "outputs bit-equal",
+    )
     alt = "Speed-up over one process: " + ", ".join(f"{name_of(row)} {row['speedup']:.2f}" for row in pipelines) + "."
     layout = {
         "barmode": "group",
@@ -231,8 +258,14 @@ def speedups(rows: Sequence[Mapping[str, Any]]) -> Figure:
         "xaxis": {"automargin": True, "type": "category"},
         "yaxis": {"title": {"text": "times one process"}, "rangemode": "tozero"},
     }
-    return Figure("speedups", "Speed-up by stages and policy", alt, data, layout,
-                  Table("rows", "What was measured", columns, cells))  # fmt: skip
+    return Figure(
+        "speedups",
+        "Speed-up by stages and policy",
+        alt,
+        data,
+        layout,
+        Table("rows", "What was measured", columns, cells),
+    )
 
 
 def _series(row: Mapping[str, Any]) -> str:
@@ -242,30 +275,57 @@ def _series(row: Mapping[str, Any]) -> str:
 def losses(traced: Sequence[Compared]) -> Figure:
     """Draw for each pipeline how n times is divided into the speed-up and the cost of each cause."""
     names = [item.name for item in traced]
-    data: list[dict[str, Any]] = [{
-        "type": "bar", "name": "reached", "x": names, "y": [round(item.account.speedup, 4) for item in traced],
-        "marker": {"color": KEPT}, "hovertemplate": "%{x}: %{y:.2f} reached<extra></extra>",
-    }]  # fmt: skip
+    data: list[dict[str, Any]] = [
+        {
+            "type": "bar",
+            "name": "reached",
+            "x": names,
+            "y": [round(item.account.speedup, 4) for item in traced],
+            "marker": {"color": KEPT},
+            "hovertemplate": "%{x}: %{y:.2f} reached<extra></extra>",
+        }
+    ]
     for key, color in _COLORS.items():
         values = [item.account.times(key) for item in traced]
         if max(map(abs, values)) >= 5e-3:
-            data.append({
-                "type": "bar", "name": TITLES[key], "x": names, "y": [round(v, 4) for v in values],
-                "marker": {"color": color}, "hovertemplate": "%{x}: %{y:.2f} " + TITLES[key] + "<extra></extra>",
-            })  # fmt: skip
+            data.append(
+                {
+                    "type": "bar",
+                    "name": TITLES[key],
+                    "x": names,
+                    "y": [round(v, 4) for v in values],
+                    "marker": {"color": color},
+                    "hovertemplate": "%{x}: %{y:.2f} " + TITLES[key] + "<extra></extra>",
+                }
+            )
     cells: tuple[tuple[Cell, ...], ...] = tuple(
         (item.name, item.account.num_times, *(-item.account.times(key) for key in _COLORS), item.account.speedup)
         for item in traced
     )
     columns = ("pipeline", "devices together", *(TITLES[key] for key in _COLORS), "reached")
-    alt = "Of n times: " + " ".join(
-        f"{item.name} reaches {item.account.speedup:.2f} of {item.account.num_times:.2f}, most is lost to "
-        f"{item.account.largest.title}." for item in traced
-    ) + " Against the devices running the stages alone, as the account of a run has it."  # fmt: skip
-    layout = {"barmode": "relative", "height": 460, "yaxis": {"title": {"text": "times one device"}},
-              "xaxis": {"automargin": True, "tickangle": 30, "type": "category"}}  # fmt: skip
-    return Figure("losses", "Why not n times", alt, data, layout,
-                  Table("losses", "What each cause costs, in times one device", columns, cells))  # fmt: skip
+    alt = (
+        "Of n times: "
+        + " ".join(
+            f"{item.name} reaches {item.account.speedup:.2f} of {item.account.num_times:.2f}, most is lost to "
+            f"{item.account.largest.title}."
+            for item in traced
+        )
+        + " Against the devices running the stages alone, as the account of a run has it."
+    )
+    layout = {
+        "barmode": "relative",
+        "height": 460,
+        "yaxis": {"title": {"text": "times one device"}},
+        "xaxis": {"automargin": True, "tickangle": 30, "type": "category"},
+    }
+    return Figure(
+        "losses",
+        "Why not n times",
+        alt,
+        data,
+        layout,
+        Table("losses", "What each cause costs, in times one device", columns, cells),
+    )
 
 
 def settings_table(settings: Mapping[str, Any]) -> Table:

@@ -208,25 +208,46 @@ def loads(named: Sequence[Compared]) -> Figure:
     data: list[dict[str, Any]] = []
     for index in range(most):
         held = [each for each in named if index < len(each.plain.stages)]
-        data.append({
-            "type": "bar", "name": f"stage {index}", "x": [each.name for each in held],
-            "y": [round(1e3 * each.plain.stages[index].alone_s, 4) for each in held],
-            "marker": {"color": PALETTE[index % len(PALETTE)]},
-            "hovertemplate": "%{x}, stage " + str(index) + ": %{y:.3g} ms<extra></extra>",
-        })  # fmt: skip
+        data.append(
+            {
+                "type": "bar",
+                "name": f"stage {index}",
+                "x": [each.name for each in held],
+                "y": [round(1e3 * each.plain.stages[index].alone_s, 4) for each in held],
+                "marker": {"color": PALETTE[index % len(PALETTE)]},
+                "hovertemplate": "%{x}, stage " + str(index) + ": %{y:.3g} ms<extra></extra>",
+            }
+        )
     cells: tuple[tuple[Cell, ...], ...] = tuple(
-        (each.name, s.index, format_seconds(s.alone_s), format_seconds(s.mean("compute_s")),
-         format_seconds(s.mean("wait_s")), format_seconds(s.mean("message_s")))
-        for each in named for s in each.plain.stages
-    )  # fmt: skip
+        (
+            each.name,
+            s.index,
+            format_seconds(s.alone_s),
+            format_seconds(s.mean("compute_s")),
+            format_seconds(s.mean("wait_s")),
+            format_seconds(s.mean("message_s")),
+        )
+        for each in named
+        for s in each.plain.stages
+    )
     columns = ("stream", "stage", "computing alone", "computing", "waiting", "messages")
     alt = "What the stages take alone per microbatch: " + " ".join(
         f"{each.name}: {', '.join(format_seconds(s.alone_s) for s in each.plain.stages)}." for each in named
     )
-    layout = {"barmode": "group", "height": 400, "yaxis": {"title": {"text": "ms per microbatch, alone"}},
-              "xaxis": {"automargin": True, "tickangle": 30, "type": "category"}}  # fmt: skip
-    return Figure("loads", "How even the splits are", alt, data, layout,
-                  Table("loads", "The stages, per microbatch", columns, cells))  # fmt: skip
+    layout = {
+        "barmode": "group",
+        "height": 400,
+        "yaxis": {"title": {"text": "ms per microbatch, alone"}},
+        "xaxis": {"automargin": True, "tickangle": 30, "type": "category"},
+    }
+    return Figure(
+        "loads",
+        "How even the splits are",
+        alt,
+        data,
+        layout,
+        Table("loads", "The stages, per microbatch", columns, cells),
+    )
 
 
 def differences(named: Sequence[Compared]) -> Table:

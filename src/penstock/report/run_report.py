@@ -180,10 +180,13 @@ def training_contents(run: Run) -> Contents:
         f"schedule {facts.schedule if facts.schedule in SCHEDULES else 'of your own'}"
     )
     return Contents(
-        title=f"Training {facts.model} in {each}{counted(len(facts.cuts) + 1, 'stage')}", account=account,
-        lead=lead_lines(account, done), advice=advise_training(run, training, account),
-        figures=training_figures(run, training, account), tables=training_tables(run, training),
-    )  # fmt: skip
+        title=f"Training {facts.model} in {each}{counted(len(facts.cuts) + 1, 'stage')}",
+        account=account,
+        lead=lead_lines(account, done),
+        advice=advise_training(run, training, account),
+        figures=training_figures(run, training, account),
+        tables=training_tables(run, training),
+    )
 
 
 def profiled_lines(run: Run) -> list[str]:

@@ -44,9 +44,13 @@ _ALIKE = 0.25
 # replays of a stream: each includes one more cost
 _ORDER = ("bubble", "slower", "communication_cpu", "overhead", "loading", "communication")
 _COUNTED = {
-    "bubble": {"alone"}, "slower": {"slower"}, "communication_cpu": {"bytes"}, "overhead": {"fixed"},
-    "loading": {"load"}, "communication": set(),
-}  # fmt: skip
+    "bubble": {"alone"},
+    "slower": {"slower"},
+    "communication_cpu": {"bytes"},
+    "overhead": {"fixed"},
+    "loading": {"load"},
+    "communication": set(),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,10 +220,15 @@ def _stage_costs(
     messages_s = beside_s * (1 - foreign_part) + inflation_s + hidden_s
     bytes_s = min(messages_s, (stage.mean("num_bytes_in") + stage.mean("num_bytes_out")) * stage.machine.byte_s / part)
     return _Costs(
-        alone_s=stage.alone_s, bytes_s=bytes_s, fixed_s=messages_s - bytes_s, load_s=load_s,
+        alone_s=stage.alone_s,
+        bytes_s=bytes_s,
+        fixed_s=messages_s - bytes_s,
+        load_s=load_s,
         slower_s=compute_s + early_s - inflation_s - stage.alone_s + beside_s * foreign_part,
-        inflation_s=inflation_s, foreign_part=foreign_part, backlog=backlog,
-    )  # fmt: skip
+        inflation_s=inflation_s,
+        foreign_part=foreign_part,
+        backlog=backlog,
+    )
 
 
 def _recorded(stream: MeasuredStream, costs: Mapping[int, _Costs]) -> list[list[Recorded]]:

@@ -150,9 +150,15 @@ def measure_stream(run: Run) -> MeasuredStream:
         wires |= _wires(own, found, through, facts.depth)
         stages += own
     return MeasuredStream(
-        stages=tuple(stages), load_s=tuple(loads[m].seconds for m in range(count)), wires=wires,
-        begin_s=loads[0].begin_s, total_s=facts.total_s, depth=facts.depth, routes=facts.routes, turns=facts.turns,
-    )  # fmt: skip
+        stages=tuple(stages),
+        load_s=tuple(loads[m].seconds for m in range(count)),
+        wires=wires,
+        begin_s=loads[0].begin_s,
+        total_s=facts.total_s,
+        depth=facts.depth,
+        routes=facts.routes,
+        turns=facts.turns,
+    )
 
 
 def _stage(
@@ -183,11 +189,16 @@ def _stage(
     totals = [stage.cpu_s for stage in run.facts.stages if run.facts.ranks[stage.stage] == rank]
     own_loads = sum(span.cpu_s for span in process.spans if span.kind == "load")
     return MeasuredStage(
-        index=index, rank=rank, device=process.device, steps=tuple(steps), machine=process.machine,
+        index=index,
+        rank=rank,
+        device=process.device,
+        steps=tuple(steps),
+        machine=process.machine,
         alone_s=_alone_s(run, index, process, steps),
-        cpu_s=max(0.0, max(totals, default=0.0) - own_loads) / len(through), load_cpu_s=own_loads / len(through),
+        cpu_s=max(0.0, max(totals, default=0.0) - own_loads) / len(through),
+        load_cpu_s=own_loads / len(through),
         share=part,
-    )  # fmt: skip
+    )
 
 
 def _alone_s(run: Run, index: int, process: ProcessTrace, steps: Sequence[MicrobatchTimes]) -> float:
@@ -326,8 +337,11 @@ def backlog_in_waits(mates: Sequence[MeasuredStage], threads: int) -> dict[int, 
     Example:
         backlog_in_waits([stage], threads=1)[stage.index][microbatch].others_s
     """
-    steps = [(stage, step) for row in zip(*(stage.steps for stage in mates), strict=True)
-             for stage, step in zip(mates, row, strict=True)]  # fmt: skip
+    steps = [
+        (stage, step)
+        for row in zip(*(stage.steps for stage in mates), strict=True)
+        for stage, step in zip(mates, row, strict=True)
+    ]
     others_cpu_s = other_threads_cpu_s(mates)
     lacks = [_lacks(stage, step, others_cpu_s, len(mates), threads) for stage, step in steps]
     early, without, whole = (_paid([step for _, step in steps], lack) for lack in zip(*lacks, strict=True))

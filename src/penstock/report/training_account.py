@@ -22,9 +22,15 @@ from penstock.units import format_bytes, format_seconds
 # replays of a step: each includes one more cost
 _ORDER = ("bubble", "slower", "communication_cpu", "overhead", "between", "loading", "communication", "synchronization")
 _COUNTED = {
-    "bubble": "alone", "slower": "slower", "communication_cpu": "bytes", "overhead": "fixed", "between": "between",
-    "loading": "load", "communication": "lines", "synchronization": "synchronize",
-}  # fmt: skip
+    "bubble": "alone",
+    "slower": "slower",
+    "communication_cpu": "bytes",
+    "overhead": "fixed",
+    "between": "between",
+    "loading": "load",
+    "communication": "lines",
+    "synchronization": "synchronize",
+}
 # pseudo-microbatch for a device's work before its first scheduled action
 _BEFORE = -1
 _AS_SCHEDULED: Mapping[str, Kind] = {"F": "F", "B": "B", "I": "I", "W": "W", "R": "U"}

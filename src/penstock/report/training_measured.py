@@ -184,9 +184,16 @@ def _actions(spans: Sequence[Span]) -> list[TimedAction]:
     actions = []
     for span in sorted((s for s in spans if s.kind == "compute"), key=lambda s: s.begin_s):
         done = TimedAction(
-            span.name, span.stage, span.microbatch, span.begin_s, span.seconds, span.cpu_s, asked_s=span.begin_s,
-            arrived_s=span.begin_s, gave_s=span.end_s,
-        )  # fmt: skip
+            span.name,
+            span.stage,
+            span.microbatch,
+            span.begin_s,
+            span.seconds,
+            span.cpu_s,
+            asked_s=span.begin_s,
+            arrived_s=span.begin_s,
+            gave_s=span.end_s,
+        )
         found = {
             kind: messages[kind, _DIRECTION[span.name], span.stage, span.microbatch]
             for kind in ("wait", "receive", "buffer", "send")

@@ -15,10 +15,17 @@ from penstock.text import first_line
 
 # These return their first argument if its type or sizes are already as requested. Other operators that may return a
 # view, such as contiguous, decide by strides, which may differ at each call.
-_MAY_KEEP = frozenset({
-    "aten.to.dtype", "aten.slice.Tensor", "aten.expand.default", "aten.view.default", "aten.reshape.default",
-    "aten.alias.default", "aten.detach.default",
-})  # fmt: skip
+_MAY_KEEP = frozenset(
+    {
+        "aten.to.dtype",
+        "aten.slice.Tensor",
+        "aten.expand.default",
+        "aten.view.default",
+        "aten.reshape.default",
+        "aten.alias.default",
+        "aten.detach.default",
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,8 +101,11 @@ class CompiledRuntime(Runtime):
         return outputs
 
     def watched(
-        self, sizes: Mapping[str, int], inputs: Sequence[Tensor], clock: Callable[[], float]  # noqa: ARG002
-    ) -> tuple[list[Tensor], list[float]]:  # fmt: skip
+        self,
+        sizes: Mapping[str, int],
+        inputs: Sequence[Tensor],
+        clock: Callable[[], float],  # noqa: ARG002
+    ) -> tuple[list[Tensor], list[float]]:
         """Run on one microbatch; single operations cannot be timed."""
         return self(sizes, inputs), []
 

@@ -92,9 +92,14 @@ def _onnxruntime(
 
     if program.caches or choice.is_stored:
         return JoinedRuntime(
-            program, tensors, device, compile_model=compile_model, compile_caching=CachingEngine,
-            precision=choice.precision, keep=choice.keep,
-        )  # fmt: skip
+            program,
+            tensors,
+            device,
+            compile_model=compile_model,
+            compile_caching=CachingEngine,
+            precision=choice.precision,
+            keep=choice.keep,
+        )
     return OnnxRuntime(program, tensors, device, choice.precision, choice.keep)
 
 
@@ -106,9 +111,13 @@ def _openvino(
 
     if program.caches:
         return JoinedRuntime(
-            program, tensors, device, name=choice.name, precision=choice.precision,
+            program,
+            tensors,
+            device,
+            name=choice.name,
+            precision=choice.precision,
             compile_model=partial(compile_model, precision=choice.precision),
-        )  # fmt: skip
+        )
     return OpenVinoRuntime(program, tensors, device, choice.precision, choice.keep)
 
 
@@ -236,9 +245,13 @@ class RuntimeChoice:
             raise self._not_installed(error) from error
 
     def load_training(
-        self, part: "TrainingPart", tensors: Mapping[str, "Tensor"], device: "torch.device | None" = None, *,
+        self,
+        part: "TrainingPart",
+        tensors: Mapping[str, "Tensor"],
+        device: "torch.device | None" = None,
+        *,
         again: bool = False,
-    ) -> "TrainingRuntime":  # fmt: skip
+    ) -> "TrainingRuntime":
         """Make a runtime for training; with `again`, a runtime that only recomputes microbatches."""
         from penstock.tensors import HOST
 

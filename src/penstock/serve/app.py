@@ -100,9 +100,13 @@ _PAGE_HEADERS = {
 }
 _GONE = 499  # nginx's status for a client that disconnected
 _LATER = {
-    "/v1/embeddings": "embeddings", "/v1/responses": "the Responses API", "/v1/rerank": "reranking",
-    "/v1/audio/transcriptions": "audio", "/v1/images/generations": "images", "/v1/messages": "Anthropic's messages",
-}  # fmt: skip
+    "/v1/embeddings": "embeddings",
+    "/v1/responses": "the Responses API",
+    "/v1/rerank": "reranking",
+    "/v1/audio/transcriptions": "audio",
+    "/v1/images/generations": "images",
+    "/v1/messages": "Anthropic's messages",
+}
 _AnyBody = TypeVar("_AnyBody", CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
 _Asked = TypeVar("_Asked", CompletionBody, ChatBody)
 
@@ -155,15 +159,21 @@ def make_app(served: Served) -> Starlette:
     else:
         routes += [Route("/v1/classify", paths.classify, methods=["POST"])]
     handlers: dict[Any, Any] = {
-        PenstockError: _own_error, ClientDisconnect: _disconnected, HTTPException: _http_error, Exception: _unforeseen,
-    }  # fmt: skip
+        PenstockError: _own_error,
+        ClientDisconnect: _disconnected,
+        HTTPException: _http_error,
+        Exception: _unforeseen,
+    }
     app = Starlette(routes=routes, exception_handlers=handlers)
     app.add_middleware(AccessGuard, keys=served.keys, origins=served.origins)
     if served.origins:  # before the guard: a browser asks first, without a key
         app.add_middleware(
-            CORSMiddleware, allow_origins=list(served.origins), allow_methods=["GET", "POST"], allow_headers=["*"],
+            CORSMiddleware,
+            allow_origins=list(served.origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
             expose_headers=[IGNORED, "Retry-After"],
-        )  # fmt: skip
+        )
     return app
 
 
@@ -203,11 +213,18 @@ class _Paths:
     async def pipeline(self, _request: Request) -> Response:
         served = self._served
         return JSONResponse(
-            {"model": served.name, "problem": served.problem(), "stages": served.stages(),
-             "changes": served.changes(), "joins_at": served.joins_at(),
-             "running": served.service.admission.num_running, "waiting": served.service.admission.num_waiting,
-             "slots": served.service.admission.slots, "classifies": isinstance(served.service, ClassService)}
-        )  # fmt: skip
+            {
+                "model": served.name,
+                "problem": served.problem(),
+                "stages": served.stages(),
+                "changes": served.changes(),
+                "joins_at": served.joins_at(),
+                "running": served.service.admission.num_running,
+                "waiting": served.service.admission.num_waiting,
+                "slots": served.service.admission.slots,
+                "classifies": isinstance(served.service, ClassService),
+            }
+        )
 
     async def completions(self, request: Request) -> Response:
         service = self._texts()

@@ -14,9 +14,12 @@ def openapi(version: str, *, texts: bool) -> dict[str, Any]:
     wrong = {str(status): error for status in (400, 401, 403, 404, 408, 413, 415, 429, 500, 503, 504)}
 
     def post(
-        summary: str, bodies: Mapping[str, Mapping[str, Any]], answer: str, streams: Mapping[str, Any],
+        summary: str,
+        bodies: Mapping[str, Mapping[str, Any]],
+        answer: str,
+        streams: Mapping[str, Any],
         parameters: Sequence[Mapping[str, Any]] = (),
-    ) -> dict[str, Any]:  # fmt: skip
+    ) -> dict[str, Any]:
         return {"post": {
             "summary": summary, "parameters": list(parameters),
             "requestBody": {"required": True, "content": {kind: {"schema": body} for kind, body in bodies.items()}},
@@ -26,9 +29,16 @@ def openapi(version: str, *, texts: bool) -> dict[str, Any]:
 
     def get(summary: str, kind: str = "application/json") -> dict[str, Any]:
         schema = {"type": "object"} if kind == "application/json" else {"type": "string"}
-        return {"get": {"summary": summary, "responses": {
-            "200": {"description": summary, "content": {kind: {"schema": schema}}}, "401": error, "503": error,
-        }}}  # fmt: skip
+        return {
+            "get": {
+                "summary": summary,
+                "responses": {
+                    "200": {"description": summary, "content": {kind: {"schema": schema}}},
+                    "401": error,
+                    "503": error,
+                },
+            }
+        }
 
     paths: dict[str, Any] = {
         "/health": get("Readiness"),
@@ -52,13 +62,18 @@ def openapi(version: str, *, texts: bool) -> dict[str, Any]:
         top = {"name": "top", "in": "query", "schema": {"type": "integer", "minimum": 1, "default": 5}}
         paths["/v1/classify"] = post("Classify an image", bodies, "classes and scores", {}, [top])
     return {
-        "openapi": "3.1.0", "info": {"title": "Penstock", "version": version}, "paths": paths,
-        "components": {"schemas": schemas, "securitySchemes": {
-            "key": {"type": "http", "scheme": "bearer"},
-            "header": {"type": "apiKey", "in": "header", "name": "api-key"},
-        }},
+        "openapi": "3.1.0",
+        "info": {"title": "Penstock", "version": version},
+        "paths": paths,
+        "components": {
+            "schemas": schemas,
+            "securitySchemes": {
+                "key": {"type": "http", "scheme": "bearer"},
+                "header": {"type": "apiKey", "in": "header", "name": "api-key"},
+            },
+        },
         "security": [{"key": []}, {"header": []}, {}],
-    }  # fmt: skip
+    }
 
 
 _BODIES: dict[str, type[pydantic.BaseModel]] = {

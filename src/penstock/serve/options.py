@@ -148,8 +148,14 @@ def _sampling(body: CompletionBody | ChatBody, config: Any) -> dict[str, Any]:
     if temperature < _COLDEST or top_p == 0:  # both mean the likeliest token
         return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None, "seed": None}
     seed = body.seed if body.seed not in {None, -1} else secrets.randbits(62)  # -1: llama.cpp's random seed
-    return {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": max(wanted("top_k") or 0, 0),
-            "min_p": wanted("min_p"), "seed": seed}  # fmt: skip
+    return {
+        "do_sample": True,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": max(wanted("top_k") or 0, 0),
+        "min_p": wanted("min_p"),
+        "seed": seed,
+    }
 
 
 def schema_of(body: CompletionBody | ChatBody) -> Mapping[str, Any] | None:

@@ -19,9 +19,14 @@ class ApiError(PenstockError):
     """An error response: a status, a message and the field at fault."""
 
     def __init__(
-        self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None,
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        param: str | None = None,
+        code: str | None = None,
         headers: Mapping[str, str] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(message)
         self.status, self.param, self.code, self.headers = status, param, code, dict(headers or {})
 

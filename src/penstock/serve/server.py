@@ -97,9 +97,15 @@ def listen_at(host: str, port: int) -> socket.socket:
 
 
 def serve(
-    app: Any, listener: socket.socket, *, drain_s: float, certificate: str | None = None, key: str | None = None,
-    begun: Callable[[], None] = lambda: None, failed: Callable[[], bool] = lambda: False,
-) -> bool:  # fmt: skip
+    app: Any,
+    listener: socket.socket,
+    *,
+    drain_s: float,
+    certificate: str | None = None,
+    key: str | None = None,
+    begun: Callable[[], None] = lambda: None,
+    failed: Callable[[], bool] = lambda: False,
+) -> bool:
     """Serve until SIGTERM or Ctrl-C, then refuse new requests and finish those in flight within `drain_s` seconds.
 
     `begun` is called once the server listens. The server also ends as soon as `failed` returns True. Returns whether

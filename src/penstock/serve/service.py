@@ -71,9 +71,14 @@ def serve_model(
                 note("--open: every process on this machine may send requests")
 
         interrupted = serve(
-            make_app(served), listener, drain_s=settings.drain, certificate=settings.certificate,
-            key=settings.certificate_key, begun=begun, failed=lambda: opened.problem() is not None,
-        )  # fmt: skip
+            make_app(served),
+            listener,
+            drain_s=settings.drain,
+            certificate=settings.certificate,
+            key=settings.certificate_key,
+            begun=begun,
+            failed=lambda: opened.problem() is not None,
+        )
         if (problem := opened.problem()) is not None:
             raise RunError(problem)
         return interrupted
@@ -121,11 +126,17 @@ class _Opened:
         for pipeline in self._pipeline.deployment.pipelines:
             held = zip(pipeline.job.ranks, pipeline.stage_bytes, states, strict=False)
             found += [
-                {"stage": index, "device": world.names[rank], "memory_bytes": num_bytes,
-                 "microbatches": state.computed, "busy_s": state.busy_s, "sent_bytes": state.sent_bytes,
-                 "queue": state.queue}
+                {
+                    "stage": index,
+                    "device": world.names[rank],
+                    "memory_bytes": num_bytes,
+                    "microbatches": state.computed,
+                    "busy_s": state.busy_s,
+                    "sent_bytes": state.sent_bytes,
+                    "queue": state.queue,
+                }
                 for index, (rank, num_bytes, state) in enumerate(held)
-            ]  # fmt: skip
+            ]
         return found
 
     def told_changes(self) -> list[dict[str, Any]]:
@@ -168,11 +179,17 @@ def _classes(settings: ServeSettings, metrics: Metrics, world: World | None) -> 
         cut = replace(cut, stages=cut.count(len(world.devices) if world else 2))
     with working("deploying the stages"):
         pipeline = StreamingPipeline(
-            call, cut,
-            RunOptions(threads=settings.threads, device=settings.device, runtime=parse_runtime(settings.runtime),
-                       on_loss=OnLoss(settings.on_loss or "stop")),
-            world, owns_world=world is None,
-        )  # fmt: skip
+            call,
+            cut,
+            RunOptions(
+                threads=settings.threads,
+                device=settings.device,
+                runtime=parse_runtime(settings.runtime),
+                on_loss=OnLoss(settings.on_loss or "stop"),
+            ),
+            world,
+            owns_world=world is None,
+        )
     with contextlib.closing(pipeline), PushedStream(pipeline) as stream:
         # enough images in flight to keep every stage busy
         admission = Admission(slots=4 * len(pipeline.world.devices), most_waiting=settings.most_waiting)

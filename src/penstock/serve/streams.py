@@ -78,9 +78,13 @@ class Documents:
         for index, text in enumerate(texts):
             message = {"role": "assistant", "content": text, "refusal": None}
             choices.append(
-                {"index": index, **({"message": message} if self._chat else {"text": text}),
-                 "logprobs": self._logprobs(index, tokens[index]), "finish_reason": reasons[index]}
-            )  # fmt: skip
+                {
+                    "index": index,
+                    **({"message": message} if self._chat else {"text": text}),
+                    "logprobs": self._logprobs(index, tokens[index]),
+                    "finish_reason": reasons[index],
+                }
+            )
         return self._head | {"object": self._kind(chunk=False), "choices": choices, "usage": self._usage()}
 
     def _kind(self, *, chunk: bool) -> str:

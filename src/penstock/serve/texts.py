@@ -152,11 +152,14 @@ class TextService:
         options["max_new_tokens"] = self.generator.max_length - len(tokens) if most < 0 else max(1, most)
         return [
             RequestedAnswer(
-                index=index + number, prompt=tokens, options=dict(options),
-                stops=frozenset(body.stop_token_ids or ()), with_stop=bool(body.include_stop_str_in_output),
+                index=index + number,
+                prompt=tokens,
+                options=dict(options),
+                stops=frozenset(body.stop_token_ids or ()),
+                with_stop=bool(body.include_stop_str_in_output),
             )
             for number in range(body.n or 1)
-        ]  # fmt: skip
+        ]
 
     async def tokenize(self, body: TokenizeBody, client: str) -> dict[str, Any]:
         """Return the tokens of a text, or of messages in the model's template, as vLLM does."""
@@ -191,9 +194,15 @@ class TextService:
             size = await self.desk.run(client, "trial", self.trial.template, messages, options | steps)
             self._check_text(size, "messages")
             return await self.desk.run(
-                client, lane_of(size), chat_tokens, self.generator.tokenizer, messages, continues=continues,
-                begins=begins, options=options,
-            )  # fmt: skip
+                client,
+                lane_of(size),
+                chat_tokens,
+                self.generator.tokenizer,
+                messages,
+                continues=continues,
+                begins=begins,
+                options=options,
+            )
         except DataError as error:
             raise ApiError(f"messages: {error}", param="messages") from None
 
@@ -324,9 +333,12 @@ class TextService:
             )
 
     def _token(
-        self, token: int, logprob: float | None, likeliest: Sequence[tuple[int, float]] = (),
+        self,
+        token: int,
+        logprob: float | None,
+        likeliest: Sequence[tuple[int, float]] = (),
         sizes: tuple[int, int] = (0, 0),
-    ) -> Token:  # fmt: skip
+    ) -> Token:
         """Return what is reported of a token; `sizes` are the characters of the text before and after it."""
         text, data = self._token_texts.text(token), self._token_texts.data(token)
         others = [self._token(other, value) for other, value in likeliest]

@@ -57,9 +57,13 @@ class Trial:
             command = [sys.executable, "-m", "penstock.serve.trial", str(theirs.fileno()), str(LIMIT_S)]
             # in a session of its own: Ctrl-C is for the server
             self._process = subprocess.Popen(
-                command, pass_fds=[theirs.fileno()], start_new_session=True, stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-            )  # fmt: skip
+                command,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
             theirs.close()
 
     def close(self) -> None:

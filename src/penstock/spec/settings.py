@@ -135,9 +135,12 @@ class SamplingSettings(LanguageSettings, frozen=True, kw_only=True, forbid_unkno
         if not drawn and (self.top_p is not None or self.top_k is not None):
             raise UsageError("top_p and top_k need sampling; give --temperature 0.7 too")
         return {
-            "max_new_tokens": self.max_new_tokens, "do_sample": drawn, "temperature": self.temperature or None,
-            "top_p": self.top_p, "top_k": (self.top_k or 0) if drawn else None,
-        }  # fmt: skip
+            "max_new_tokens": self.max_new_tokens,
+            "do_sample": drawn,
+            "temperature": self.temperature or None,
+            "top_p": self.top_p,
+            "top_k": (self.top_k or 0) if drawn else None,
+        }
 
 
 class TextSettings(SamplingSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -85,9 +85,12 @@ def divide_model(call: ModelCall, cut: CutOptions, run: RunOptions, world: World
         places = places_in_line(world, graph, stages) if world else None
         cuts = tuple(choose_cuts(graph, Cuts(graph), names=cut.names, stages=stages, policy=cut.policy, places=places))
         deploy = _line(
-            run, divide_by_sets(graph, [cuts]), FromWeights(load), sizes,
+            run,
+            divide_by_sets(graph, [cuts]),
+            FromWeights(load),
+            sizes,
             lambda world: places_in_line(world, graph, len(cuts) + 1),
-        )  # fmt: skip
+        )
         num_devices = len(cuts) + 1
     survives = run.on_loss.survives
     start_world: Callable[[], World] = partial(start_local, num_devices, again=survives)
@@ -117,9 +120,14 @@ def _planned(
 
 
 def _surviving(
-    cut: CutOptions, run: RunOptions, graph: Graph, load: LoadState, cuts: Sequence[Cut],
-    deploy: Callable[[World, int, FeederTracer | None], Deployment], sizes: Mapping[str, int],
-) -> Callable[[World, int, FeederTracer | None], SurvivingDeployment]:  # fmt: skip
+    cut: CutOptions,
+    run: RunOptions,
+    graph: Graph,
+    load: LoadState,
+    cuts: Sequence[Cut],
+    deploy: Callable[[World, int, FeederTracer | None], Deployment],
+    sizes: Mapping[str, int],
+) -> Callable[[World, int, FeederTracer | None], SurvivingDeployment]:
     """Return a function that deploys stages that survive the loss of devices."""
     rows, options = sizes.get("batch", 1), run.on_loss
     found = options.profile
@@ -151,9 +159,13 @@ def _surviving(
 
 
 def _describe(
-    replanner: Replanner, run: RunOptions, cuts: Sequence[Cut], places: Sequence[int], ranks: Mapping[str, int],
+    replanner: Replanner,
+    run: RunOptions,
+    cuts: Sequence[Cut],
+    places: Sequence[int],
+    ranks: Mapping[str, int],
     rows: int,
-) -> None:  # fmt: skip
+) -> None:
     """Describe a placement that was made without a plan to a replanner; cuts within a device are left out."""
     by_rank = {rank: name for name, rank in ranks.items()}
     between = [cut.name for cut, before, after in zip(cuts, places, places[1:], strict=False) if before != after]

@@ -50,13 +50,19 @@ class Replanner:
         """Record stages that were placed without a plan, one on each device; `stage` has their runtime and options."""
         stages = tuple(msgspec.structs.replace(stage, device=name) for name in devices)
         self._plan = Plan(
-            model=self.profile.model, graph=self.profile.graph, profile=fingerprint(self.profile), cluster="",
-            microbatch_rows=rows, pipelines=(PlannedPipeline(stages=stages, cut_sets=(CutSet(cuts=tuple(cuts)),)),),
-            loader=devices[0], writer=devices[0], depth=depth,
+            model=self.profile.model,
+            graph=self.profile.graph,
+            profile=fingerprint(self.profile),
+            cluster="",
+            microbatch_rows=rows,
+            pipelines=(PlannedPipeline(stages=stages, cut_sets=(CutSet(cuts=tuple(cuts)),)),),
+            loader=devices[0],
+            writer=devices[0],
+            depth=depth,
             prediction=Prediction(
                 rows_per_s=0.0, bound_rows_per_s=0.0, latency_s=0.0, num_rows=500, total_s=0.0, limit="", devices=()
             ),
-        )  # fmt: skip
+        )
 
     @property
     def current(self) -> Plan:
@@ -152,10 +158,15 @@ class ObservedSpeeds:
     """
 
     def __init__(
-        self, count: Callable[[], Mapping[str, Count]], expected_s: Callable[[], Mapping[str, float]], *,
-        planned: Mapping[str, float] | None = None, at_first: bool = False,
-        clock: Callable[[], float] = time.monotonic, window_s: float = WINDOW_S,
-    ) -> None:  # fmt: skip
+        self,
+        count: Callable[[], Mapping[str, Count]],
+        expected_s: Callable[[], Mapping[str, float]],
+        *,
+        planned: Mapping[str, float] | None = None,
+        at_first: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+        window_s: float = WINDOW_S,
+    ) -> None:
         self._count, self._expected_s = count, expected_s
         self._clock, self._window_s = clock, window_s
         self._since_s: float | None = None

@@ -293,10 +293,15 @@ class StreamingPipeline:
         """Write the folder of a traced stream that has ended, with the cost of each possible cut for a plain stream."""
         alike = generation is None and list(Cuts(self.graph))
         facts = stream_facts(
-            self.deployment, report, model=self.model_name, cuts=[cut.name for cut in self.cuts],
-            threads=self.threads, plan=self._plan, units=units_of(self.graph, self.deployment.sizes) if alike else (),
+            self.deployment,
+            report,
+            model=self.model_name,
+            cuts=[cut.name for cut in self.cuts],
+            threads=self.threads,
+            plan=self._plan,
+            units=units_of(self.graph, self.deployment.sizes) if alike else (),
             generation=generation,
-        )  # fmt: skip
+        )
         if self._run.trace is not None:
             write_run(self._run.trace.folder, facts, self.deployment.traces)
 
@@ -340,9 +345,16 @@ def threads_per_stage(world: World) -> int:
 
 
 def stream_facts(
-    deployment: Deployment, report: StreamReport, *, model: str, cuts: Sequence[str], threads: int,
-    plan: Plan | None = None, units: Sequence[tuple[str, float, float]] = (), generation: GenerationFacts | None = None,
-) -> RunFacts:  # fmt: skip
+    deployment: Deployment,
+    report: StreamReport,
+    *,
+    model: str,
+    cuts: Sequence[str],
+    threads: int,
+    plan: Plan | None = None,
+    units: Sequence[tuple[str, float, float]] = (),
+    generation: GenerationFacts | None = None,
+) -> RunFacts:
     """Describe a stream that has ended, for its run's folder."""
     parts = deployment.pipelines
     world = deployment.world

@@ -97,9 +97,16 @@ class SurvivingDeployment(Deployment):
     """
 
     def __init__(
-        self, world: World, deploy: Callable[[], Deployment], ranks: Mapping[str, int],
-        replanner: Replanner, place: Place, options: OnLoss, *, adapts: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        world: World,
+        deploy: Callable[[], Deployment],
+        ranks: Mapping[str, int],
+        replanner: Replanner,
+        place: Place,
+        options: OnLoss,
+        *,
+        adapts: bool = False,
+    ) -> None:
         super().__init__(world, ())
         self.changes: list[StreamChange] = []  # changes of the last stream
         self._replanner, self._put, self._options = replanner, place, options
@@ -286,9 +293,13 @@ class SurvivingDeployment(Deployment):
         now_s = time.perf_counter()
         devices = self._replanner.current.devices
         change = StreamChange(
-            at_s=now_s - self._begin_s, why=why, took_s=now_s - began_s, num_again=num_again, devices=devices,
+            at_s=now_s - self._begin_s,
+            why=why,
+            took_s=now_s - began_s,
+            num_again=num_again,
+            devices=devices,
             num_lost=num_lost,
-        )  # fmt: skip
+        )
         self.changes.append(change)
         note(f"{why}; continuing on {', '.join(devices)} after {change.took_s:.1f} s")
 

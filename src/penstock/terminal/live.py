@@ -54,9 +54,16 @@ class LiveView:
     """
 
     def __init__(
-        self, console: Console, look: Callable[[], Sequence[StageState]], *, total: int, unit: str, done: int = 0,
-        clock: Callable[[], float] = time.monotonic, shown: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        console: Console,
+        look: Callable[[], Sequence[StageState]],
+        *,
+        total: int,
+        unit: str,
+        done: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+        shown: bool = True,
+    ) -> None:
         self._console, self._look, self._clock = console, look, clock
         self._total, self._unit, self._done, self._start = total, unit, done, done
         self._note = ""
@@ -139,19 +146,29 @@ class FitProgress:
     """
 
     def __init__(
-        self, num_steps: int, unit: str, *, shown: bool, done: int = 0,
+        self,
+        num_steps: int,
+        unit: str,
+        *,
+        shown: bool,
+        done: int = 0,
         look: Callable[[], Sequence[StageState]] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         console = progress_console()
         self._unit, self._shown = unit, shown
         self._view = (
             None if look is None else LiveView(console, look, total=num_steps, unit="steps", done=done, shown=shown)
         )
         self._progress = Progress(
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
-            TextColumn("{task.fields[now]}"), TimeRemainingColumn(), console=console, transient=True,
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[now]}"),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
             disable=not (shown and console.is_terminal) or console.quiet or self._view is not None,
-        )  # fmt: skip
+        )
         self._task: TaskID = self._progress.add_task("train", total=num_steps, completed=done, now="")
         self._console, self._held = console, contextlib.ExitStack()
         self._left, self._done, self._now, self._began_s = num_steps - done, 0, "", time.monotonic()

@@ -48,9 +48,13 @@ def progress_console() -> "Console":
 
 @contextlib.contextmanager
 def working(
-    what: str, console: "Console | None" = None, *, shown: bool = True, first_s: float = FIRST_S,
+    what: str,
+    console: "Console | None" = None,
+    *,
+    shown: bool = True,
+    first_s: float = FIRST_S,
     every_s: float = EVERY_S,
-) -> Iterator[Say]:  # fmt: skip
+) -> Iterator[Say]:
     """Show a line with the current activity and its elapsed time within the context; removed at its end.
 
     Example:

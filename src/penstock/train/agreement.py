@@ -25,9 +25,11 @@ from penstock.transport.collectives import all_gather
 
 
 def agreed(
-    together: Callable[[Callable[[], dict[str, Any]]], Sequence[Mapping[str, Any]]], work: Callable[[], Any],
-    kind: type[UsageError] = ModelError, named: Callable[[int, str], str] = lambda _rank, reason: reason,
-) -> list[Any]:  # fmt: skip
+    together: Callable[[Callable[[], dict[str, Any]]], Sequence[Mapping[str, Any]]],
+    work: Callable[[], Any],
+    kind: type[UsageError] = ModelError,
+    named: Callable[[int, str], str] = lambda _rank, reason: reason,
+) -> list[Any]:
     """Run `work` on every rank in one exchange and return the results of all; raise an error of one rank on all.
 
     Other ranks learn of errors of `kind`, raised after all sends and receives; `named` adds the rank to the message.

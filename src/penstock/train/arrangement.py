@@ -231,9 +231,14 @@ class Arrangement:
     def moved(self, grid: Grid, cuts: Sequence[Cut], *, skipped: int = 0, rank: int | None = None) -> "Arrangement":
         """Return the placement of the same run on another grid; `rank` is this process's, if its group has changed."""
         return Arrangement(
-            self.rank if rank is None else rank, grid, cuts, self._choice, checkpointing=self._checkpointing,
-            skipped=skipped, asked=self._asked,
-        )  # fmt: skip
+            self.rank if rank is None else rank,
+            grid,
+            cuts,
+            self._choice,
+            checkpointing=self._checkpointing,
+            skipped=skipped,
+            asked=self._asked,
+        )
 
     def shape(self, num_devices: int) -> Grid:
         """Return a grid with this run's schedule for a number of devices, from `make_grid`.
@@ -276,9 +281,13 @@ def arrange(
     first = grid.replicas[0]
     chosen = names is None and len(first.stages) > 1
     cuts = choose_cuts(
-        graph, common() if chosen else Cuts(graph), names=names, stages=len(first.stages), policy=cut.policy,
+        graph,
+        common() if chosen else Cuts(graph),
+        names=names,
+        stages=len(first.stages),
+        policy=cut.policy,
         places=[first.devices.index(rank) for rank in first.stages],
-    )  # fmt: skip
+    )
     return Arrangement(world.rank, grid, cuts, choice, microbatches=microbatches, checkpointing=options.checkpointing)
 
 
@@ -348,10 +357,17 @@ def plan_training(profile: Profile, cluster: Cluster, placed: Arrangement, *, ro
     `rows` are the rows of a microbatch, `state_factor` the bytes of optimizer state per byte of weights. Raises
     `PlanError` if no plan fits.
     """
-    return make_plan(profile, cluster, PlanRequest(
-        rows=(rows,), schedule=placed.schedule_name, optimizer_state_factor=state_factor,
-        num_microbatches=placed.all_microbatches, alternate=False,
-    ))  # fmt: skip
+    return make_plan(
+        profile,
+        cluster,
+        PlanRequest(
+            rows=(rows,),
+            schedule=placed.schedule_name,
+            optimizer_state_factor=state_factor,
+            num_microbatches=placed.all_microbatches,
+            alternate=False,
+        ),
+    )
 
 
 def grid_of_plan(graph: Graph, plan: Plan, ranks: Mapping[str, int]) -> tuple[Grid, list[Cut]]:

@@ -25,8 +25,14 @@ _READS = {
 _BY_VALUE = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view)
 _INDEXED = {"aten::index", "aten::index_put", "aten::index_put_"}
 # results that depend on shapes alone
-_CONSTANT = {"aten::zeros_like", "aten::ones_like", "aten::full_like", "aten::new_zeros", "aten::new_ones",
-             "aten::new_full"}  # fmt: skip
+_CONSTANT = {
+    "aten::zeros_like",
+    "aten::ones_like",
+    "aten::full_like",
+    "aten::new_zeros",
+    "aten::new_ones",
+    "aten::new_full",
+}
 _NAMES = {"_local_scalar_dense": "item(), bool(), float() or int()", "index": "a mask", "index_put_": "a mask"}
 
 
@@ -50,9 +56,13 @@ class StandIn(Tensor):
     def __new__(cls, meta: Tensor, holder: str, device: torch.device = HOST) -> "StandIn":
         """Create a stand-in with the shape, strides and dtype of a meta tensor."""
         made: StandIn = Tensor._make_wrapper_subclass(
-            cls, meta.shape, strides=meta.stride(), storage_offset=meta.storage_offset(), dtype=meta.dtype,
+            cls,
+            meta.shape,
+            strides=meta.stride(),
+            storage_offset=meta.storage_offset(),
+            dtype=meta.dtype,
             device=device,
-        )  # fmt: skip
+        )
         made._meta, made._holder = meta, holder
         return made
 
@@ -214,9 +224,12 @@ def can_send(leaf: Any) -> bool:
     if isinstance(leaf, np.ndarray):
         return str(leaf.dtype) in DTYPES and not leaf.dtype.hasobject
     return (
-        isinstance(leaf, Tensor) and not isinstance(leaf, StandIn) and leaf.layout == torch.strided
-        and not leaf.is_nested and str(leaf.dtype).removeprefix("torch.") in DTYPES
-    )  # fmt: skip
+        isinstance(leaf, Tensor)
+        and not isinstance(leaf, StandIn)
+        and leaf.layout == torch.strided
+        and not leaf.is_nested
+        and str(leaf.dtype).removeprefix("torch.") in DTYPES
+    )
 
 
 def pack_all(tensors: Sequence[Tensor]) -> Tensor:

@@ -43,10 +43,16 @@ class Captured:
     """
 
     def __init__(
-        self, model: nn.Module | Callable[[], nn.Module], args: Sequence[Any], kwargs: Mapping[str, Any] | None = None,
-        *, dynamic: Mapping[str, Mapping[str | int, int]] | None = None, weights: Weights | None = None, seed: int = 0,
+        self,
+        model: nn.Module | Callable[[], nn.Module],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        dynamic: Mapping[str, Mapping[str | int, int]] | None = None,
+        weights: Weights | None = None,
+        seed: int = 0,
         shares: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.own_weights = weights is not None or not isinstance(model, nn.Module)
         if isinstance(model, nn.Module):
             module, own = model, ModuleWeights(model)

@@ -46,9 +46,13 @@ _SHOWS_S = 5.0  # timeout for a network file system to show another host's files
 
 
 def save_checkpoint(
-    trainer: Trainer, folder: Path, optimizers: Optimizers = None, schedulers: Any = None, *loaders: Loader,
+    trainer: Trainer,
+    folder: Path,
+    optimizers: Optimizers = None,
+    schedulers: Any = None,
+    *loaders: Loader,
     shows_s: float = _SHOWS_S,
-) -> None:  # fmt: skip
+) -> None:
     """Write a checkpoint to a shared folder (a collective call).
 
     The checkpoint includes the position in the data of the loader that was trained on, and of each given loader.
@@ -136,12 +140,15 @@ def _write(
             for name, tensor in tensors.items()
         }
         return {
-            "files": files, "shapes": shapes,
+            "files": files,
+            "shapes": shapes,
             "places": {name: stage for stage, tensors in own.items() for name in tensors},
-            "scalars": scalars, "groups": groups, "schedules": schedules,
+            "scalars": scalars,
+            "groups": groups,
+            "schedules": schedules,
             "loaders": [loader.state() for loader in loaders],
             "trained": [number for number, loader in enumerate(loaders) if loader.was_trained],
-        }  # fmt: skip
+        }
 
     return agreed(trainer.together, write), states[0]
 
@@ -226,9 +233,12 @@ def _written_here(trainer: Trainer, state: TrainState, suffix: str) -> dict[str,
 
 
 def _index(
-    trainer: Trainer, state: TrainState, gathered: Sequence[Mapping[str, Any]], elastic: dict[str, Any] | None,
+    trainer: Trainer,
+    state: TrainState,
+    gathered: Sequence[Mapping[str, Any]],
+    elastic: dict[str, Any] | None,
     save: str,
-) -> CheckpointIndex:  # fmt: skip
+) -> CheckpointIndex:
     first = gathered[FEEDER]
     loaders = [DataPosition(**loader) for loader in first["loaders"]]
     # the last one, if none was trained on

@@ -113,9 +113,12 @@ def order_of(loader: DataLoader[Any], trainer: Any, seed: int) -> Order:
         return _undistributed(batches, inner, plain=plain, trainer=trainer)
     if plain and isinstance(batches, BatchSampler) and _is_whole(inner, loader):
         return SeededOrder(
-            len(inner.data_source), batch_size=batches.batch_size, drop_last=batches.drop_last,
-            shuffle=type(inner) is RandomSampler, seed=seed,
-        )  # fmt: skip
+            len(inner.data_source),
+            batch_size=batches.batch_size,
+            drop_last=batches.drop_last,
+            shuffle=type(inner) is RandomSampler,
+            seed=seed,
+        )
     return SampledOrder(loader, trainer)
 
 
@@ -126,9 +129,12 @@ def _is_whole(sampler: Any, loader: DataLoader[Any]) -> bool:
     if type(sampler) is SequentialSampler:
         return True
     return (
-        type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None
-        and sampler.generator is None and loader.generator is None
-    )  # fmt: skip
+        type(sampler) is RandomSampler
+        and not sampler.replacement
+        and sampler._num_samples is None
+        and sampler.generator is None
+        and loader.generator is None
+    )
 
 
 def _undistributed(batches: Any, sampler: DistributedSampler[Any], *, plain: bool, trainer: Any) -> Order:
@@ -145,9 +151,13 @@ def _undistributed(batches: Any, sampler: DistributedSampler[Any], *, plain: boo
         )
     dataset: Sized = sampler.dataset  # type: ignore[assignment]
     return SeededOrder(
-        len(dataset), batch_size=batches.batch_size, drop_last=batches.drop_last, shuffle=sampler.shuffle,
-        seed=sampler.seed, multiple=sampler.num_replicas if sampler.drop_last else 1,
-    )  # fmt: skip
+        len(dataset),
+        batch_size=batches.batch_size,
+        drop_last=batches.drop_last,
+        shuffle=sampler.shuffle,
+        seed=sampler.seed,
+        multiple=sampler.num_replicas if sampler.drop_last else 1,
+    )
 
 
 def _in_parts(batches: Batches) -> Iterator[Batches]:

@@ -44,9 +44,14 @@ class Evaluation:
         self._direct, self._first_generation = direct, first_generation
 
     def measures(
-        self, given: StepInputs, functions: Sequence[LossFunction | None], losses: Losses, cut: RowCut, *,
+        self,
+        given: StepInputs,
+        functions: Sequence[LossFunction | None],
+        losses: Losses,
+        cut: RowCut,
+        *,
         only_replica: bool,
-    ) -> list[dict[str, Any]]:  # fmt: skip
+    ) -> list[dict[str, Any]]:
         """Return each function's values on every microbatch, from a single forward pass over this replica's rows."""
         found: list[list[MeasuredLoss]] = [[] for _ in functions]
 
@@ -120,9 +125,14 @@ class Evaluation:
             )
         links = training_links(self.parts, evaluates=True)
         channels = GrowingChannels(
-            self._world.transport, links, self._replica, evaluates=True, device=self._tensors.device,
-            direct=self._direct, first_generation=self._first_generation,
-        )  # fmt: skip
+            self._world.transport,
+            links,
+            self._replica,
+            evaluates=True,
+            device=self._tensors.device,
+            direct=self._direct,
+            first_generation=self._first_generation,
+        )
         return channels, stages
 
     def _spread(self, outputs: list[list[Tensor]], microbatches: Sequence[MicrobatchRows]) -> list[list[Tensor]]:

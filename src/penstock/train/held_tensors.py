@@ -39,9 +39,15 @@ class HeldTensors:
     """
 
     def __init__(
-        self, world: World, grid: Grid, captured: Captured, parts: Sequence[TrainingPart], device: torch.device = HOST,
-        *, before: "HeldTensors | None" = None,
-    ) -> None:  # fmt: skip
+        self,
+        world: World,
+        grid: Grid,
+        captured: Captured,
+        parts: Sequence[TrainingPart],
+        device: torch.device = HOST,
+        *,
+        before: "HeldTensors | None" = None,
+    ) -> None:
         self.device = device
         self._grid, self._parts = grid, parts
         used = {state.source for part in parts for state in part.program.states}

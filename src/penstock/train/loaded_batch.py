@@ -159,9 +159,14 @@ class StepRows:
     """
 
     def __init__(
-        self, data: RecentBatches, exchange: RowExchange, placed: Arrangement, inputs: Any, labels: Any,
+        self,
+        data: RecentBatches,
+        exchange: RowExchange,
+        placed: Arrangement,
+        inputs: Any,
+        labels: Any,
         functions: Sequence[Any] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._data, self._exchange, self._inputs, self._labels = data, exchange, inputs, labels
         self.functions = functions
         self.number, self.scale, self.may_repeat = 0, 1.0, False

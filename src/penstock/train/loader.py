@@ -184,11 +184,17 @@ class Loader:
         trainer, position = self._trainer, self.position
         self.last_rows, last = len(order[position]), position + 1 == len(order)
         batch = LoadedBatch(
-            loaded=tensors_of(loaded), loader=self, iteration=iteration, samples=order[position],
-            following=None if last else order[position + 1], placed=None if alone else trainer.now.placed,
-            place=(self._epoch, position), short=self._is_short(order), followed=self.follower is not None,
+            loaded=tensors_of(loaded),
+            loader=self,
+            iteration=iteration,
+            samples=order[position],
+            following=None if last else order[position + 1],
+            placed=None if alone else trainer.now.placed,
+            place=(self._epoch, position),
+            short=self._is_short(order),
+            followed=self.follower is not None,
             repeats=trainer.survivors is not None,
-        )  # fmt: skip
+        )
         self._epoch, self.position = (self._epoch + 1, 0) if last else (self._epoch, position + 1)
         return batch
 
@@ -331,10 +337,14 @@ class Loader:
         begun: dict[str, Any] = {"worker_init_fn": WorkerStart(workers.get("worker_init_fn"))}
         if isinstance(self._order, SampledOrder):  # the seed was drawn from the user's generator
             begun["generator"] = torch.Generator().manual_seed(self._order.worker_seed)
-        loader: Iterator[Any] = iter(DataLoader(
-            self._dataset, batch_sampler=[rows for rows in batches if rows], collate_fn=self._collate,
-            **{**workers, **begun},
-        ))  # fmt: skip
+        loader: Iterator[Any] = iter(
+            DataLoader(
+                self._dataset,
+                batch_sampler=[rows for rows in batches if rows],
+                collate_fn=self._collate,
+                **{**workers, **begun},
+            )
+        )
         for left, rows in enumerate(batches, 1 - len(batches)):
             found = next(loader) if rows else without_rows(self._example())
             if not left:

@@ -86,10 +86,13 @@ class OwnLoss:
             reason = "its labels are counted in an earlier stage than the last"
         if reason:
             return MeasuredLoss(
-                loss.detach() * 0, 0.0, 0.0, None,
+                loss.detach() * 0,
+                0.0,
+                0.0,
+                None,
                 refused=f"the loss of {self._graph.model} cannot be computed from microbatches: {reason}; pass "
                 "train_step a loss_fn that returns (sum, count), or use microbatches=1 and replicas=1",
-            )  # fmt: skip
+            )
         by_rows = len(self.counting) < self._num_reductions or any(not watch.weights() for watch in watches)
         kind = "sum" if "sum" in self.kinds else "mean"
         if kind == "mean" and not by_rows and common(weights) is not None:
@@ -209,9 +212,12 @@ def _reduction(op: Op) -> Any:
 _EVEN = 1e-5
 _KEPT = 8  # number of functions whose convention is cached
 _NAMES = {
-    "mean": "mean over rows", "weighted": "weighted mean", "sum": "sum", "count": "pair of sum and count",
+    "mean": "mean over rows",
+    "weighted": "weighted mean",
+    "sum": "sum",
+    "count": "pair of sum and count",
     "whole": "batch's own",
-}  # fmt: skip
+}
 
 
 class Losses:
@@ -227,9 +233,15 @@ class Losses:
         self._conventions: dict[int, LossConvention] = {}  # by the id of the function, which its convention holds
 
     def measure(
-        self, loss_fn: LossFunction | None, graph: Graph, outputs: Sequence[Tensor], microbatch: MicrobatchRows, *,
-        own: OwnLoss, alone: bool,
-    ) -> MeasuredLoss:  # fmt: skip
+        self,
+        loss_fn: LossFunction | None,
+        graph: Graph,
+        outputs: Sequence[Tensor],
+        microbatch: MicrobatchRows,
+        *,
+        own: OwnLoss,
+        alone: bool,
+    ) -> MeasuredLoss:
         """Return a microbatch's loss from the last stage's outputs; `alone` is set if it is the whole batch."""
         sizes, labels, count = microbatch.sizes, microbatch.labels, microbatch.sizes["batch"]
         output = build_output(graph, outputs, sizes)

@@ -54,9 +54,16 @@ class PlacedStages:
     """
 
     def __init__(
-        self, world: World, captured: Captured, placed: Arrangement, how: Computing, head: Head, *,
-        before: "PlacedStages | None" = None, features: Features | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        world: World,
+        captured: Captured,
+        placed: Arrangement,
+        how: Computing,
+        head: Head,
+        *,
+        before: "PlacedStages | None" = None,
+        features: Features | None = None,
+    ) -> None:
         self.number: int = before.number + 1 if before is not None else 0
         self.captured, self.placed, self.how, self.features = captured, placed, how, features
         self._world, self.head = world, head
@@ -153,19 +160,31 @@ class PlacedStages:
             for each in filter(None, (runtime, recompute)):
                 each.around = dict.fromkeys(self.own_loss.counting, self.own_loss.around)
         return TrainingStage(
-            index=index, part=part, runtime=runtime, leaves=leaves,
-            head=self.head if index == self.last_stage else None, autocast=how.autocast, recompute=recompute,
-            synchronizer=self.synchronizer, saw_leaves=self.direct.saw,
-        )  # fmt: skip
+            index=index,
+            part=part,
+            runtime=runtime,
+            leaves=leaves,
+            head=self.head if index == self.last_stage else None,
+            autocast=how.autocast,
+            recompute=recompute,
+            synchronizer=self.synchronizer,
+            saw_leaves=self.direct.saw,
+        )
 
     @cached_property
     def evaluation(self) -> Evaluation:
         """Evaluation with the same weights."""
         return Evaluation(
-            self._world, self.captured, self.placed.replica, self.tensors, cuts=self.placed.cuts,
-            autocast=self.how.autocast, num_microbatches=self.placed.num_microbatches, direct=self.how.direct,
+            self._world,
+            self.captured,
+            self.placed.replica,
+            self.tensors,
+            cuts=self.placed.cuts,
+            autocast=self.how.autocast,
+            num_microbatches=self.placed.num_microbatches,
+            direct=self.how.direct,
             first_generation=_CHANNELS * self.number + self._evaluated,
-        )  # fmt: skip
+        )
 
     def evaluate_again(self) -> None:
         """Make the stages of the evaluation again, from the graph that the model has now."""

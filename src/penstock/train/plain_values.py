@@ -24,8 +24,13 @@ _FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _MAPPINGS: dict[str, Callable[[Any], Any]] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
 _SEQUENCES: dict[str, Callable[[Any], Any]] = {"tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque}
 _KINDS: dict[type[Any], str] = {
-    dict: "dict", OrderedDict: "OrderedDict", Counter: "Counter", tuple: "tuple", set: "set", frozenset: "frozenset",
-}  # fmt: skip
+    dict: "dict",
+    OrderedDict: "OrderedDict",
+    Counter: "Counter",
+    tuple: "tuple",
+    set: "set",
+    frozenset: "frozenset",
+}
 
 
 def encode(value: Any, name: str) -> Any:

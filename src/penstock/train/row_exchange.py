@@ -177,9 +177,14 @@ class RowExchange:
             leaves = list(trees.leaves(own.labels)) if len(parts) - 1 in stages else []
             described = [self._describe(leaf, tensors) for leaf in leaves]
             header = RowsHeader(
-                sizes=dict(own.sizes), layouts=[TensorPlace.of(tensor).write() for tensor in tensors], labels=described,
-                form=form, states=states, moved=self._moved(states), values=values,
-            )  # fmt: skip
+                sizes=dict(own.sizes),
+                layouts=[TensorPlace.of(tensor).write() for tensor in tensors],
+                labels=described,
+                form=form,
+                states=states,
+                moved=self._moved(states),
+                values=values,
+            )
             link.send(self._transport, _encode(header), pack_all(tensors), rank)
         return own
 

@@ -231,11 +231,14 @@ def _stops(now: PlacedStages, wanted: Sequence[str]) -> bool:
 def _with_leaves(microbatches: Sequence[MicrobatchRows], wanted: Sequence[str]) -> list[MicrobatchRows]:
     """Return the microbatches with leaves as these inputs."""
     return [
-        replace(microbatch, inputs={
-            name: x.detach().requires_grad_() if name in wanted else x for name, x in microbatch.inputs.items()
-        })
+        replace(
+            microbatch,
+            inputs={
+                name: x.detach().requires_grad_() if name in wanted else x for name, x in microbatch.inputs.items()
+            },
+        )
         for microbatch in microbatches
-    ]  # fmt: skip
+    ]
 
 
 @everywhere()
@@ -250,9 +253,13 @@ def check_same(gathered: Sequence[Mapping[str, Any]], names: Sequence[str]) -> N
 
 
 def give_back(
-    now: PlacedStages, inputs: Mapping[str, Tensor], wanted: Sequence[str], microbatches: Sequence[MicrobatchRows],
-    divisor: float, transport: Transport,
-) -> None:  # fmt: skip
+    now: PlacedStages,
+    inputs: Mapping[str, Tensor],
+    wanted: Sequence[str],
+    microbatches: Sequence[MicrobatchRows],
+    divisor: float,
+    transport: Transport,
+) -> None:
     """Run the caller's graph backward from the inputs, on every rank, with the gradients of the batch's loss."""
     dims = {value.name: batch_dim(value) for value in now.captured.graph.tensor_inputs()}
     gradients = []

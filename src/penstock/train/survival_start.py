@@ -83,11 +83,15 @@ def join_training(
         asked = cut.plan is not None or options.microbatches is not None
         begun, held = (
             Arrangement(
-                world.rank, read_grid(told[grid]).with_idle([world.rank]), Cuts(captured.graph).find_all(told[cuts]),
-                choice, checkpointing=options.checkpointing, asked=asked,
+                world.rank,
+                read_grid(told[grid]).with_idle([world.rank]),
+                Cuts(captured.graph).find_all(told[cuts]),
+                choice,
+                checkpointing=options.checkpointing,
+                asked=asked,
             )
             for grid, cuts in (("begun", "begun_cuts"), ("held", "cuts"))
-        )  # fmt: skip
+        )
         trainer = Trainer(captured, world, cut, run, options, placed=held)
     except BaseException as error:
         world.health.report(error, lost=True)

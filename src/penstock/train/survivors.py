@@ -194,10 +194,13 @@ class Survivors:
         """Return rank 0's description of the run for newcomers."""
         now = self._trainer.now
         return {
-            "held": write_grid(now.tensors.grid), "cuts": [cut.name for cut in now.placed.cuts], "number": now.number,
-            "begun": write_grid(self._begun.grid), "begun_cuts": [cut.name for cut in self._begun.cuts],
+            "held": write_grid(now.tensors.grid),
+            "cuts": [cut.name for cut in now.placed.cuts],
+            "number": now.number,
+            "begun": write_grid(self._begun.grid),
+            "begun_cuts": [cut.name for cut in self._begun.cuts],
             "alike": self._trainer.alike,
-        }  # fmt: skip
+        }
 
     def _prepare(self) -> dict[str, Any]:
         """Receive the next placement from rank 0, and migrate tensors to it."""
@@ -245,8 +248,12 @@ class Survivors:
         lost = sorted(lost_names(trainer.now.captured, trainer.now.tensors))
         batch, loading = trainer.data.trained, trainer.data.loading
         return _Continuation(
-            grid=write_grid(grid), cuts=[cut.name for cut in cuts], groups=trainer.known_groups, step=trainer.step,
-            lost=lost[0] if lost else "", loads=loading is not None,
+            grid=write_grid(grid),
+            cuts=[cut.name for cut in cuts],
+            groups=trainer.known_groups,
+            step=trainer.step,
+            lost=lost[0] if lost else "",
+            loads=loading is not None,
             place=loading or (batch.place if batch is not None else (0, 0)),
             checkpoint=str(self._checkpoint) if self._checkpoint is not None else None,
             goes_back=bool(lost) or self._going_back is not None,
@@ -260,7 +267,7 @@ class Survivors:
                 [group["settings"] for group in NamedOptimizer(trainer.now.tensors, optimizer).groups()]
                 for optimizer in trainer.optimizers
             ],
-        )  # fmt: skip
+        )
 
     @property
     def _num_begun(self) -> int:
@@ -288,10 +295,14 @@ class Survivors:
         """Record a change of the process group, and print a note on rank 0."""
         trainer = self._trainer
         change = TrainingChange(
-            step=trainer.step, why=self._exchanges.why, took_s=time.monotonic() - self._exchanges.ended_s,
-            processes=trainer.world.transport.size, replicas=len(trainer.now.placed.grid.replicas),
-            stages=trainer.now.placed.num_stages, went_back=went_back,
-        )  # fmt: skip
+            step=trainer.step,
+            why=self._exchanges.why,
+            took_s=time.monotonic() - self._exchanges.ended_s,
+            processes=trainer.world.transport.size,
+            replicas=len(trainer.now.placed.grid.replicas),
+            stages=trainer.now.placed.num_stages,
+            went_back=went_back,
+        )
         trainer.changes.append(change)
         if trainer.world.rank == FEEDER:
             back = f" from the checkpoint of step {change.step}" if went_back else ""

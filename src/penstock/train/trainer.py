@@ -77,9 +77,13 @@ class Trainer:
         self.device, self.seed = device, options.seed
         self._run = run
         how = Computing(
-            device=device, direct=direct, runtime=run.runtime, autocast=options.autocast,
-            checkpointing=options.checkpointing, stall_s=run.stall_s,
-        )  # fmt: skip
+            device=device,
+            direct=direct,
+            runtime=run.runtime,
+            autocast=options.autocast,
+            checkpointing=options.checkpointing,
+            stall_s=run.stall_s,
+        )
         self.calls = Calls()
         self.step = 0
         # the last step's report, and what its stages' times are added from once they are known
@@ -239,10 +243,13 @@ class Trainer:
     def _report(self, ran: bool, synchronize_s: float, sent_bytes: int) -> None:
         """Update the report of the last step; a replica without rows has run no stage."""
         report = StepReport(
-            load_s=self.load_s, synchronize_s=synchronize_s, sent_bytes=sent_bytes,
+            load_s=self.load_s,
+            synchronize_s=synchronize_s,
+            sent_bytes=sent_bytes,
             num_synchronizations=self.now.synchronizer.num_buckets,
-            synchronized_bytes=self.now.synchronizer.num_bytes, peak_memory_bytes=most_bytes(self.device),
-        )  # fmt: skip
+            synchronized_bytes=self.now.synchronizer.num_bytes,
+            peak_memory_bytes=most_bytes(self.device),
+        )
         observer = self.now.observer
         self._last_step = report, observer, list(observer.seconds.values()) if ran else []
         self.load_s = 0.0

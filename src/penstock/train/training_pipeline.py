@@ -77,9 +77,14 @@ class TrainingPipeline:
             first = self._place is None and (self._joined is None or self._joined.rank == FEEDER)
             with working("capturing the model", shown=first) as say:
                 self._captured = Captured(
-                    model, call.args, call.kwargs, dynamic=call.dynamic, weights=call.weights, seed=options.seed,
+                    model,
+                    call.args,
+                    call.kwargs,
+                    dynamic=call.dynamic,
+                    weights=call.weights,
+                    seed=options.seed,
                     shares=True,
-                )  # fmt: skip
+                )
                 self.graph = self._captured.graph
                 say("choosing the cuts")
                 num_processes = len(self._joined.devices) if self._joined else 1
@@ -251,9 +256,15 @@ class TrainingPipeline:
         return f"{membership.rendezvous.address}:{membership.rendezvous.port}" if membership is not None else None
 
     def loader(
-        self, data: Any, *, batch_size: int = 1, shuffle: bool = False, drop_last: bool = False,
-        collate_fn: Collate | None = None, num_workers: int = 0,
-    ) -> Loader:  # fmt: skip
+        self,
+        data: Any,
+        *,
+        batch_size: int = 1,
+        shuffle: bool = False,
+        drop_last: bool = False,
+        collate_fn: Collate | None = None,
+        num_workers: int = 0,
+    ) -> Loader:
         """Return a loader of a data set's or a DataLoader's batches on every process.
 
         `batch_size` is the total over all replicas. The process of a replica's first stage loads its rows; the others
@@ -265,9 +276,14 @@ class TrainingPipeline:
         Raises `UsageError` for a data set without a length, `DataError` for an empty one.
         """
         made = Loader(
-            self.trainer, data, batch_size=batch_size, shuffle=shuffle, drop_last=drop_last,
-            collate_fn=collate_fn, num_workers=num_workers,
-        )  # fmt: skip
+            self.trainer,
+            data,
+            batch_size=batch_size,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            collate_fn=collate_fn,
+            num_workers=num_workers,
+        )
         self._loaders.append(made)
         return made
 

@@ -131,10 +131,18 @@ class Lab:
         return LabStatus(name=self.spec.name, state="up", hosts=hosts)
 
     def start(
-        self, command: Sequence[str], *, on: Sequence[str] | None = None, env: Mapping[str, str] | None = None,
-        nproc_per_host: int = 1, port: int = DEFAULT_PORT, output: Output = print_line,
-        end_together: EndTogether = True, grace_s: float = GRACE_S, drain_s: float = DRAIN_S,
-    ) -> LabRun:  # fmt: skip
+        self,
+        command: Sequence[str],
+        *,
+        on: Sequence[str] | None = None,
+        env: Mapping[str, str] | None = None,
+        nproc_per_host: int = 1,
+        port: int = DEFAULT_PORT,
+        output: Output = print_line,
+        end_together: EndTogether = True,
+        grace_s: float = GRACE_S,
+        drain_s: float = DRAIN_S,
+    ) -> LabRun:
         """Start a command on every host, or on the hosts in `on`, with torchrun's environment.
 
         With `end_together`, all processes are ended when one fails: SIGTERM, then SIGKILL after `grace_s`. With "first"
@@ -153,9 +161,17 @@ class Lab:
         for target in targets:
             self._require_idle(target.host)
         return LabRun(
-            self._machine.cgroups, targets, command, env=env or {}, nproc_per_host=nproc_per_host, port=port,
-            output=output, end_together=end_together, grace_s=grace_s, drain_s=drain_s,
-        )  # fmt: skip
+            self._machine.cgroups,
+            targets,
+            command,
+            env=env or {},
+            nproc_per_host=nproc_per_host,
+            port=port,
+            output=output,
+            end_together=end_together,
+            grace_s=grace_s,
+            drain_s=drain_s,
+        )
 
     def cut(self, host: str) -> None:
         """Disconnect a host's network: packets to and from it are dropped silently.
@@ -210,25 +226,35 @@ class Lab:
         host, cgroups = self.spec.hosts[index], self._machine.cgroups
         memory = cgroups.memory(self.spec.name, host.name)
         return HostStatus(
-            name=host.name, address=network.host_address(index), cpu=cgroups.cpu(self.spec.name, host.name),
+            name=host.name,
+            address=network.host_address(index),
+            cpu=cgroups.cpu(self.spec.name, host.name),
             bandwidth_bytes_per_s=network.present_bandwidth(self.spec, host.name, self._machine.shell),
-            memory_bytes=host.memory_bytes, memory_used_bytes=memory.used_bytes, memory_peak_bytes=memory.peak_bytes,
-            num_processes=len(cgroups.processes(self.spec.name, host.name)), cut=host.name in cut,
-        )  # fmt: skip
+            memory_bytes=host.memory_bytes,
+            memory_used_bytes=memory.used_bytes,
+            memory_peak_bytes=memory.peak_bytes,
+            num_processes=len(cgroups.processes(self.spec.name, host.name)),
+            cut=host.name in cut,
+        )
 
     def _targets(self, on: Sequence[str] | None) -> list[Target]:
         chosen = {self.spec.host(name).name for name in on} if on else None
         cores = choose_cores([host.cpu for host in self.spec.hosts], sorted(os.sched_getaffinity(0)))
         return [
             Target(
-                lab=self.spec.name, host=host.name, address=network.host_address(index), cpu=host.cpu,
-                bandwidth_bytes_per_s=host.bandwidth_bytes_per_s, memory_bytes=host.memory_bytes, core=cores[index],
+                lab=self.spec.name,
+                host=host.name,
+                address=network.host_address(index),
+                cpu=host.cpu,
+                bandwidth_bytes_per_s=host.bandwidth_bytes_per_s,
+                memory_bytes=host.memory_bytes,
+                core=cores[index],
                 directories=tuple(self._machine.cgroups.directories(self.spec.name, host.name)),
                 root=root_folder(host.arch),
             )
             for index, host in enumerate(self.spec.hosts)
             if chosen is None or host.name in chosen
-        ]  # fmt: skip
+        ]
 
     def _change(self, host: str, command: network.Command) -> None:
         self._require_host(host)

@@ -37,9 +37,13 @@ class SystemShell:
                 # inherits open files: a command that outlives its killed caller keeps holding the lock under which it
                 # runs
                 done = subprocess.run(
-                    command, capture_output=True, text=True, timeout=_DEADLINE_S, stdin=subprocess.DEVNULL,
+                    command,
+                    capture_output=True,
+                    text=True,
+                    timeout=_DEADLINE_S,
+                    stdin=subprocess.DEVNULL,
                     close_fds=False,
-                )  # fmt: skip
+                )
         except subprocess.TimeoutExpired:
             raise RunError(
                 f"a lab command must end within {_DEADLINE_S:g} s, but {' '.join(command)} did not; "

@@ -187,9 +187,16 @@ def environment(
 def start_process(target: Target, command: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[str]:
     """Start a command inside a host, in a new session, with its output in pipes."""
     return subprocess.Popen(
-        command_line(target, command), env={**os.environ, **env}, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True, encoding="utf-8", errors="replace", start_new_session=True,
-    )  # fmt: skip
+        command_line(target, command),
+        env={**os.environ, **env},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        encoding="utf-8",
+        errors="replace",
+        start_new_session=True,
+    )
 
 
 def signal_group(process: "subprocess.Popen[str]", number: signal.Signals) -> None:

@@ -288,9 +288,15 @@ PRESETS: dict[str, tuple[int, float]] = {
 
 
 def preset(
-    like: str, num_hosts: int, num_cores: int, *, name: str = "lab", cpu: float | None = None,
-    memory_bytes: int | None = None, bandwidth_bytes_per_s: float | None = None,
-) -> LabSpec:  # fmt: skip
+    like: str,
+    num_hosts: int,
+    num_cores: int,
+    *,
+    name: str = "lab",
+    cpu: float | None = None,
+    memory_bytes: int | None = None,
+    bandwidth_bytes_per_s: float | None = None,
+) -> LabSpec:
     """Make a lab of equal hosts from a known board; arguments that are given replace the board's values.
 
     Raises `ClusterError` for an unknown board or a value that cannot be emulated.

@@ -116,19 +116,30 @@ def _judge(host: Host, cluster: Cluster, found: "Mapping[str, object] | str", fi
     if isinstance(found, str):
         if found.startswith("\n"):
             return HostCheck(
-                name=host.name, target=host.target, reached=True, problem=f"no {host.python}: {found.strip()}",
+                name=host.name,
+                target=host.target,
+                reached=True,
+                problem=f"no {host.python}: {found.strip()}",
                 mend=f"ssh {host.target} sudo apt-get install python3 python3-venv",
-            )  # fmt: skip
+            )
         return HostCheck(name=host.name, target=host.target, reached=False, problem=found, mend=f"ssh {host.target}")
     packages = found["packages"] if isinstance(found["packages"], Mapping) else None
     base = HostCheck(
-        name=host.name, target=host.target, reached=True, python=str(found["python"]), machine=str(found["machine"]),
-        penstock=str((packages or {}).get("penstock", "")), torch=str((packages or {}).get("torch", "")),
-        cores=int(str(found["cores"])), memory_bytes=int(str(found["memory_bytes"])),
-        free_bytes=int(str(found["free_bytes"])), clock_s=float(str(found["clock_s"])),
-        loop_s=float(str(found["loop_s"])), bits=int(str(found.get("bits", 64))),
+        name=host.name,
+        target=host.target,
+        reached=True,
+        python=str(found["python"]),
+        machine=str(found["machine"]),
+        penstock=str((packages or {}).get("penstock", "")),
+        torch=str((packages or {}).get("torch", "")),
+        cores=int(str(found["cores"])),
+        memory_bytes=int(str(found["memory_bytes"])),
+        free_bytes=int(str(found["free_bytes"])),
+        clock_s=float(str(found["clock_s"])),
+        loop_s=float(str(found["loop_s"])),
+        bits=int(str(found.get("bits", 64))),
         takes_cpu_build=bool(found.get("takes_cpu_build")),
-    )  # fmt: skip
+    )
     problem, mend = _missing(base, host, cluster.device(host.name).memory_bytes, packages, file)
     return replace(base, problem=problem, mend=mend)
 
@@ -229,9 +240,13 @@ Progress = Callable[[str, str], None]
 
 
 def push(
-    hosts: Sequence[Host], *, bundle: Path | None = None, requirements: Sequence[str] = (), install: bool = True,
+    hosts: Sequence[Host],
+    *,
+    bundle: Path | None = None,
+    requirements: Sequence[str] = (),
+    install: bool = True,
     tell: Progress = lambda _host, _what: None,
-) -> dict[str, int]:  # fmt: skip
+) -> dict[str, int]:
     """Send missing files to all machines in parallel; return the number of bytes sent to each.
 
     `bundle` is a bundle's folder, from which each machine gets its part; `requirements` are additional packages. With

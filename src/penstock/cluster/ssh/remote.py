@@ -100,9 +100,12 @@ def hosts_of(cluster: Cluster) -> list[Host]:
 def host_of(device: Device) -> Host:
     """Return the host of a device; its target is the device's `ssh` name, else its address, else its name."""
     return Host(
-        name=device.name, target=device.ssh or device.address or device.name, folder=device.folder or FOLDER,
-        venv=device.venv, python=device.python or "python3",
-    )  # fmt: skip
+        name=device.name,
+        target=device.ssh or device.address or device.name,
+        folder=device.folder or FOLDER,
+        venv=device.venv,
+        python=device.python or "python3",
+    )
 
 
 def run_on(host: Host, words: Sequence[str], *, data: bytes = b"", timeout_s: float = 60.0) -> CommandResult:
@@ -180,13 +183,20 @@ def environment(
     """Return the variables with which each machine's process finds the others, as torchrun would set them."""
     return [
         {
-            "RANK": str(rank), "WORLD_SIZE": str(len(hosts)), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
-            "MASTER_ADDR": addresses[0], "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
-            "PENSTOCK_HOST": host.name, "PENSTOCK_CPU": str(threads[rank]), "PYTHONUNBUFFERED": "1",
+            "RANK": str(rank),
+            "WORLD_SIZE": str(len(hosts)),
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
+            "MASTER_ADDR": addresses[0],
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": "1",
+            "PENSTOCK_HOST": host.name,
+            "PENSTOCK_CPU": str(threads[rank]),
+            "PYTHONUNBUFFERED": "1",
             "TORCH_CPP_LOG_LEVEL": "ERROR",
         }
         for rank, host in enumerate(hosts)
-    ]  # fmt: skip
+    ]
 
 
 def remote_command(host: Host, env: Mapping[str, str], arguments: Sequence[str]) -> list[str]:
@@ -204,9 +214,14 @@ class RemoteRun:
     """
 
     def __init__(
-        self, hosts: Sequence[Host], commands: Sequence[Sequence[str]], *, key: bytes = b"",
-        output: Output = print_line, end_together: EndTogether = True,
-    ) -> None:  # fmt: skip
+        self,
+        hosts: Sequence[Host],
+        commands: Sequence[Sequence[str]],
+        *,
+        key: bytes = b"",
+        output: Output = print_line,
+        end_together: EndTogether = True,
+    ) -> None:
         self._output, self._end_together = output, end_together
         self._members: list[_RemoteProcess] = []
         self._failure: BaseException | None = None
@@ -281,9 +296,15 @@ class RemoteRun:
         pipe = subprocess.PIPE
         try:
             process = subprocess.Popen(
-                host.command(*words), stdin=pipe, stdout=pipe, stderr=pipe, text=True, encoding="utf-8",
-                errors="replace", start_new_session=True,
-            )  # fmt: skip
+                host.command(*words),
+                stdin=pipe,
+                stdout=pipe,
+                stderr=pipe,
+                text=True,
+                encoding="utf-8",
+                errors="replace",
+                start_new_session=True,
+            )
         except OSError as error:
             raise ClusterError(f"ssh could not be started ({error}); install openssh-client") from None
         streams: list[tuple[Literal["stdout", "stderr"], IO[str] | None]] = [

@@ -78,9 +78,13 @@ def kubernetes_manifest(arguments: Sequence[str], num_hosts: int, *, threads: in
     """
     start = 'export RANK=$JOB_COMPLETION_INDEX; exec python -m penstock "$@"'
     environment = {
-        "WORLD_SIZE": str(num_hosts), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "penstock-0.penstock",
-        "MASTER_PORT": str(PORT), "OMP_NUM_THREADS": "1",
-    }  # fmt: skip
+        "WORLD_SIZE": str(num_hosts),
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": "penstock-0.penstock",
+        "MASTER_PORT": str(PORT),
+        "OMP_NUM_THREADS": "1",
+    }
     container: dict[str, Any] = {
         "name": "penstock",
         "image": image,
@@ -98,10 +102,15 @@ def kubernetes_manifest(arguments: Sequence[str], num_hosts: int, *, threads: in
     }
     pod = {"subdomain": "penstock", "restartPolicy": "Never", "containers": [container]}
     job = {
-        "apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "penstock"},
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {"name": "penstock"},
         "spec": {
-            "completions": num_hosts, "parallelism": num_hosts, "completionMode": "Indexed", "backoffLimit": 0,
+            "completions": num_hosts,
+            "parallelism": num_hosts,
+            "completionMode": "Indexed",
+            "backoffLimit": 0,
             "template": {"spec": pod},
         },
-    }  # fmt: skip
+    }
     return json.dumps({"apiVersion": "v1", "kind": "List", "items": [service, job]}, indent=2) + "\n"

@@ -89,9 +89,13 @@ def place_of(profile: Profile, boundary: str) -> int:
 def _frozen(unit: Unit) -> Unit:
     zero = tuple(0.0 for _ in unit.forward_s)
     return msgspec.structs.replace(
-        unit, backward_s=zero, backward_spread_s=(), parameters=(), kept_bytes_per_row=0.0,
+        unit,
+        backward_s=zero,
+        backward_spread_s=(),
+        parameters=(),
+        kept_bytes_per_row=0.0,
         fixed_bytes=unit.fixed_bytes + sum(dict(unit.parameters).values()),
-    )  # fmt: skip
+    )
 
 
 def _joined(units: Sequence[Unit]) -> Unit:

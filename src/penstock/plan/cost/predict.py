@@ -38,9 +38,14 @@ class StageTimes:
 
 
 def result_times(
-    stages: Sequence[StageTimes], rotation: Sequence[int], num_microbatches: int, *, depth: int = 2,
-    feed_s: float = 0.0, back_s: Sequence[float] = (0.0,),
-) -> list[float]:  # fmt: skip
+    stages: Sequence[StageTimes],
+    rotation: Sequence[int],
+    num_microbatches: int,
+    *,
+    depth: int = 2,
+    feed_s: float = 0.0,
+    back_s: Sequence[float] = (0.0,),
+) -> list[float]:
     """Return the time at which each microbatch's result arrives at the driver, in seconds.
 
     `rotation` has the cut set of each microbatch, `feed_s` the seconds per microbatch of a driver without a stage,
@@ -100,9 +105,12 @@ def problem_of(plan: Plan, profile: Profile, cluster: Cluster) -> Problem:
     check_cuts(plan, profile.cuts)
     check_devices(plan, cluster)
     setting = Setting(
-        rows=plan.microbatch_rows, depth=plan.depth, schedule=plan.schedule,
-        num_microbatches=plan.num_microbatches, optimizer_state_factor=plan.optimizer_state_factor,
-    )  # fmt: skip
+        rows=plan.microbatch_rows,
+        depth=plan.depth,
+        schedule=plan.schedule,
+        num_microbatches=plan.num_microbatches,
+        optimizer_state_factor=plan.optimizer_state_factor,
+    )
     return Problem(profile, cluster, setting, columns_of(plan, profile))
 
 
@@ -148,8 +156,12 @@ def predict_pipelines(
         # seconds per microbatch of a driver without a stage in this pipeline
         elsewhere = not any(stage.device == problem.feeder for stage in line.divisions[0])
         feed_s = max(feeding) / line.pipeline.share if elsewhere else 0.0
-        holds.append((line.pipeline.share * _line_bottleneck_s(problem, line, len(lines), times, order, feed_s),
-                      _slowest(problem, line)))  # fmt: skip
+        holds.append(
+            (
+                line.pipeline.share * _line_bottleneck_s(problem, line, len(lines), times, order, feed_s),
+                _slowest(problem, line),
+            )
+        )
         count = max(1, round(num_rows / rows * line.pipeline.share))
         total_s = max(total_s, _stream_s(problem, line, times, order, feed_s, count))
         loads += _loads(problem, line, feeding[0])
@@ -160,10 +172,14 @@ def predict_pipelines(
     slowest_s, limit = max(holds, key=lambda hold: hold[0])
     rate = rows / slowest_s
     return Prediction(
-        rows_per_s=rate, bound_rows_per_s=max(bound_rows_per_s, rate),
-        latency_s=max(latency_s(problem, division) for line in lines for division in line.divisions), num_rows=num_rows,
-        total_s=max(total_s, feeding_s * num_rows / rows), limit=limit, devices=tuple(loads),
-    )  # fmt: skip
+        rows_per_s=rate,
+        bound_rows_per_s=max(bound_rows_per_s, rate),
+        latency_s=max(latency_s(problem, division) for line in lines for division in line.divisions),
+        num_rows=num_rows,
+        total_s=max(total_s, feeding_s * num_rows / rows),
+        limit=limit,
+        devices=tuple(loads),
+    )
 
 
 def divisions_of(problem: Problem, pipeline: PlannedPipeline) -> tuple[Division, ...]:

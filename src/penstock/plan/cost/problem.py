@@ -238,8 +238,11 @@ class Problem:
     def signature(self, number: int) -> tuple[object, ...]:
         """Return a key that two devices have in common exactly if they are interchangeable."""
         device = self.devices[number]
-        mine = [(link, next(n for n in link.between if n != device.name)) for link in self.cluster.links
-                if device.name in link.between]  # fmt: skip
+        mine = [
+            (link, next(n for n in link.between if n != device.name))
+            for link in self.cluster.links
+            if device.name in link.between
+        ]
         links = tuple((other, link.bandwidth_bytes_per_s, link.latency_s) for link, other in mine)
         speed, rate = device.speed, device.bandwidth_bytes_per_s
         feeds = number == self.feeder and not self.setting.trains

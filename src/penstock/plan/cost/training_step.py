@@ -250,9 +250,12 @@ def play_step(problem: Problem, divisions: Sequence[Division], counts: Sequence[
     told_s = max((problem.latency_s(one, other) for one, other in combinations(last, 2)), default=0.0)
     told_s += max(_messages_s(problem, device, len(last) - 1) for device in last)
     return SimulatedStep(
-        replicas=replicas, buckets=tuple(buckets), computed_s=max(played.makespan_s for played in replicas),
-        all_reduced_s=done_s, step_s=done_s + told_s + max(after_s.values()),
-    )  # fmt: skip
+        replicas=replicas,
+        buckets=tuple(buckets),
+        computed_s=max(played.makespan_s for played in replicas),
+        all_reduced_s=done_s,
+        step_s=done_s + told_s + max(after_s.values()),
+    )
 
 
 def _update_s(problem: Problem, device: int, start: int, end: int) -> float:
@@ -275,11 +278,14 @@ def predict_training(
     rate = batch / step.step_s
     loads = _loads(problem, divisions, counts, step.buckets)
     return Prediction(
-        rows_per_s=rate, bound_rows_per_s=max(bound_rows_per_s, rate),
-        latency_s=max(latency_s(problem, division) for division in divisions), num_rows=num_rows,
-        total_s=-(-num_rows // batch) * step.step_s, limit=_limit(problem, divisions, loads, step),
+        rows_per_s=rate,
+        bound_rows_per_s=max(bound_rows_per_s, rate),
+        latency_s=max(latency_s(problem, division) for division in divisions),
+        num_rows=num_rows,
+        total_s=-(-num_rows // batch) * step.step_s,
+        limit=_limit(problem, divisions, loads, step),
         devices=tuple(loads),
-    )  # fmt: skip
+    )
 
 
 def memory_in_training(problem: Problem, division: Division) -> dict[int, float]:
@@ -303,10 +309,13 @@ def _loads(
         for device, memory_bytes in memory_in_training(own, division).items():
             all_reduce_s = sum(bucket.cpu_s(problem, device) for bucket in buckets if device in bucket.devices)
             own_s = sum(problem.own_s(device, stage) for stage in division if stage.device == device)
-            loads.append(DeviceLoad(
-                device=problem.devices[device].name, load_s=(own_s * count + all_reduce_s) / total,
-                memory_bytes=memory_bytes,
-            ))  # fmt: skip
+            loads.append(
+                DeviceLoad(
+                    device=problem.devices[device].name,
+                    load_s=(own_s * count + all_reduce_s) / total,
+                    memory_bytes=memory_bytes,
+                )
+            )
     return loads
 
 

@@ -183,9 +183,12 @@ def uniform(forward_s: float = 1.0, backward_s: float = 2.0) -> Duration:
 
 
 def simulate(
-    schedule: Schedule, duration: Duration | None = None, transfer: Transfer = lambda _source, _to, _kind: 0.0, *,
+    schedule: Schedule,
+    duration: Duration | None = None,
+    transfer: Transfer = lambda _source, _to, _kind: 0.0,
+    *,
     num_buffers: int | None = NUM_BUFFERS,
-) -> Simulation:  # fmt: skip
+) -> Simulation:
     """Simulate a schedule.
 
     `duration` returns an action's seconds on a device, `transfer` a message's seconds from one device to another.

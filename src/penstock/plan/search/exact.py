@@ -47,9 +47,13 @@ class _Window:
 
 
 def best_divisions(
-    problem: Problem, *, aim: Aim = "pace", at_most_s: float = math.inf, effort: int = EFFORT,
+    problem: Problem,
+    *,
+    aim: Aim = "pace",
+    at_most_s: float = math.inf,
+    effort: int = EFFORT,
     numbers: Sequence[int] | None = None,
-) -> dict[int, tuple[float, Division]] | None:  # fmt: skip
+) -> dict[int, tuple[float, Division]] | None:
     """Return the best pipeline for each number of devices, with its pace or latency in seconds.
 
     Pipelines slower than `at_most_s` are left out. Returns None if the search would consider more than `effort` stages.

@@ -68,9 +68,13 @@ def best_cuts(costs: Sequence[Vector], lengths: Sequence[Vector], *, slack: floa
 
 
 def balanced(
-    work: Sequence[float], crossing_bytes: Sequence[int], num_stages: int, *, slack: float = 0.0,
+    work: Sequence[float],
+    crossing_bytes: Sequence[int],
+    num_stages: int,
+    *,
+    slack: float = 0.0,
     work_per_byte: float = 0.0,
-) -> list[int]:  # fmt: skip
+) -> list[int]:
     """Minimize the largest stage and, among divisions within `slack` of it, the crossing bytes.
 
     `crossing_bytes[b]` is the number of bytes that cross boundary `b`, for `b` from 0 to `len(work)`. Every byte costs
@@ -207,9 +211,13 @@ def interleave(costs: Sequence[Vector], places: Sequence[int], *, slack: float =
 
 
 def balanced_devices(
-    work: Sequence[float], crossing_bytes: Sequence[int], num_stages: int, *, places: Sequence[int],
+    work: Sequence[float],
+    crossing_bytes: Sequence[int],
+    num_stages: int,
+    *,
+    places: Sequence[int],
     work_per_byte: float = 0.0,
-) -> list[int]:  # fmt: skip
+) -> list[int]:
     """Minimize the busiest device's load, then the largest stage.
 
     `places` are the devices of the stages; the other arguments and the result are as for `partition.balanced`.

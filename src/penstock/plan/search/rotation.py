@@ -103,10 +103,13 @@ class Portions:
 
 
 def rotate(
-    costs: BoundaryCosts, cuts: Sequence[int], *,
-    holds: Callable[[int, int, int], bool] = lambda _stage, _start, _end: True, period: int = 100,
+    costs: BoundaryCosts,
+    cuts: Sequence[int],
+    *,
+    holds: Callable[[int, int, int], bool] = lambda _stage, _start, _end: True,
+    period: int = 100,
     reach: int = MAX_REACH,
-) -> list[tuple[tuple[int, ...], float]]:  # fmt: skip
+) -> list[tuple[tuple[int, ...], float]]:
     """Return weighted sets of cuts, near the given cuts, that minimize the largest expected stage.
 
     `cuts` are the boundaries of the best single set. `holds(stage, start, end)` returns True if a stage's device has

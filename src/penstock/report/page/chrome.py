@@ -33,10 +33,14 @@ def chrome_trace(run: Run) -> dict[str, Any]:
     Times are microseconds since the run's first span.
     """
     spans = sorted(
-        ((process.rank, span) for process in run.processes for span in process.spans
-         if span.kind != "between" and not _is_end(run, span)),
+        (
+            (process.rank, span)
+            for process in run.processes
+            for span in process.spans
+            if span.kind != "between" and not _is_end(run, span)
+        ),
         key=lambda item: item[1].begin_s,
-    )  # fmt: skip
+    )
     first_s = spans[0][1].begin_s if spans else 0.0
     origin_s = min((span.begin_s for _, span in spans if span.kind == "load"), default=first_s)
     rows = _SpanRows(run)
@@ -49,10 +53,16 @@ def chrome_trace(run: Run) -> dict[str, Any]:
     events += _arrows(spans, origin_s, rows)
     for process in run.processes:
         events += [
-            {"name": f"memory of {process.device}", "ph": "C", "ts": _us(c.at_s - origin_s), "pid": _PID,
-             "args": {"bytes": c.value}}
-            for c in process.counters if c.name == "memory_bytes"
-        ]  # fmt: skip
+            {
+                "name": f"memory of {process.device}",
+                "ph": "C",
+                "ts": _us(c.at_s - origin_s),
+                "pid": _PID,
+                "args": {"bytes": c.value},
+            }
+            for c in process.counters
+            if c.name == "memory_bytes"
+        ]
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
@@ -135,9 +145,15 @@ def _name(what: str, tid: int, text: str) -> Event:
 
 def _slice(span: Span, origin_s: float, tid: int) -> Event:
     event: Event = {
-        "name": label(span), "cat": span.kind, "ph": "X", "ts": _us(span.begin_s - origin_s), "pid": _PID, "tid": tid,
-        "dur": _us(max(0.0, span.seconds)), "args": {"microbatch": span.microbatch, "stage": span.stage},
-    }  # fmt: skip
+        "name": label(span),
+        "cat": span.kind,
+        "ph": "X",
+        "ts": _us(span.begin_s - origin_s),
+        "pid": _PID,
+        "tid": tid,
+        "dur": _us(max(0.0, span.seconds)),
+        "args": {"microbatch": span.microbatch, "stage": span.stage},
+    }
     if span.kind == "compute":
         event["cname"] = _COLORS[span.microbatch % len(_COLORS)]
         event["args"]["cpu_ms"] = round(span.cpu_s * 1e3, 3)

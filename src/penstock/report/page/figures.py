@@ -21,9 +21,12 @@ COMPUTING = "computing, a colour for each microbatch"
 # a browser draws about this many bars quickly; longer streams only repeat the pattern
 MAX_DRAWN = 200
 TEXT_INSIDE = {
-    "textposition": "inside", "insidetextanchor": "middle", "textangle": 0, "constraintext": "none",
+    "textposition": "inside",
+    "insidetextanchor": "middle",
+    "textangle": 0,
+    "constraintext": "none",
     "textfont": {"color": "#ffffff"},
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,20 +59,29 @@ def timeline(run: Run, stream: MeasuredStream) -> Figure:
     layout = timeline_layout("seconds", _first_view(stream), num_rows=len(stream.stages))
     table = Table("timeline", "Every microbatch's journey", ("microbatch", "journey"), tuple(rows))
     return Figure(
-        "timeline", "Timeline", f"One row for each stage of {run.facts.model}, time from left to right; F and a number "
-        f"is the forward of that microbatch.{more}", data, layout, table,
+        "timeline",
+        "Timeline",
+        f"One row for each stage of {run.facts.model}, time from left to right; F and a number "
+        f"is the forward of that microbatch.{more}",
+        data,
+        layout,
+        table,
         tuple(journeys),
-    )  # fmt: skip
+    )
 
 
 def timeline_layout(title: str, view: list[float], *, num_rows: int) -> dict[str, Any]:
     """Return the layout of a timeline whose initial view is this range of seconds."""
     return {
-        "barmode": "overlay", "bargap": 0.3, "hovermode": "closest", "dragmode": "pan",
+        "barmode": "overlay",
+        "bargap": 0.3,
+        "hovermode": "closest",
+        "dragmode": "pan",
         "xaxis": {"title": {"text": title}, "range": view},
         "yaxis": {"autorange": "reversed", "fixedrange": True, "title": {"text": ""}},
-        "height": 150 + 60 * num_rows, "uniformtext": {"minsize": 8, "mode": "hide"},
-    }  # fmt: skip
+        "height": 150 + 60 * num_rows,
+        "uniformtext": {"minsize": 8, "mode": "hide"},
+    }
 
 
 def journey(stream: MeasuredStream, microbatch: int, generation: GenerationFacts | None = None) -> str:
@@ -108,11 +120,17 @@ def _bars(
         if step.microbatch < shown
     ]
     return {
-        "type": "bar", "orientation": "h", "name": name, "marker": {"color": color}, "width": 0.35,
-        "y": [_row(stage) for stage, _, _, _ in spans], "base": [round(a - stream.begin_s, 6) for _, _, a, _ in spans],
-        "x": [round(max(0.0, b - a), 6) for _, _, a, b in spans], "customdata": [journeys[m] for _, m, _, _ in spans],
+        "type": "bar",
+        "orientation": "h",
+        "name": name,
+        "marker": {"color": color},
+        "width": 0.35,
+        "y": [_row(stage) for stage, _, _, _ in spans],
+        "base": [round(a - stream.begin_s, 6) for _, _, a, _ in spans],
+        "x": [round(max(0.0, b - a), 6) for _, _, a, b in spans],
+        "customdata": [journeys[m] for _, m, _, _ in spans],
         "hovertemplate": "%{customdata}<extra>" + name + "</extra>",
-    }  # fmt: skip
+    }
 
 
 def _computing(stream: MeasuredStream, shown: int, journeys: Sequence[str]) -> dict[str, Any]:
@@ -150,8 +168,12 @@ def waterfall(account: Account, table: Table) -> Figure:
         "totals": {"marker": {"color": KEPT}}, "connector": {"line": {"width": 1, "color": "#888888"}},
     }]  # fmt: skip
     most = max(accumulate(values[:-1]))
-    layout = {"xaxis": {"title": {"text": "times one device"}, "range": [0, round(1.13 * most, 3)]},  # room for numbers
-              "yaxis": {"autorange": "reversed"}, "showlegend": False, "height": 90 + 28 * len(names)}  # fmt: skip
+    layout = {
+        "xaxis": {"title": {"text": "times one device"}, "range": [0, round(1.13 * most, 3)]},  # room for numbers
+        "yaxis": {"autorange": "reversed"},
+        "showlegend": False,
+        "height": 90 + 28 * len(names),
+    }
     alt = f"{account.num_times:.2f} times were possible, {account.speedup:.2f} were measured. " + " ".join(
         f"{line.title}: {_signed(-line.times)}." for line in account.lines
     )
@@ -176,8 +198,12 @@ def loads(run: Run, stream: MeasuredStream, table: Table) -> Figure:
         ("waiting", [s.mean("wait_s") * 1e3 for s in stages], WAIT),
     )
     data = stacked(names, parts)
-    layout = {"barmode": "stack", "height": 380, "yaxis": {"title": {"text": "ms per microbatch"}},
-              "xaxis": {"automargin": True}}  # fmt: skip
+    layout = {
+        "barmode": "stack",
+        "height": 380,
+        "yaxis": {"title": {"text": "ms per microbatch"}},
+        "xaxis": {"automargin": True},
+    }
     alt = "Seconds per microbatch of each stage: " + ", ".join(
         f"stage {s.index} {format_seconds(s.mean('compute_s'))}" for s in stream.stages
     )
@@ -187,10 +213,16 @@ def loads(run: Run, stream: MeasuredStream, table: Table) -> Figure:
 def stacked(names: Sequence[str], parts: Sequence[tuple[str, Sequence[float], str]]) -> list[dict[str, Any]]:
     """Draw a stacked bar for each name; each part has a name, milliseconds and a colour."""
     return [
-        {"type": "bar", "name": name, "x": list(names), "y": [round(v, 4) for v in values], "marker": {"color": color},
-         "hovertemplate": "%{x}: %{y:.3g} ms " + name + "<extra></extra>"}
+        {
+            "type": "bar",
+            "name": name,
+            "x": list(names),
+            "y": [round(v, 4) for v in values],
+            "marker": {"color": color},
+            "hovertemplate": "%{x}: %{y:.3g} ms " + name + "<extra></extra>",
+        }
         for name, values, color in parts
-    ]  # fmt: skip
+    ]
 
 
 def _bounds(run: Run, stage: int) -> str:
@@ -211,11 +243,22 @@ def throughput(run: Run) -> Figure:
         for i in range(window, len(moments))
         if moments[i] > moments[i - window]
     ]
-    data = [{"type": "scatter", "mode": "lines", "x": [round(a, 4) for a, _ in points],
-             "y": [round(b, 3) for _, b in points], "line": {"color": KEPT},
-             "hovertemplate": "%{y:.4g} rows/s at %{x:.3g} s<extra></extra>"}]  # fmt: skip
-    layout = {"height": 300, "xaxis": {"title": {"text": "seconds"}}, "showlegend": False,
-              "yaxis": {"title": {"text": f"rows/s over {window} results"}, "rangemode": "tozero"}}  # fmt: skip
+    data = [
+        {
+            "type": "scatter",
+            "mode": "lines",
+            "x": [round(a, 4) for a, _ in points],
+            "y": [round(b, 3) for _, b in points],
+            "line": {"color": KEPT},
+            "hovertemplate": "%{y:.4g} rows/s at %{x:.3g} s<extra></extra>",
+        }
+    ]
+    layout = {
+        "height": 300,
+        "xaxis": {"title": {"text": "seconds"}},
+        "showlegend": False,
+        "yaxis": {"title": {"text": f"rows/s over {window} results"}, "rangemode": "tozero"},
+    }
     overall = run.facts.num_rows / run.facts.total_s
     cells: tuple[tuple[Cell, ...], ...] = tuple((round(a, 3), round(b, 2)) for a, b in points)
     table = Table("throughput", "Throughput over time", ("second", "rows/s"), cells)
@@ -232,9 +275,16 @@ def memory(run: Run) -> Figure | None:
         seen = [c for c in process.counters if c.name == "memory_bytes"]
         if seen:
             rows.append((process.device, round(max(c.value for c in seen) / 1e6, 1)))
-            data.append({"type": "scatter", "mode": "lines+markers", "name": process.device,
-                         "x": [round(c.at_s - origin, 3) for c in seen], "y": [round(c.value / 1e6, 2) for c in seen],
-                         "line": {"color": PALETTE[place % len(PALETTE)]}})  # fmt: skip
+            data.append(
+                {
+                    "type": "scatter",
+                    "mode": "lines+markers",
+                    "name": process.device,
+                    "x": [round(c.at_s - origin, 3) for c in seen],
+                    "y": [round(c.value / 1e6, 2) for c in seen],
+                    "line": {"color": PALETTE[place % len(PALETTE)]},
+                }
+            )
     if not data:
         return None
     layout = {

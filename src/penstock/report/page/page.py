@@ -48,10 +48,13 @@ def make_page(
     except ImportError:
         raise UsageError("the page needs jinja2; install penstock[report]") from None
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(_ASSETS), autoescape=True, undefined=jinja2.StrictUndefined,
-        trim_blocks=True, keep_trailing_newline=True,
+        loader=jinja2.FileSystemLoader(_ASSETS),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        keep_trailing_newline=True,
         finalize=lambda value: plain(value) if type(value) is str else value,
-    )  # fmt: skip
+    )
     environment.filters |= {"show": show, "trusted": markupsafe.Markup}
     document = _data([{"key": f.key, "data": f.data, "layout": f.layout, "journeys": f.journeys} for f in figures])
     scripts = [_inline(script) for script in (_asset("before.js"), _plotly(), _asset("page.js"))]

@@ -26,9 +26,12 @@ def plans_figure(timeline: PlanTimeline) -> Figure:
     first, last = spans[0].begin, spans[-1].end
     data, layout = rows_of_axes(
         [(height, [trace], axis) for height, trace, axis in rows],
-        {"title": {"text": "epoch"}, "range": [first - 0.5, last - 0.5],
-         **({"dtick": 1} if last - first <= _MAX_TICKS else {})},
-    )  # fmt: skip
+        {
+            "title": {"text": "epoch"},
+            "range": [first - 0.5, last - 0.5],
+            **({"dtick": 1} if last - first <= _MAX_TICKS else {}),
+        },
+    )
     layout |= {"showlegend": False, "uniformtext": {"minsize": 9, "mode": "hide"}, "bargap": 0}
     titles = [str(axis["title"]["text"]).replace("<br>", " ") for _, _, axis in rows]
     return Figure("plans", "Timeline of plans", _alt(spans, titles), data, layout, plans_table(timeline))
@@ -70,13 +73,21 @@ def _frozen(spans: Sequence[PlanSpan]) -> tuple[dict[str, Any], dict[str, Any]]:
     most = max(span.plan.num_layers for span in spans)
     steps = [*spans, spans[-1]]
     trace = {
-        "type": "scatter", "mode": "lines", "line": {"shape": "hv", "color": KEPT, "width": 2}, "fill": "tozeroy",
-        "fillcolor": "rgba(0,114,178,0.18)", "x": [*(span.begin - 0.5 for span in spans), spans[-1].end - 0.5],
-        "y": [span.plan.frozen_layers for span in steps], "customdata": [_told(span) for span in steps],
+        "type": "scatter",
+        "mode": "lines",
+        "line": {"shape": "hv", "color": KEPT, "width": 2},
+        "fill": "tozeroy",
+        "fillcolor": "rgba(0,114,178,0.18)",
+        "x": [*(span.begin - 0.5 for span in spans), spans[-1].end - 0.5],
+        "y": [span.plan.frozen_layers for span in steps],
+        "customdata": [_told(span) for span in steps],
         "hovertemplate": "%{customdata}<extra></extra>",
-    }  # fmt: skip
-    axis = {"title": {"text": "frozen layers"}, "range": [0, max(1, 1.08 * most)],
-            "tickvals": sorted({0, most // 2, most})}  # fmt: skip
+    }
+    axis = {
+        "title": {"text": "frozen layers"},
+        "range": [0, max(1, 1.08 * most)],
+        "tickvals": sorted({0, most // 2, most}),
+    }
     return trace, axis
 
 
@@ -101,8 +112,13 @@ def _bands(spans: Sequence[PlanSpan]) -> tuple[dict[str, Any], dict[str, Any]]:
         },
         "customdata": [_told(span) for span in joined], "hovertemplate": "%{customdata}<extra></extra>",
     }  # fmt: skip
-    axis = {"title": {"text": "stages ×<br>replicas"}, "range": [-0.5, 0.5], "showticklabels": False,
-            "showgrid": False, "zeroline": False}  # fmt: skip
+    axis = {
+        "title": {"text": "stages ×<br>replicas"},
+        "range": [-0.5, 0.5],
+        "showticklabels": False,
+        "showgrid": False,
+        "zeroline": False,
+    }
     return trace, axis
 
 
@@ -122,10 +138,14 @@ def _line(
     if all(value is None for _, value in points):
         return None
     trace = {
-        "type": "scatter", "mode": "lines+markers", "x": [epoch for epoch, _ in points],
-        "y": [value for _, value in points], "line": {"color": color}, "name": title,
+        "type": "scatter",
+        "mode": "lines+markers",
+        "x": [epoch for epoch, _ in points],
+        "y": [value for _, value in points],
+        "line": {"color": color},
+        "name": title,
         "hovertemplate": "epoch %{x}: %{y:.4g}<extra></extra>",
-    }  # fmt: skip
+    }
     return trace, {"title": {"text": title}, "rangemode": range_mode, "nticks": 5}
 
 

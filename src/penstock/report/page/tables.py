@@ -75,11 +75,18 @@ def stage_table(run: Run, stream: MeasuredStream, predicted: dict[str, float]) -
         known = predicted.get(_host(run, stage.rank))
         bounds = bounds_of(run, stage.index)
         place = "in rotation" if bounds is None else f"{bounds[0]} to {bounds[1]}"
-        rows.append((
-            stage.index, stage.device, place, format_seconds(compute_s), format_seconds(stage.alone_s),
-            *((None, None) if known is None else (format_seconds(known), f"{compute_s / known - 1:+.1%}")),
-            f"{busy_s / stream.total_s:.1%}", memory_of(run, stage.rank),
-        ))  # fmt: skip
+        rows.append(
+            (
+                stage.index,
+                stage.device,
+                place,
+                format_seconds(compute_s),
+                format_seconds(stage.alone_s),
+                *((None, None) if known is None else (format_seconds(known), f"{compute_s / known - 1:+.1%}")),
+                f"{busy_s / stream.total_s:.1%}",
+                memory_of(run, stage.rank),
+            )
+        )
     columns = ("stage", "device", "from, to", "computes", "alone", "predicted load", "off by", "busy", "peak memory")
     return Table("stages", "The stages, per microbatch", columns, tuple(rows))
 
@@ -104,11 +111,17 @@ def link_table(run: Run, stream: MeasuredStream) -> Table:
         known = [b for b in (_bandwidth(run, stream, end) for end in edge) if b is not None]
         in_all = num_bytes * len(stage.steps)
         rate = in_all / stream.total_s
-        rows.append((
-            edge_name(edge), format_bytes(num_bytes), format_bytes(in_all),
-            format_seconds(statistics.median(wires)), format_rate(rate),
-            format_rate(min(known)) if known else None, f"{rate / min(known):.1%}" if known else None,
-        ))  # fmt: skip
+        rows.append(
+            (
+                edge_name(edge),
+                format_bytes(num_bytes),
+                format_bytes(in_all),
+                format_seconds(statistics.median(wires)),
+                format_rate(rate),
+                format_rate(min(known)) if known else None,
+                f"{rate / min(known):.1%}" if known else None,
+            )
+        )
     columns = ("link", "per microbatch", "in all", "under way", "rate in use", "bandwidth", "of it used")
     return Table("links", "The links", columns, tuple(rows))
 
@@ -126,8 +139,13 @@ def clock_table(run: Run) -> Table:
 def environment_table(run: Run) -> Table:
     """Return the table of the run's environment."""
     facts = run.facts
-    rows = [("model", facts.model), ("microbatches", str(facts.num_microbatches)), ("threads", str(facts.threads)),
-            ("depth", str(facts.depth)), *facts.environment.items()]  # fmt: skip
+    rows = [
+        ("model", facts.model),
+        ("microbatches", str(facts.num_microbatches)),
+        ("threads", str(facts.threads)),
+        ("depth", str(facts.depth)),
+        *facts.environment.items(),
+    ]
     return Table("environment", "The environment", ("what", "value"), tuple(rows))
 
 

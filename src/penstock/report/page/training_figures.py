@@ -35,14 +35,22 @@ from penstock.units import format_bytes, format_seconds
 
 # pattern of bars in the microbatch's colour: forwards plain, backwards striped
 _PATTERNS = {"F": "", "R": ".", "B": "/", "I": "/", "W": "x"}
-_OTHER_KINDS = {"I": "I the half of a backward for the inputs", "W": "W the half for the weights",
-                "R": "R a recomputed forward"}  # fmt: skip
+_OTHER_KINDS = {
+    "I": "I the half of a backward for the inputs",
+    "W": "W the half for the weights",
+    "R": "R a recomputed forward",
+}
 
 
 def training_figures(run: Run, training: MeasuredTraining, account: Account) -> list[Figure | None]:
     """Draw the figures of a training run."""
-    return [waterfall(account, account_table(account)), timeline(run, training), loads(run, training),
-            throughput(training), memory_figure(run)]  # fmt: skip
+    return [
+        waterfall(account, account_table(account)),
+        timeline(run, training),
+        loads(run, training),
+        throughput(training),
+        memory_figure(run),
+    ]
 
 
 def training_tables(run: Run, training: MeasuredTraining) -> list[Table]:
@@ -89,8 +97,13 @@ def timeline(run: Run, training: MeasuredTraining) -> Figure:
             if row:
                 add("synchronization", row, part.end_s - part.synchronize_s, part.synchronize_s, own)
                 add("update", row, part.begin_s, part.update_s, own)
-    looks = {"waiting": (0.35, WAIT), "messages": (0.35, MOVE), "synchronization": (0.35, SYNCHRONIZE),
-             "update": (0.35, UPDATE), COMPUTING: (0.8, KEPT)}  # fmt: skip
+    looks = {
+        "waiting": (0.35, WAIT),
+        "messages": (0.35, MOVE),
+        "synchronization": (0.35, SYNCHRONIZE),
+        "update": (0.35, UPDATE),
+        COMPUTING: (0.8, KEPT),
+    }
     data = [
         {"type": "bar", "orientation": "h", "name": name, "width": width, "y": [b[0] for b in found],
          "base": [round(b[1], 6) for b in found], "x": [round(b[2], 6) for b in found],
@@ -136,17 +149,28 @@ def _journey(run: Run, training: MeasuredTraining, number: int, microbatch: int,
 
 # activities of a device in a step, with their colours
 _SHARES = (
-    ("forwards", KEPT), ("backwards", "#56b4e9"), ("messages", MOVE), ("waiting", WAIT), ("loading", LOAD),
-    ("synchronization", SYNCHRONIZE), ("optimizer", UPDATE), ("the rest", LOST),
-)  # fmt: skip
+    ("forwards", KEPT),
+    ("backwards", "#56b4e9"),
+    ("messages", MOVE),
+    ("waiting", WAIT),
+    ("loading", LOAD),
+    ("synchronization", SYNCHRONIZE),
+    ("optimizer", UPDATE),
+    ("the rest", LOST),
+)
 
 
 def _shares(part: DevicePart) -> tuple[float, ...]:
     return (
-        sum(d.compute_s for d in part.done if d.kind == "F"), sum(d.compute_s for d in part.done if d.kind != "F"),
-        sum(d.message_s for d in part.done), sum(d.wait_s for d in part.done), part.load_s, part.synchronize_s,
-        part.update_s, part.rest_s + part.between_s,
-    )  # fmt: skip
+        sum(d.compute_s for d in part.done if d.kind == "F"),
+        sum(d.compute_s for d in part.done if d.kind != "F"),
+        sum(d.message_s for d in part.done),
+        sum(d.wait_s for d in part.done),
+        part.load_s,
+        part.synchronize_s,
+        part.update_s,
+        part.rest_s + part.between_s,
+    )
 
 
 def device_shares(training: MeasuredTraining, rank: int) -> list[float]:
@@ -169,10 +193,13 @@ def loads(run: Run, training: MeasuredTraining) -> Figure:
     )
     table = Table("stages", "The stages, per microbatch", columns, rows)
     return Figure(
-        "loads", "What each device does with a step", alt + ".", stacked(names, parts),
+        "loads",
+        "What each device does with a step",
+        alt + ".",
+        stacked(names, parts),
         {"barmode": "stack", "height": 380, "yaxis": {"title": {"text": "ms per step"}}, "xaxis": {"automargin": True}},
         table,
-    )  # fmt: skip
+    )
 
 
 def _device(run: Run, training: MeasuredTraining, rank: int) -> str:
@@ -203,11 +230,22 @@ def _stage_rows(run: Run, training: MeasuredTraining, usual: Usual) -> list[tupl
 def throughput(training: MeasuredTraining) -> Figure:
     """Draw rows per second, step by step."""
     points = [(step.number, step.num_rows / step.seconds) for step in training.steps]
-    data = [{"type": "scatter", "mode": "lines+markers", "x": [n for n, _ in points],
-             "y": [round(rate, 3) for _, rate in points], "line": {"color": KEPT},
-             "hovertemplate": "step %{x}: %{y:.4g} rows/s<extra></extra>"}]  # fmt: skip
-    layout = {"height": 300, "xaxis": {"title": {"text": "step"}}, "showlegend": False,
-              "yaxis": {"title": {"text": "rows/s"}, "rangemode": "tozero"}}  # fmt: skip
+    data = [
+        {
+            "type": "scatter",
+            "mode": "lines+markers",
+            "x": [n for n, _ in points],
+            "y": [round(rate, 3) for _, rate in points],
+            "line": {"color": KEPT},
+            "hovertemplate": "step %{x}: %{y:.4g} rows/s<extra></extra>",
+        }
+    ]
+    layout = {
+        "height": 300,
+        "xaxis": {"title": {"text": "step"}},
+        "showlegend": False,
+        "yaxis": {"title": {"text": "rows/s"}, "rangemode": "tozero"},
+    }
     rows: tuple[tuple[Cell, ...], ...] = tuple((n, round(rate, 2)) for n, rate in points)
     alt = f"{training.num_rows / training.seconds:.4g} rows per second over {len(points)} steps."
     table = Table("throughput", "Throughput, step by step", ("step", "rows/s"), rows)
@@ -224,8 +262,13 @@ def link_table(training: MeasuredTraining) -> Table:
         all_reduces = [s for s in process.spans if s.kind == "synchronize" and s.name == "sum"]
         if all_reduces:
             per_step = sum(s.num_bytes for s in all_reduces) / len({s.step for s in all_reduces})
-            rows.append((process.device, f"all-reduces of gradients, {format_bytes(per_step)} per step",
-                         format_seconds(statistics.median(s.seconds for s in all_reduces))))  # fmt: skip
+            rows.append(
+                (
+                    process.device,
+                    f"all-reduces of gradients, {format_bytes(per_step)} per step",
+                    format_seconds(statistics.median(s.seconds for s in all_reduces)),
+                )
+            )
     return Table("links", "The links", ("link", "what", "under way"), tuple(rows))
 
 
@@ -261,9 +304,13 @@ def learning_figure(runs: Runs) -> Figure:
     titles = [axis["title"]["text"] for _, _, axis in rows]
     who = "" if len(runs) == 1 else f" A colour for each run: {', '.join(name for name, _ in runs)}."
     return Figure(
-        "learning", "Curves", f"Steps from left to right; from the top {', '.join(titles)}.{who}", data,
-        layout | {"showlegend": len(runs) > 1}, epochs_table(runs),
-    )  # fmt: skip
+        "learning",
+        "Curves",
+        f"Steps from left to right; from the top {', '.join(titles)}.{who}",
+        data,
+        layout | {"showlegend": len(runs) > 1},
+        epochs_table(runs),
+    )
 
 
 def learning_lines(run: RunMetrics) -> list[str]:
@@ -274,8 +321,11 @@ def learning_lines(run: RunMetrics) -> list[str]:
         counted(max([*(s.step for s in steps), *(e.step for e in epochs)], default=0), "step"),
     ]
     if losses := [epoch.train_loss for epoch in epochs if epoch.train_loss is not None]:
-        parts.append(f"training loss {losses[0]:.4g} to {losses[-1]:.4g}" if len(losses) > 1 else
-                     f"training loss {losses[0]:.4g}")  # fmt: skip
+        parts.append(
+            f"training loss {losses[0]:.4g} to {losses[-1]:.4g}"
+            if len(losses) > 1
+            else f"training loss {losses[0]:.4g}"
+        )
     if epochs and epochs[-1].validation_loss is not None:
         parts.append(f"validation loss {epochs[-1].validation_loss:.4g}")
     if reached := [(epoch.accuracy, -epoch.epoch) for epoch in epochs if finite(epoch.accuracy) is not None]:
@@ -292,9 +342,13 @@ def epochs_table(runs: Runs) -> Table:
     for name, run in runs:
         for epoch in run.epochs:
             cells = (
-                epoch.epoch, epoch.step, finite(epoch.train_loss), finite(epoch.validation_loss),
-                finite(epoch.accuracy), f"{epoch.units_per_s:.4g} {epoch.unit}/s",
-            )  # fmt: skip
+                epoch.epoch,
+                epoch.step,
+                finite(epoch.train_loss),
+                finite(epoch.validation_loss),
+                finite(epoch.accuracy),
+                f"{epoch.units_per_s:.4g} {epoch.unit}/s",
+            )
             rows.append((name, *cells) if len(runs) > 1 else cells)
     columns = ("run", *_COLUMNS) if len(runs) > 1 else _COLUMNS
     return Table("epochs", "The epochs", columns, tuple(rows))
@@ -313,10 +367,15 @@ def _epochs(run: RunMetrics, value: Callable[[EpochLine], float | None]) -> list
 
 def _trace(points: Sequence[_Point], name: str, title: str, color: str) -> dict[str, Any]:
     return {
-        "type": "scatter", "mode": "lines+markers" if len(points) <= 60 else "lines", "name": name,
-        "legendgroup": name, "x": [step for step, _ in points], "y": [number for _, number in points],
-        "line": {"color": color}, "hovertemplate": f"step %{{x}}: {title} %{{y:.4g}}",
-    }  # fmt: skip
+        "type": "scatter",
+        "mode": "lines+markers" if len(points) <= 60 else "lines",
+        "name": name,
+        "legendgroup": name,
+        "x": [step for step, _ in points],
+        "y": [number for _, number in points],
+        "line": {"color": color},
+        "hovertemplate": f"step %{{x}}: {title} %{{y:.4g}}",
+    }
 
 
 def _unit(runs: Runs) -> str:

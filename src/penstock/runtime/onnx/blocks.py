@@ -130,9 +130,16 @@ class StoredWeight:
             row += len(found[0])
         values, scales, zeros, *more = (tensor.numpy() for tensor in whole)
         return Blocks(
-            form.bits, (rows, count * form.block), values, scales.reshape(-1), zeros, form.block,
-            more[0] if more else None, self.accuracy, self.rows,
-        )  # fmt: skip
+            form.bits,
+            (rows, count * form.block),
+            values,
+            scales.reshape(-1),
+            zeros,
+            form.block,
+            more[0] if more else None,
+            self.accuracy,
+            self.rows,
+        )
 
 
 def engine_bytes(packing: str, shape: tuple[int, ...]) -> int:
@@ -152,9 +159,13 @@ def engine_bytes(packing: str, shape: tuple[int, ...]) -> int:
 
 
 def pack(
-    ops: Iterable[Op], tensors: Mapping[str, Tensor], bits: int | None, kept: Collection[str] = (),
-    packings: Mapping[str, str] | None = None, accuracy: int = IN_8_BITS,
-) -> dict[str, Blocks | StoredWeight]:  # fmt: skip
+    ops: Iterable[Op],
+    tensors: Mapping[str, Tensor],
+    bits: int | None,
+    kept: Collection[str] = (),
+    packings: Mapping[str, str] | None = None,
+    accuracy: int = IN_8_BITS,
+) -> dict[str, Blocks | StoredWeight]:
     """Return the rounded weights of linear layers by operation, except for operations in `kept`.
 
     Weights with an entry in `packings` are in the blocks of their file already.

@@ -105,11 +105,15 @@ def _matched(op: Op, reads: "_Reads", seen: Mapping[str, Any]) -> Op | None:
     fits = (
         key.cache != value.cache
         and all(each.dtype == torch.float32 and each.dim() == 4 for each in (seen[query], of_keys, of_values))
-        and of_keys.shape == of_values.shape and of_keys.shape[3] == width and shape[1] % of_keys.shape[2] == 0
+        and of_keys.shape == of_values.shape
+        and of_keys.shape[3] == width
+        and shape[1] % of_keys.shape[2] == 0
         and width % _WIDTHS == 0
-        and of_mask.dtype == torch.bool and of_mask.dim() == 4 and of_mask.shape[1] in {1, shape[1]}
+        and of_mask.dtype == torch.bool
+        and of_mask.dim() == 4
+        and of_mask.shape[1] in {1, shape[1]}
         and (of_mask.shape[0], of_mask.shape[2]) == (shape[0], shape[2])
-    )  # fmt: skip
+    )
     if not fits:
         return None
     scale = given["scale"] if given["scale"] is not None else 1 / math.sqrt(width)
@@ -138,10 +142,17 @@ class _Reads:
             return None
         turned, selected, narrowed, put = (op.arguments for op in way)
         plain = (
-            turned[1:] == (1, 2) and selected[1] == 0 and narrowed[1:3] == (1, 0) and len(put) == 3
-            and isinstance(put[1], (list, tuple)) and len(put[1]) == 2 and all(isinstance(x, Ref) for x in put[1])
-            and isinstance(put[0], Ref) and isinstance(put[2], Ref) and put[0].name in self._caches
-        )  # fmt: skip
+            turned[1:] == (1, 2)
+            and selected[1] == 0
+            and narrowed[1:3] == (1, 0)
+            and len(put) == 3
+            and isinstance(put[1], (list, tuple))
+            and len(put[1]) == 2
+            and all(isinstance(x, Ref) for x in put[1])
+            and isinstance(put[0], Ref)
+            and isinstance(put[2], Ref)
+            and put[0].name in self._caches
+        )
         if not plain or not self._alone([*[op.name for op in way], put[0].name], reader):
             return None
         rows, positions = put[1]
@@ -201,9 +212,14 @@ def _attend(call: OnnxCall) -> None:
     bias = call.nodes.once("bias", call["mask"].name, lambda: _bias(call))
     inputs = [*given, *caches, lengths, room, "", "", "", bias]  # rotary embedding has been applied
     attended = call.nodes.add(
-        "GroupQueryAttention", inputs, more=[written_name(name) for name in caches], domain=OF_ENGINE,
-        num_heads=heads, kv_num_heads=groups, scale=call["scale"],
-    )  # fmt: skip
+        "GroupQueryAttention",
+        inputs,
+        more=[written_name(name) for name in caches],
+        domain=OF_ENGINE,
+        num_heads=heads,
+        kv_num_heads=groups,
+        scale=call["scale"],
+    )
     for name in ("keys", "values"):
         call.nodes.writes(call[name])
     call.out.flat = Flat(attended, turned=True)

@@ -51,9 +51,13 @@ class ExportedRuntime(ABC):
     integers_of_32_bits = False
 
     def __init__(
-        self, program: StageProgram, tensors: Mapping[str, Tensor], device: torch.device = HOST,
-        precision: str = "float32", keep: Sequence[str] = (),
-    ) -> None:  # fmt: skip
+        self,
+        program: StageProgram,
+        tensors: Mapping[str, Tensor],
+        device: torch.device = HOST,
+        precision: str = "float32",
+        keep: Sequence[str] = (),
+    ) -> None:
         if device != HOST:
             raise PlanError(
                 f"the runtime {self.name} computes only on the CPU, but the device is {device}; use the runtime eager"

@@ -56,11 +56,17 @@ class JoinedRuntime(Runtime):
     """
 
     def __init__(
-        self, program: StageProgram, tensors: Mapping[str, Tensor], device: torch.device = HOST, *,
-        compile_model: Callable[[onnx.ModelProto, Arrays], Engine], precision: str = "float32",
-        keep: Sequence[str] = (), name: str = "onnxruntime",
+        self,
+        program: StageProgram,
+        tensors: Mapping[str, Tensor],
+        device: torch.device = HOST,
+        *,
+        compile_model: Callable[[onnx.ModelProto, Arrays], Engine],
+        precision: str = "float32",
+        keep: Sequence[str] = (),
+        name: str = "onnxruntime",
         compile_caching: Callable[[onnx.ModelProto, Arrays], InPlaceEngine] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if device != HOST:
             raise PlanError(
                 f"the runtime {name} computes only on the CPU, but the device is {device}; use the runtime eager"
@@ -199,10 +205,16 @@ class _FusedPart:
     """Operations that an engine runs as one model; one engine serves all sizes if their models are equal."""
 
     def __init__(
-        self, number: int, program: StageProgram, ops: Sequence[Op], tensors: Mapping[str, Tensor], shapes: Shapes,
-        packed: Mapping[str, Blocks | StoredWeight], compile_model: Callable[[onnx.ModelProto, Arrays], Any],
+        self,
+        number: int,
+        program: StageProgram,
+        ops: Sequence[Op],
+        tensors: Mapping[str, Tensor],
+        shapes: Shapes,
+        packed: Mapping[str, Blocks | StoredWeight],
+        compile_model: Callable[[onnx.ModelProto, Arrays], Any],
         checked: Collection[str],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.name, self._number, self._ops, self._symbols = f"joined_{number}", number, ops, program.symbols
         self.caches = caches_of(ops)  # if there are any, the engine is an `InPlaceEngine`
         self._cached = frozenset(self.caches)

@@ -18,10 +18,16 @@ OF_ENGINE = "com.microsoft"  # ONNX Runtime's own operators
 _LARGE = 2**10  # bytes of a constant that may be apart from its model
 Arrays: TypeAlias = dict[str, np.ndarray[Any, Any]]
 ELEMENTS: Mapping[torch.dtype, int] = {
-    torch.float32: TensorProto.FLOAT, torch.float64: TensorProto.DOUBLE, torch.float16: TensorProto.FLOAT16,
-    torch.int64: TensorProto.INT64, torch.int32: TensorProto.INT32, torch.int16: TensorProto.INT16,
-    torch.int8: TensorProto.INT8, torch.uint8: TensorProto.UINT8, torch.bool: TensorProto.BOOL,
-}  # fmt: skip
+    torch.float32: TensorProto.FLOAT,
+    torch.float64: TensorProto.DOUBLE,
+    torch.float16: TensorProto.FLOAT16,
+    torch.int64: TensorProto.INT64,
+    torch.int32: TensorProto.INT32,
+    torch.int16: TensorProto.INT16,
+    torch.int8: TensorProto.INT8,
+    torch.uint8: TensorProto.UINT8,
+    torch.bool: TensorProto.BOOL,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,10 +131,15 @@ class Nodes:
             return self.add("Concat", [self.add("MatMul", [inputs.name, part]) for part in wide], axis=-1)
         constants = (weight.values, weight.scales, weight.zeros.reshape(-1))
         product = self.add(
-            "MatMulNBits", [inputs.name, *(self.constant(array) for array in constants)], domain=OF_ENGINE,
-            K=weight.shape[1], N=weight.shape[0], bits=weight.bits, block_size=weight.block,
+            "MatMulNBits",
+            [inputs.name, *(self.constant(array) for array in constants)],
+            domain=OF_ENGINE,
+            K=weight.shape[1],
+            N=weight.shape[0],
+            bits=weight.bits,
+            block_size=weight.block,
             accuracy_level=weight.accuracy,
-        )  # fmt: skip
+        )
         if weight.shifts is None:
             return product
 

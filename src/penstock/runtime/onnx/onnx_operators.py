@@ -274,18 +274,27 @@ def _hardtanh(call: OnnxCall) -> str:
 def _convolution(call: OnnxCall) -> str:
     bias = [call["bias"].name] if call["bias"] is not None else []
     return call.add(
-        "Conv", [call["input"].name, call["weight"].name, *bias], strides=_pair(call["stride"]),
-        pads=_pair(call["padding"]) * 2, dilations=_pair(call["dilation"]), group=call["groups"],
-    )  # fmt: skip
+        "Conv",
+        [call["input"].name, call["weight"].name, *bias],
+        strides=_pair(call["stride"]),
+        pads=_pair(call["padding"]) * 2,
+        dilations=_pair(call["dilation"]),
+        group=call["groups"],
+    )
 
 
 @_operator("max_pool2d.default")
 def _max_pool(call: OnnxCall) -> str:
     kernel = _pair(call["kernel_size"])
     return call.add(
-        "MaxPool", [call["self"].name], kernel_shape=kernel, strides=_pair(call["stride"]) if call["stride"] else
-        kernel, pads=_pair(call["padding"]) * 2, dilations=_pair(call["dilation"]), ceil_mode=int(call["ceil_mode"]),
-    )  # fmt: skip
+        "MaxPool",
+        [call["self"].name],
+        kernel_shape=kernel,
+        strides=_pair(call["stride"]) if call["stride"] else kernel,
+        pads=_pair(call["padding"]) * 2,
+        dilations=_pair(call["dilation"]),
+        ceil_mode=int(call["ceil_mode"]),
+    )
 
 
 def _pair(given: int | Sequence[int]) -> list[int]:
@@ -367,8 +376,13 @@ def _global_mean(call: OnnxCall) -> str:
     return call.add("GlobalAveragePool", [call["self"].name])
 
 
-for _name, _kind in {"mean.dim": "ReduceMean", "mean.default": "ReduceMean", "sum.dim_IntList": "ReduceSum",
-                     "sum.default": "ReduceSum", "amax.default": "ReduceMax"}.items():  # fmt: skip
+for _name, _kind in {
+    "mean.dim": "ReduceMean",
+    "mean.default": "ReduceMean",
+    "sum.dim_IntList": "ReduceSum",
+    "sum.default": "ReduceSum",
+    "amax.default": "ReduceMax",
+}.items():
     OPERATORS[f"aten.{_name}"] = _reduction(_kind)
 for _name, _kind in {"add": "Add", "sub": "Sub", "div": "Div"}.items():
     OPERATORS |= {f"aten.{_name}{form}": _arithmetic(_kind) for form in (".Tensor", "_.Tensor", ".Scalar")}

@@ -59,9 +59,12 @@ class CachingEngine:
         self._nowhere = torch.zeros(1)
 
     def __call__(
-        self, key: Hashable | None, given: Mapping[str, np.ndarray[Any, Any]],
-        caches: Callable[[], Mapping[str, Tensor]], outputs: Sequence[Tensor],
-    ) -> None:  # fmt: skip
+        self,
+        key: Hashable | None,
+        given: Mapping[str, np.ndarray[Any, Any]],
+        caches: Callable[[], Mapping[str, Tensor]],
+        outputs: Sequence[Tensor],
+    ) -> None:
         """Run on inputs and contiguous caches, and write the outputs.
 
         `key` stands for the caches in later calls, which then do not call `caches`.
@@ -150,9 +153,15 @@ def quantize(model: onnx.ModelProto, operations: Collection[str] = ()) -> onnx.M
     with tempfile.TemporaryDirectory(prefix="penstock-int8-") as folder, _without_advice():
         path = Path(folder) / "int8.onnx"
         quantize_dynamic(
-            model, path, op_types_to_quantize=["MatMul"], per_channel=True, weight_type=QuantType.QInt8,
-            nodes_to_exclude=kept, reduce_range=sums_are_cut_off(), extra_options={"MatMulConstBOnly": True},
-        )  # fmt: skip
+            model,
+            path,
+            op_types_to_quantize=["MatMul"],
+            per_channel=True,
+            weight_type=QuantType.QInt8,
+            nodes_to_exclude=kept,
+            reduce_range=sums_are_cut_off(),
+            extra_options={"MatMulConstBOnly": True},
+        )
         return onnx.load(path)
 
 

@@ -107,9 +107,12 @@ def _for_engine(program: StageProgram, shapes: Shapes, storage: Storage) -> set[
             continue
         near = {op.name, *op.uses()}
         if op.target in _OF_ENGINE or (
-            op.target not in _OF_TORCH and not near & attended and not any(map(storage.is_written, near))
-            and is_supported(op) and all(_is_plain(seen[name]) for name in near)
-        ):  # fmt: skip
+            op.target not in _OF_TORCH
+            and not near & attended
+            and not any(map(storage.is_written, near))
+            and is_supported(op)
+            and all(_is_plain(seen[name]) for name in near)
+        ):
             found.add(op.name)
     return found
 

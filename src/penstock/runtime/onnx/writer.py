@@ -68,11 +68,18 @@ def check_supported(program: StageProgram) -> None:
 
 
 def write_model(
-    ops: Sequence[Op], inputs: Sequence[str], outputs: Sequence[str], known: Mapping[str, Tensor], seen: Seen,
-    sizes: Mapping[str, int], *, others: Seen | None = None,
-    packed: Mapping[tuple[str, ...], Blocks | Halves] | None = None, caches: Collection[str] = (),
+    ops: Sequence[Op],
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+    known: Mapping[str, Tensor],
+    seen: Seen,
+    sizes: Mapping[str, int],
+    *,
+    others: Seen | None = None,
+    packed: Mapping[tuple[str, ...], Blocks | Halves] | None = None,
+    caches: Collection[str] = (),
     apart: Arrays | None = None,
-) -> onnx.ModelProto:  # fmt: skip
+) -> onnx.ModelProto:
     """Write operations as an ONNX model.
 
     `known` are states and results of a prelude; `seen` are the inputs and all operations' results at `sizes`, of which
@@ -107,9 +114,16 @@ def _check_writes(program: StageProgram) -> None:
 
 class _Writer:
     def __init__(
-        self, inputs: Sequence[str], known: Mapping[str, Tensor], seen: Seen, sizes: Mapping[str, int], others: Seen,
-        packed: Mapping[tuple[str, ...], Blocks | Halves], caches: Collection[str], apart: Arrays | None,
-    ) -> None:  # fmt: skip
+        self,
+        inputs: Sequence[str],
+        known: Mapping[str, Tensor],
+        seen: Seen,
+        sizes: Mapping[str, int],
+        others: Seen,
+        packed: Mapping[tuple[str, ...], Blocks | Halves],
+        caches: Collection[str],
+        apart: Arrays | None,
+    ) -> None:
         self._seen, self._others, self._sizes = seen, others, sizes
         self._nodes = Nodes(packed=packed, apart=apart)
         self._values: dict[str, Made] = {

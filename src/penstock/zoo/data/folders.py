@@ -45,10 +45,14 @@ def open_folder(root: Path) -> ImageSet:
 
 
 def label_by_folder(
-    source: Path, files: Iterable[str], folders: Iterable[str],
-    reader: Callable[[Sequence[str]], Callable[[int], "Image | bytes"]], *, is_archive: bool = False,
+    source: Path,
+    files: Iterable[str],
+    folders: Iterable[str],
+    reader: Callable[[Sequence[str]], Callable[[int], "Image | bytes"]],
+    *,
+    is_archive: bool = False,
     left_out: Iterable[str] = (),
-) -> ImageSet:  # fmt: skip
+) -> ImageSet:
     """Return the images among the files of a folder or an archive; others are counted, with the reasons `left_out`.
 
     A folder without images, next to those that are classes, is a class, too: the numbers of the others depend on it.

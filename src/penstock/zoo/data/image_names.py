@@ -98,9 +98,12 @@ def _listed(path: Path) -> ImageSet:
     ordered, numbers, classes = label_names(lines, is_archive=True)
     labels = dict(zip(ordered, numbers, strict=True))
     return ImageSet(
-        names=lines, labels=[labels[line] for line in lines], classes=classes, load=partial(read_file, paths),
+        names=lines,
+        labels=[labels[line] for line in lines],
+        classes=classes,
+        load=partial(read_file, paths),
         by_folder=True,
-    )  # fmt: skip
+    )
 
 
 def _joined(paths: Sequence[str], sets: Sequence[ImageSet]) -> ImageSet:

@@ -39,11 +39,20 @@ _MAX_PIXELS = 2**26
 _SILENCED = ("ignore", None, Warning, re.compile(r"PIL\."), 0)
 # suffixes of compressed tar files, with the names of their compressions in tarfile
 COMPRESSED = {
-    ".tar.gz": "gz", ".tgz": "gz", ".tar.xz": "xz", ".txz": "xz", ".tar.bz2": "bz2", ".tbz2": "bz2", ".tbz": "bz2",
-}  # fmt: skip
+    ".tar.gz": "gz",
+    ".tgz": "gz",
+    ".tar.xz": "xz",
+    ".txz": "xz",
+    ".tar.bz2": "bz2",
+    ".tbz2": "bz2",
+    ".tbz": "bz2",
+}
 _OPENERS: dict[str, Callable[[Path], Any]] = {
-    "": partial(open, mode="rb"), "gz": gzip.open, "xz": lzma.open, "bz2": bz2.open,
-}  # fmt: skip
+    "": partial(open, mode="rb"),
+    "gz": gzip.open,
+    "xz": lzma.open,
+    "bz2": bz2.open,
+}
 PARTS = frozenset({"train", "training", "val", "valid", "validation", "test", "testing"})  # names of folders
 MAX_FILE_BYTES = 2**26  # limit for a stored image: an archive's header may announce any length
 
@@ -165,9 +174,14 @@ def _upright(image: Any) -> Any:
     """
     methods = optional_import("PIL.Image", "vision", DataError).Transpose
     turns = {
-        2: methods.FLIP_LEFT_RIGHT, 3: methods.ROTATE_180, 4: methods.FLIP_TOP_BOTTOM, 5: methods.TRANSPOSE,
-        6: methods.ROTATE_270, 7: methods.TRANSVERSE, 8: methods.ROTATE_90,
-    }  # fmt: skip
+        2: methods.FLIP_LEFT_RIGHT,
+        3: methods.ROTATE_180,
+        4: methods.FLIP_TOP_BOTTOM,
+        5: methods.TRANSPOSE,
+        6: methods.ROTATE_270,
+        7: methods.TRANSVERSE,
+        8: methods.ROTATE_90,
+    }
     image.load()  # TIFF turns itself, and reports it
     turn = turns.get(image.getexif().get(_ORIENTATION, 1))
     return image if turn is None else image.transpose(turn)

@@ -141,9 +141,12 @@ def _of_parts(name: str, parts: Mapping[str, Any]) -> FunctionModel:
         if not right:
             raise ModelError(f"the {part} that {name} returned must be {kind}; got {_describe(parts.get(part))}")
     return FunctionModel(
-        module=parts["module"], args=tuple(args), kwargs=dict(kwargs), transform=transform,
+        module=parts["module"],
+        args=tuple(args),
+        kwargs=dict(kwargs),
+        transform=transform,
         class_names=None if names is None else tuple(names),
-    )  # fmt: skip
+    )
 
 
 def is_torchvision(function: Callable[..., object]) -> bool:
@@ -196,9 +199,13 @@ def torchvision_preset(
     (height, *width), (resized, *_) = preset.crop_size, preset.resize_size
     config = {
         # timm rounds the size of the picture down
-        "input_size": (3, height, *(width or [height])), "crop_pct": height / (resized + 0.5), "crop_mode": "center",
-        "mean": tuple(preset.mean), "std": tuple(preset.std), "interpolation": preset.interpolation.value,
-    }  # fmt: skip
+        "input_size": (3, height, *(width or [height])),
+        "crop_pct": height / (resized + 0.5),
+        "crop_mode": "center",
+        "mean": tuple(preset.mean),
+        "std": tuple(preset.std),
+        "interpolation": preset.interpolation.value,
+    }
     return str(weights), config, tuple(weights.meta["categories"])
 
 
@@ -247,8 +254,14 @@ def pictures_of(
             raise ModelError(f"preprocess needs size, mean and std for {name}, which has no transform of its own")
         return None, made.class_names
     channels = shape[0] if shape else max(len(how.mean), len(how.std), 3 if len(how.mean) == 1 else 1)
-    own = {"input_size": (channels, *how.size), "crop_pct": 1.0, "crop_mode": "center", "mean": how.mean,
-           "std": how.std, "interpolation": "bilinear"}  # fmt: skip
+    own = {
+        "input_size": (channels, *how.size),
+        "crop_pct": 1.0,
+        "crop_mode": "center",
+        "mean": how.mean,
+        "std": how.std,
+        "interpolation": "bilinear",
+    }
     return config_transform(own, how), made.class_names
 
 

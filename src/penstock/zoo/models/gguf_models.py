@@ -20,8 +20,13 @@ from penstock.zoo.optional import optional_import, without_panics
 from penstock.zoo.weights.weights import ModuleWeights, PackedWeights, Shape, Weights
 
 # transformers' conversions, by the class that undoes llama.cpp's: these move whole rows, so blocks stay as they are
-_IN_PLACE = {"TensorProcessor", "LlamaTensorProcessor", "T5TensorProcessor", "NemotronTensorProcessor",
-             "Gemma2TensorProcessor"}  # fmt: skip
+_IN_PLACE = {
+    "TensorProcessor",
+    "LlamaTensorProcessor",
+    "T5TensorProcessor",
+    "NemotronTensorProcessor",
+    "Gemma2TensorProcessor",
+}
 # these convert one tensor to one tensor; the others join several experts
 _IN_FLOATS = {"BloomTensorProcessor", "GPT2TensorProcessor", "MambaTensorProcessor", "Lfm2TensorProcessor"}
 _PLAIN = {"F32", "F64"}

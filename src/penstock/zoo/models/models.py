@@ -102,9 +102,15 @@ class ZooModel:
 
 
 def load_model(
-    name: str, *, weights: str | Path | None = None, pretrained: bool = False, seed: int = 0, whole: bool = False,
-    head: hf.Head | None = None, preprocess: str | None = None,
-) -> ZooModel:  # fmt: skip
+    name: str,
+    *,
+    weights: str | Path | None = None,
+    pretrained: bool = False,
+    seed: int = 0,
+    whole: bool = False,
+    head: hf.Head | None = None,
+    preprocess: str | None = None,
+) -> ZooModel:
     """Load a model by name, without its weights in memory unless `whole`.
 
     All names but `gguf:` may be followed by options, `,key=value`. `hf:` takes a directory with config.json, and uses
@@ -168,11 +174,18 @@ def _load_timm(name: str, weights: Path | None, pretrained: bool, seed: int, how
     found = timm.timm_weights(base, module, weights, lambda source: _fitted(module, source)) if weights else None
     example = _noise(timm.timm_input_size(module, how.size), seed)
     return ZooModel(
-        name=name, module=module, example_args=(example,), example_kwargs={},
-        weights=_complete(module, found) if found else drawn, initial=drawn, transform=timm_transform(module, how),
-        class_names=timm.timm_class_names(module), task="image", is_random=found is None,
+        name=name,
+        module=module,
+        example_args=(example,),
+        example_kwargs={},
+        weights=_complete(module, found) if found else drawn,
+        initial=drawn,
+        transform=timm_transform(module, how),
+        class_names=timm.timm_class_names(module),
+        task="image",
+        is_random=found is None,
         num_classes=count_classes(module),
-    )  # fmt: skip
+    )
 
 
 def _load_hf(
@@ -195,12 +208,18 @@ def _load_hf(
         found = _fitted(module, named)
     example, task = hf.hf_example(base, config, module, seed, how.size)
     return ZooModel(
-        name=name, module=module, example_args=(), example_kwargs=dict(example),
-        weights=_complete(module, found) if found else drawn, initial=drawn, task=task,
+        name=name,
+        module=module,
+        example_args=(),
+        example_kwargs=dict(example),
+        weights=_complete(module, found) if found else drawn,
+        initial=drawn,
+        task=task,
         class_names=hf.hf_class_names(config, module),
         transform=hf_transform(config, directory, how) if "pixel_values" in example else None,
-        is_random=found is None, num_classes=count_classes(module),
-    )  # fmt: skip
+        is_random=found is None,
+        num_classes=count_classes(module),
+    )
 
 
 def _noise(shape: tuple[int, ...], seed: int) -> torch.Tensor:

@@ -82,10 +82,13 @@ def refuse_unused(
     """
     layers = {name.rpartition(".")[0] for name in expected} - {""}
     lost = [
-        name for name in sorted(unused) for layer, _, leaf in [name.rpartition(".")]
-        if (layer in layers or (quantized and leaf not in {"weight", "bias"})) and leaf not in _COMPUTED
+        name
+        for name in sorted(unused)
+        for layer, _, leaf in [name.rpartition(".")]
+        if (layer in layers or (quantized and leaf not in {"weight", "bias"}))
+        and leaf not in _COMPUTED
         and not any(re.search(pattern, name) for pattern in ignored)
-    ]  # fmt: skip
+    ]
     if lost:
         raise ModelError(
             f"the weights have {_some(lost, len(unused))} that the model's layers do not take: they are of another "

@@ -251,9 +251,14 @@ def _block(given: Any) -> tuple[int, int]:
 
 
 def _bytes(
-    tensors: LayerTensors, scale: str, kinds: Sequence[torch.dtype], blocks: Collection[tuple[int, int]] = (), *,
-    has_zeros: bool = False, most: int = 1,
-) -> QuantizedLayer:  # fmt: skip
+    tensors: LayerTensors,
+    scale: str,
+    kinds: Sequence[torch.dtype],
+    blocks: Collection[tuple[int, int]] = (),
+    *,
+    has_zeros: bool = False,
+    most: int = 1,
+) -> QuantizedLayer:
     """Return a layer of signed bytes, or floats of 8 bits, with scales for numbers up to `most`."""
     outputs, inputs = shape = tensors.matrix("weight", *dict.fromkeys(kinds))
     is_float = tensors.dtype("weight") != torch.int8

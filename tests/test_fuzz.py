@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.fuzz.batch import run_batch
 from benchmarks.fuzz.mutate import mutate_document
-from benchmarks.fuzz.targets import Target, targets
+from benchmarks.fuzz.targets import Target, targets, tell_operators
 from penstock.errors import PlanError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="children are watched through /proc")
@@ -54,7 +54,12 @@ def test_every_kind_of_failure_is_seen(tmp_path: Path) -> None:
     def good(_: bytes, __: Path) -> None:
         raise PlanError("refused")
 
-    readers = {"good": good, "crash": crash, "stray": stray, "greedy": greedy, "lines": lines}
+    def operator(data: bytes, folder: Path) -> None:
+        for tell in tell_operators:
+            tell(True)
+        crash(data, folder)
+
+    readers = {"good": good, "operator": operator, "crash": crash, "stray": stray, "greedy": greedy, "lines": lines}
     made = {name: Target(1.0, lambda _: b"", read) for name, read in readers.items()}
     folder = tmp_path / "inside" / "batch"
     folder.parent.mkdir()
@@ -63,3 +68,4 @@ def test_every_kind_of_failure_is_seen(tmp_path: Path) -> None:
     assert failures == {
         "crash": "ended with SIGSEGV", "stray": "reached outside", "greedy": "MemoryError", "lines": "ValueError",
     }  # fmt: skip
+    assert {row["target"]: row["operators"] for row in rows if "operators" in row} == {"operator": "ended with SIGSEGV"}

@@ -45,6 +45,7 @@ def fuzz(num_cases: int, seed: int, only: Sequence[str] = ()) -> dict[str, Any]:
     torch.ones(2, device="meta") + 1  # what torch loads for this is loaded once, before children are made
     cases = _share(num_cases, known)
     failures: list[dict[str, Any]] = []
+    operators: list[dict[str, Any]] = []
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(os.path.realpath(parent)) / "inside" / "batch"
@@ -56,6 +57,7 @@ def fuzz(num_cases: int, seed: int, only: Sequence[str] = ()) -> dict[str, Any]:
             wrong = [row for row in found if "failure" in row]
             accepted = sum(row.get("accepted", 0) for row in found)
             failures += wrong
+            operators += [row for row in found if "operators" in row]
             rows.append({"target": name, "cases": len(own), "accepted": accepted, "failures": len(wrong)})
             print(json.dumps(rows[-1]), file=sys.stderr)
         strayed = sorted(str(path) for path in Path(parent).rglob("*") if folder not in (path, *path.parents))
@@ -66,9 +68,11 @@ def fuzz(num_cases: int, seed: int, only: Sequence[str] = ()) -> dict[str, Any]:
         "kinds": dict(kinds),
         "crashes": sum(row["failure"].startswith(("ended with", "did not end")) for row in failures),
         "files_outside": len(strayed) - 1 + sum("reached outside" in row["failure"] for row in failures),
+        "operators": dict(Counter(row["operators"].partition(":")[0] for row in operators)),
         "bound_bytes": BOUND_BYTES,
     }
-    return {"summary": summary, "environment": _environment(seed), "rows": rows, "failures": failures}
+    environment = _environment(seed)
+    return {"summary": summary, "environment": environment, "rows": rows, "failures": failures, "operators": operators}
 
 
 def _share(num_cases: int, known: dict[str, Target]) -> dict[str, list[Case]]:

@@ -118,6 +118,10 @@ def _read_program(data: bytes, _: Path) -> None:
     _run(read_program(data))
 
 
+# called with True before PyTorch's operators run, and with False after
+tell_operators: list[Callable[[bool], None]] = []
+
+
 def _run(program: StageProgram) -> None:
     """Run what was accepted on small inputs, twice, since the second run is not watched."""
     sizes = dict.fromkeys(program.symbols, 2)
@@ -127,10 +131,14 @@ def _run(program: StageProgram) -> None:
         return
     state = {s.value.name: torch.ones(s.value.evaluate({}), dtype=s.value.dtype) for s in program.states}
     runtime = Runtime(program, state)
+    for tell in tell_operators:
+        tell(True)
     for _ in range(2):
         inputs = [torch.ones(value.evaluate(sizes), dtype=value.dtype) for value in program.inputs]
         with torch.inference_mode():
             runtime(sizes, inputs)
+    for tell in tell_operators:
+        tell(False)
 
 
 _FORMAT = Format(

@@ -65,7 +65,7 @@ def views(draw: st.DrawFn) -> Tensor:
     return tensor
 
 
-@settings(max_examples=examples(250), deadline=None)
+@settings(max_examples=examples(250))
 @given(views())
 def test_values_and_strides_survive(tensor: Tensor) -> None:
     check(tensor)

@@ -244,7 +244,7 @@ QUICK = {
 
 
 @given(verb=st.sampled_from(sorted(QUICK)), outputs=st.lists(st.sampled_from(NAMES), min_size=2, max_size=2))
-@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_every_input_is_unchanged_whatever_the_outputs_are(
     around: Path, penstock: Run, monkeypatch: pytest.MonkeyPatch, verb: str, outputs: list[str]
 ) -> None:
@@ -254,7 +254,7 @@ def test_every_input_is_unchanged_whatever_the_outputs_are(
 @pytest.mark.parametrize("command", first(2, [*SLOW]))
 @given(outputs=st.lists(st.just("fresh") | st.sampled_from(SLOW_NAMES), min_size=3, max_size=3))
 @example(outputs=["fresh"] * 3)
-@settings(max_examples=examples(4), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(4), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_every_input_of_a_slow_verb_is_unchanged(
     around: Path, penstock: Run, monkeypatch: pytest.MonkeyPatch, command: str, outputs: list[str]
 ) -> None:

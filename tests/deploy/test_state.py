@@ -68,7 +68,7 @@ def move(network: MemoryNetwork, have: Ranks, want: Ranks, in_flight: int) -> tu
     return on_threads(network, act), loaded
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(60))
 @given(moves())
 def test_requested_tensors_arrive_in_order(moving: tuple[int, Ranks, Ranks]) -> None:
     size, have, want = moving

@@ -87,11 +87,7 @@ def test_a_cache_of_bfloat16_is_close(tmp_path: Path) -> None:
     assert found.losses[first:] != pytest.approx(expected.losses[first:], rel=1e-5)
 
 
-@settings(
-    max_examples=examples(3),
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
-)
+@settings(max_examples=examples(3), suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(freeze=st.lists(st.integers(0, LAYERS), min_size=1, max_size=5), pipelined=st.booleans())
 @example(freeze=[6, 6, 3], pipelined=False)
 def test_any_layers_may_be_frozen_and_thawed(freeze: list[int], pipelined: bool, tmp_path: Path) -> None:

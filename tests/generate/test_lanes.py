@@ -4,7 +4,7 @@ import random
 from collections import deque
 from collections.abc import Sequence
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.generate.cached_decoder import BLOCK, chunk_sizes
@@ -63,7 +63,6 @@ def follow_states(step: Step, seen: Seen, known: Sequence[SequenceState]) -> dic
     return {row: [*seen[each.slot].values()] for row, each, _, _ in step.sampled}
 
 
-@settings(deadline=None)
 @given(
     lengths=st.lists(st.tuples(st.integers(1, 70), st.integers(1, 9), st.booleans()), min_size=1, max_size=12),
     num_lanes=st.integers(1, 3), slots=st.integers(1, 3), depth=st.integers(1, 6), right=st.sampled_from([0.0, 0.5, 1]),

@@ -21,7 +21,7 @@ def parts(tokens: list[int], stops: list[str]) -> tuple[list[str], TextDecoder]:
     return [*found, decoder.end()], decoder
 
 
-@settings(deadline=None, max_examples=examples(200))
+@settings(max_examples=examples(200))
 @given(st.text(max_size=40))
 def test_parts_join_to_the_text(text: str) -> None:
     tokens = TOKENIZER(text)["input_ids"]
@@ -30,7 +30,7 @@ def test_parts_join_to_the_text(text: str) -> None:
     assert not any(part.endswith("\ufffd") for part in found[:-1])
 
 
-@settings(deadline=None, max_examples=examples(200))
+@settings(max_examples=examples(200))
 @given(st.text("abc \n\u00e9", max_size=30), st.lists(st.text("abc \n\u00e9", min_size=1, max_size=4), max_size=3))
 def test_stop_string_is_never_shown(text: str, stops: list[str]) -> None:
     tokens = TOKENIZER(text)["input_ids"]

@@ -62,7 +62,7 @@ draws = st.builds(
 )  # fmt: skip
 
 
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=examples(200))
 @given(st.lists(draws, min_size=1, max_size=4), st.integers(0, 2**31))
 def test_drawn_tokens_are_left_by_the_warpers_of_transformers(rows: list[Draw], seed: int) -> None:
     logits = torch.randn(len(rows), 9, generator=torch.Generator().manual_seed(seed))

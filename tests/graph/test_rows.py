@@ -220,7 +220,7 @@ def depends_on_others(model: nn.Module, x: Tensor) -> bool:
         return not torch.allclose(torch.cat([model(part) for part in x.split(2)]), whole, atol=1e-5)
 
 
-@settings(max_examples=examples(25), deadline=None)
+@settings(max_examples=examples(25))
 @given(st.lists(st.sampled_from(sorted(STEPS)), min_size=1, max_size=4))
 def test_independent_rows_compute_alike_alone(names: list[str]) -> None:
     def forward(x: Tensor) -> Tensor:

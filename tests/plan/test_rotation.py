@@ -70,7 +70,6 @@ def test_sets_move_together() -> None:
     assert couple(portions) == [((3, 7), 0.25), ((3, 9), 0.25), ((4, 9), 0.5)]
 
 
-@settings(deadline=None)
 @given(instances())
 def test_sets_have_the_portions_and_keep_the_order(instance: tuple[BoundaryCosts, list[int]]) -> None:
     costs, cuts = instance
@@ -84,7 +83,7 @@ def test_sets_have_the_portions_and_keep_the_order(instance: tuple[BoundaryCosts
     assert max(expected(costs, sets)) <= max(single, *links) * (1 + 1e-2)
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(60))
 @given(instances())
 def test_portions_are_the_optimum_of_another_solver(instance: tuple[BoundaryCosts, list[int]]) -> None:
     optimize = pytest.importorskip("scipy.optimize")
@@ -112,7 +111,7 @@ def test_portions_are_the_optimum_of_another_solver(instance: tuple[BoundaryCost
     assert found.bottleneck_s <= best.fun * (1 + 3e-4) + 1e-9
 
 
-@settings(max_examples=examples(30), deadline=None)
+@settings(max_examples=examples(30))
 @given(instances())
 def test_no_point_of_a_dense_grid_is_better(instance: tuple[BoundaryCosts, list[int]]) -> None:
     costs, cuts = instance

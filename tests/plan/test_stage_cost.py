@@ -122,7 +122,7 @@ def test_slow_link_between_two_devices_sets_the_pace() -> None:
     assert latency_s(problem, halves) == pytest.approx(1 + 4.5 + 1 + 0.5)
 
 
-@settings(deadline=None, max_examples=examples(50))
+@settings(max_examples=examples(50))
 @given(st.integers(0, 300), st.booleans())
 def test_blocks_agree_with_single_stages(seed: int, trains: bool) -> None:
     problem = random_problem(seed, trains=trains)

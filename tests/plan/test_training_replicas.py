@@ -70,7 +70,7 @@ def _seconds(fill: int, each: int, every: int, count: int) -> float:
     return float((fill + each * count + count // every) * bool(count))
 
 
-@settings(deadline=None, max_examples=examples(60))
+@settings(max_examples=examples(60))
 @given(
     st.integers(1, 12),
     st.lists(st.tuples(st.integers(0, 9), st.integers(1, 9), st.integers(1, 4)), min_size=1, max_size=4),

@@ -43,7 +43,7 @@ def one_each(count: int) -> tuple[Placed, ...]:
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@settings(max_examples=examples(20), deadline=None)
+@settings(max_examples=examples(20))
 @given(stages=st.integers(1, 4), microbatches=st.integers(1, 9))
 def test_equal_stages_take_the_formula_s_time(schedule: str, stages: int, microbatches: int) -> None:
     problem = problem_of(schedule, [1.0] * stages, microbatches=microbatches, speeds=(1.0,) * stages)

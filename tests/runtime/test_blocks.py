@@ -30,7 +30,7 @@ from tests.fewer import examples, first
 from tests.test_packing import raw_weight
 
 
-@settings(max_examples=examples(30), deadline=None)
+@settings(max_examples=examples(30))
 @given(st.integers(1, 40), st.integers(1, 100), st.sampled_from([4, 8]), st.integers(0, 2**31))
 def test_each_block_is_within_half_a_step(rows: int, width: int, bits: int, seed: int) -> None:
     weight = torch.randn(rows, width, generator=torch.Generator().manual_seed(seed))

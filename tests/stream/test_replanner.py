@@ -42,7 +42,7 @@ def test_counted_costs_are_those_of_the_whole_model(profile: Profile) -> None:
     assert names == set(tower().state_dict())
 
 
-@settings(max_examples=examples(15), deadline=None)
+@settings(max_examples=examples(15))
 @given(lost=st.sets(st.sampled_from(NAMES), max_size=3))
 def test_survivors_hold_the_whole_model(profile: Profile, lost: set[str]) -> None:
     replanner = begun(profile, NAMES)

@@ -84,7 +84,7 @@ def check(results: list[Any], batch_size: int) -> None:
                 assert short == (count if last or len(batch) < batch_size else None)
 
 
-@settings(max_examples=examples(25), deadline=None)
+@settings(max_examples=examples(25))
 @given(
     num_rows=st.integers(1, 14),
     batch_size=st.integers(1, 6),

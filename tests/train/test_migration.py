@@ -133,9 +133,7 @@ def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
-@settings(
-    max_examples=examples(12), deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
-)
+@settings(max_examples=examples(12), suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 @given(sequence=ways(), order=st.permutations(range(SIZE)), exact=st.booleans())
 def test_no_sequence_of_arrangements_changes_what_is_learned(
     sequence: list[Way | None], order: list[int], exact: bool

@@ -98,7 +98,7 @@ def grids(draw: st.DrawFn) -> tuple[Grid, int]:
     return Grid(tuple(replicas)), size
 
 
-@settings(max_examples=examples(25), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(25), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     made=grids(),
     order=st.permutations(range(SAMPLES)),

@@ -186,7 +186,7 @@ def parted_s(problem: Problem, stages: tuple[Placed, ...]) -> float:
     return len(stages) * (problem.setting.num_microbatches or 0) * each / slowest
 
 
-@settings(max_examples=examples(150), deadline=None)
+@settings(max_examples=examples(150))
 @given(steps())
 def test_freezing_makes_no_step_slower(given_: tuple[Problem, tuple[Placed, ...], str]) -> None:
     problem, stages, boundary = given_
@@ -198,7 +198,7 @@ def test_freezing_makes_no_step_slower(given_: tuple[Problem, tuple[Placed, ...]
         assert after <= before + parted_s(problem, stages) + 1e-9
 
 
-@settings(max_examples=examples(150), deadline=None)
+@settings(max_examples=examples(150))
 @given(steps())
 def test_a_cache_that_costs_nothing_makes_no_step_slower(given_: tuple[Problem, tuple[Placed, ...], str]) -> None:
     problem, stages, boundary = given_

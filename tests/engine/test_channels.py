@@ -15,6 +15,7 @@ from penstock.transport.base import Pending
 from penstock.transport.memory_network import MemoryNetwork
 from penstock.transport.messages import CLOSE, DATA, END, Format, Message
 from penstock.values import Size, Value
+from tests.pretend import module
 
 FORMATS = [Format([Value("x", torch.float32, (Size("batch"), 4))], ["batch"], {"batch": 8})]
 NUM_BYTES = FORMATS[0].largest({"batch": 3})
@@ -161,24 +162,34 @@ def test_a_message_is_sent_when_a_device_has_copied_it(pretended: torch.device) 
     assert torch.equal(transport.sent[0], expected)
 
 
-def test_a_buffer_is_reposted_when_a_device_has_copied_it(pretended: torch.device) -> None:
+def test_as_many_receives_are_posted_while_a_device_copies(pretended: torch.device) -> None:
     network = MemoryNetwork(2)
     transport = Handed(network, 1)
-    sender = RemoteSender(network.transports[0], 1, 5, FORMATS, NUM_BYTES, 2 * DEPTH)
-    receiver = RemoteReceiver(transport, 0, 5, FORMATS, NUM_BYTES, DEPTH)
-    for index in range(2 * DEPTH):
+    sender = RemoteSender(network.transports[0], 1, 5, FORMATS, NUM_BYTES, 4 * DEPTH)
+    receiver = RemoteReceiver(transport, 0, 5, FORMATS, NUM_BYTES, DEPTH, device=pretended)
+    taken, waits = [], []
+    for index in range(4 * DEPTH):
         sender.put(data(index))
-    taken = []
-
-    def take() -> None:
+        before = module.num_waits
+        assert receiver.has_arrived()
         taken.append(copy_exactly(receiver.take().tensors[0], pretended, wait=False))
         receiver.release(mark(pretended))
+        assert transport.num_received == DEPTH + index + 1
+        waits.append(module.num_waits - before)
+    assert waits[:DEPTH] == [0] * DEPTH  # later ones wait until the device has copied the oldest
+    assert [tensor.to(HOST).unique().item() for tensor in taken] == [*range(4 * DEPTH)]
 
-    for _ in range(DEPTH):
-        assert receiver.has_arrived()
-        take()
-    assert (receiver.has_arrived(), transport.num_received) == (False, DEPTH)  # the device may be reading all of them
-    for _ in range(DEPTH):
-        take()
-    assert transport.num_received == 2 * DEPTH
-    assert [tensor.to(HOST).unique().item() for tensor in taken] == [*range(2 * DEPTH)]
+
+def test_a_conjugate_is_sent_with_its_values() -> None:
+    """Torch only notes a conjugate, and the sign of its imaginary part, until somebody reads them."""
+    values = torch.tensor([[1 + 2j, 3 - 4j]])
+    layout = [Format([Value("x", torch.complex64, (1, 2)), Value("y", torch.float32, (1, 2))], [], {})]
+    network = MemoryNetwork(2)
+    sender = RemoteSender(network.transports[0], 1, 5, layout, layout[0].largest({}), DEPTH)
+    receiver = RemoteReceiver(network.transports[1], 0, 5, layout, layout[0].largest({}), DEPTH)
+    noted = values.conj()
+    sender.begin(Message(DATA, 0, (), [noted, noted.imag]))
+    sender.send()
+    found = receiver.take().tensors
+    assert torch.equal(found[0], noted.resolve_conj())
+    assert torch.equal(found[1], noted.imag.resolve_neg())

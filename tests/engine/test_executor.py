@@ -173,7 +173,7 @@ def test_what_a_device_computes_is_sent_while_it_computes_the_next(pretended: to
     def link(tag: int, source: int, to: int) -> tuple[RemoteSender, RemoteReceiver]:
         ends = network.transports
         sender = (Noting if source else RemoteSender)(ends[source], to, tag, layout, size, 6)
-        return sender, RemoteReceiver(ends[to], source, tag, layout, size, 4)
+        return sender, RemoteReceiver(ends[to], source, tag, layout, size, 4, device=pretended)
 
     (feed, taken), (made, results) = link(2, 0, 1), link(4, 1, 0)
     channels = Channels(receivers={(0, ACTIVATIONS): taken}, senders={(0, ACTIVATIONS): made})

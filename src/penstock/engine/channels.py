@@ -73,7 +73,12 @@ class Apart:
 class RemoteReceiver:
     """A receiver from another rank, with `depth` receives posted ahead.
 
-    `formats` has the format of the messages of each program.
+    `formats` has the format of the messages of each program. For a GPU, the `device`, there are as many buffers again,
+    which are posted while it copies from the others:
+
+        posted ──take──▶ taken ──release──▶ copied ──event──▶ spare
+           ▲                                                    │
+           └────────────────────────────────────────────────────┘
     """
 
     def __init__(
@@ -85,7 +90,7 @@ class RemoteReceiver:
         num_bytes: int,
         depth: int,
         *,
-        pinned: bool = False,
+        device: torch.device = HOST,
         apart: Apart | None = None,
     ) -> None:
         self._fetch: Callable[[int], Tensor] | None = None
@@ -100,14 +105,14 @@ class RemoteReceiver:
         self._formats = formats
         self._posted: deque[tuple[Pending, Tensor]] = deque()
         self._taken: deque[Tensor] = deque()
-        self._copied: deque[tuple[Any, Tensor]] = deque()  # buffers that a device may be reading, and its events
+        self._copied: deque[tuple[Any, Tensor]] = deque()  # events, and the buffers that a device reads until then
         self._track: Track | None = None
+        self._spare = [_make_buffer(num_bytes, device) for _ in range(depth if device == HOST else 2 * depth)]
         for _ in range(depth):
-            self._post(torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=pinned))
+            self._post(self._spare.pop())
 
     def take(self) -> Message:
         """Wait for the next message."""
-        self._repost(wait=not self.has_arrived())  # the sender may need these buffers
         pending, buffer = self._posted.popleft()
         track = self._track
         begin_s = track.now() if track else 0.0
@@ -126,19 +131,17 @@ class RemoteReceiver:
         return bool(self._posted) and self._posted[0][0].is_done()
 
     def release(self, copied: Any = None) -> None:
-        """Repost the oldest message's buffer, at the event `copied` if there is one."""
+        """Post the oldest message's buffer again, or a spare one if a device may read it until the event `copied`."""
         buffer = self._taken.popleft()
         if copied is None:
             self._post(buffer)
-        else:
-            self._copied.append((copied, buffer))
-
-    def _repost(self, *, wait: bool) -> None:
-        """Repost the buffers that devices have copied; wait for those that they have not."""
-        while self._copied and (wait or self._copied[0][0].query()):
-            copied, buffer = self._copied.popleft()
-            copied.synchronize()
-            self._post(buffer)
+            return
+        self._copied.append((copied, buffer))
+        while self._copied and (not self._spare or self._copied[0][0].query()):
+            event, read = self._copied.popleft()
+            event.synchronize()
+            self._spare.append(read)
+        self._post(self._spare.pop(0))
 
     def _read(self, buffer: Tensor) -> Message:
         program = program_of(buffer)
@@ -164,7 +167,6 @@ class RemoteReceiver:
 
     def _drain(self) -> None:
         """Wait for all posted receives, since none may stay posted on a closed tag: each buffer receives one CLOSE."""
-        self._repost(wait=True)
         while self._posted:
             self._posted.popleft()[0].wait()
 
@@ -195,7 +197,7 @@ class RemoteSender:
         num_bytes: int,
         depth: int,
         *,
-        pinned: bool = False,
+        device: torch.device = HOST,
         apart: Apart | None = None,
     ) -> None:
         self.direct = apart is not None
@@ -205,7 +207,7 @@ class RemoteSender:
         self._formats = formats
         # a receiver between devices posts nothing ahead, so the sender has as many buffers as both ends together
         self._free = deque(
-            (torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=pinned), apart.make() if apart is not None else None)
+            (_make_buffer(num_bytes, device), apart.make() if apart is not None else None)
             for _ in range(depth if apart is None else 2 * depth)
         )
         if apart is not None:
@@ -279,6 +281,11 @@ class RemoteSender:
         for pending in sends:
             pending.wait()
         return buffers
+
+
+def _make_buffer(num_bytes: int, device: torch.device) -> Tensor:
+    """Allocate a buffer on the host, pinned for a GPU."""
+    return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
 
 class LocalChannel:

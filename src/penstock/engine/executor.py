@@ -83,8 +83,7 @@ def run_schedule(
             if len(ended) == len(stages):
                 return message.kind
             continue
-        with _naming(action):
-            _run(action, kind, message, stages[action.stage], channels, outbox)
+        _run(action, kind, message, stages[action.stage], channels, outbox)
         if receiver is not None and not _copies(stages[action.stage], receiver):
             receiver.release()
     outbox.send()
@@ -104,35 +103,52 @@ class _Outbox:
             self.observer.sent(action, kind, num_bytes=sender.put(message))
             return
         self._begun = action, kind, sender
-        if sender.begin(message):
-            self.observer.sends(action)
-        else:
+        copies = sender.begin(message)
+        self.observer.sends(action)
+        if not copies:
             self.send()
 
     def send(self, *, wait: bool = True) -> None:
         """Send the message, if there is one; without `wait` only if it is copied."""
-        if self._begun is None or not (wait or self._begun[2].has_copied()):
+        if self._begun is None:
             return
-        (action, kind, sender), self._begun = self._begun, None
-        sender.wait_for_copy()  # the device's time, not the sender's
-        begin_s = self.observer.clock()
-        self.observer.sent(action, kind, num_bytes=sender.send(), begin_s=begin_s)
+        action, kind, sender = self._begun
+        with _naming(action):
+            if not wait and not sender.has_copied():
+                return
+            self._begun = None
+            sender.wait_for_copy()  # the device's time, not the sender's
+            begin_s = self.observer.clock()
+            self.observer.sent(action, kind, num_bytes=sender.send(), begin_s=begin_s)
 
 
 def _copies(stage: Stage, receiver: Receiver) -> bool:
     """Return whether an action's inputs are copied from the receiver's buffer before the action."""
-    return stage.keeps_inputs or (stage.device != HOST and not receiver.direct)
+    return stage.keeps_inputs or (stage.device != HOST and _is_buffered(receiver))
+
+
+def _is_buffered(receiver: Receiver) -> bool:
+    """Return whether tensors arrive in a buffer of the host, which is only posted again at an event."""
+    return isinstance(receiver, RemoteReceiver) and not receiver.direct
 
 
 @contextlib.contextmanager
 def _naming(action: Action) -> Iterator[None]:
-    """Prefix a `RunError` with the action's stage and microbatch."""
+    """Name the action's stage and microbatch in a `RunError`, and in an operation's error, which becomes one."""
     try:
         yield
     except ConnectionBroken:
         raise
     except RunError as error:
-        raise type(error)(f"stage {action.stage}, microbatch {action.microbatch}: {error}") from error
+        raise type(error)(f"{_place(action)}: {error}") from error
+    except RuntimeError as error:
+        kind = OutOfMemory if is_out_of_memory(error) else RunError
+        what = "forward" if action.kind in {"F", "R"} else "backward"
+        raise kind(f"{_place(action)}: the {what} failed: {first_line(error)}") from error
+
+
+def _place(action: Action) -> str:
+    return f"stage {action.stage}, microbatch {action.microbatch}"
 
 
 def _take(receiver: Receiver, action: Action, kind: str, stage: Stage, observer: Observer) -> Message:
@@ -145,33 +161,30 @@ def _take(receiver: Receiver, action: Action, kind: str, stage: Stage, observer:
             "repeated; start again"
         )
     if message.kind == DATA and _copies(stage, receiver):  # kept inputs must not occupy the buffer of the next message
-        wait = not isinstance(receiver, RemoteReceiver)  # whose buffer stays as it is until the event
-        message.tensors = [copy_exactly(tensor, stage.device, wait=wait) for tensor in message.tensors]
-        receiver.release(mark(stage.device))
+        buffered = _is_buffered(receiver)
+        with _naming(action):
+            message.tensors = [copy_exactly(tensor, stage.device, wait=not buffered) for tensor in message.tensors]
+            receiver.release(mark(stage.device) if buffered else None)
     observer.took(action, kind, message)
     return message
 
 
 def _run(action: Action, kind: str, message: Message | None, stage: Stage, channels: Channels, outbox: _Outbox) -> None:
     """Run an action on a stage, and send the result as a message of a kind."""
+    # the next computation may take long to queue, and a synchronization waits for other processes
+    outbox.send(wait=action.kind in STAGE_KINDS)
     if action.kind in STAGE_KINDS:
-        outbox.send()
-        stage.run(action, None)
+        with _naming(action):
+            stage.run(action, None)
         return
-    outbox.send(wait=False)  # the next computation may take long to queue
     sender, receiver = channels.senders.get((action.stage, kind)), channels.receivers.get((action.stage, kind))
     shared = any(end is not None and end.direct for end in (sender, receiver))
-    try:
-        with outbox.observer.computing(action, stage.device, shared=shared):
-            result = stage.run(action, message)
-    except RunError:
-        raise
-    except RuntimeError as error:
-        found = OutOfMemory if is_out_of_memory(error) else RunError
-        raise found(f"the {'forward' if action.kind == 'F' else 'backward'} failed: {first_line(error)}") from error
+    with _naming(action), outbox.observer.computing(action, stage.device, shared=shared):
+        result = stage.run(action, message)
     outbox.send()
     if result is not None and sender is not None:
-        outbox.put(action, kind, sender, result)
+        with _naming(action):
+            outbox.put(action, kind, sender, result)
 
 
 def _pass_on(action: Action, message: Message, channels: Channels, observer: Observer) -> None:

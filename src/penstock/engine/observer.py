@@ -171,7 +171,7 @@ class Observer:
         """Record that an action's output was being sent since `begin_s`, or since what was recorded last."""
         now_s = self.clock()
         self.seconds[action.stage].send_s += now_s - (self._since if begin_s is None else begin_s)
-        self._since = now_s
+        self._since, self._since_cpu_s = now_s, time.thread_time()
 
     def sent(self, action: Action, kind: str, *, num_bytes: int = 0, begin_s: float | None = None) -> None:
         """Record that an action's output, or the end of a stream, was sent."""

@@ -172,9 +172,8 @@ def _open(
         rooms = [each.largest_apart(sizes) for each in formats]
         apart = Apart(opening.device, max(num_apart for _, num_apart in rooms))
         return remote(transport, rank, tag, formats, max(rooms)[0], opening.depth, apart=apart)
-    pinned = opening.device.type == "cuda"
     num_bytes = max(each.largest(sizes) for each in formats)
-    return remote(transport, rank, tag, formats, num_bytes, opening.depth, pinned=pinned)
+    return remote(transport, rank, tag, formats, num_bytes, opening.depth, device=opening.device)
 
 
 class GrowingChannels:

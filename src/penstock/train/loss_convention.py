@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from penstock import trees
 from penstock.errors import PenstockError, RunError, UsageError
 from penstock.runtime.training import seeded_generator
+from penstock.tensors import HOST
 from penstock.train.loss_watch import LossWatch
 
 LossFunction = Callable[[Any, Any], Any]
@@ -153,7 +154,7 @@ class LossConvention:
         except NotALossError as error:
             return _refused(str(error))
         if result.count is None and alone:
-            return MeasuredLoss(result.total, result.total.detach(), 1.0, "whole")
+            return MeasuredLoss(result.total, loss_value(result.total), 1.0, "whole")
         if result.count is not None:
             return self._measure_pair(result, sample)
         kind, watch = self._kind, result.watch
@@ -178,7 +179,7 @@ class LossConvention:
                 return _refused(str(error))
         divisors = [*result.weights, *([float(result.rows)] if result.watch.by_rows else [])]
         ratios = tuple(divisor / count for divisor in divisors) if count else ()
-        return MeasuredLoss(result.total, result.total.detach(), count, self._kind and "count", ratios=ratios)
+        return MeasuredLoss(result.total, loss_value(result.total), count, self._kind and "count", ratios=ratios)
 
     def _scalar_kind(self, result: _Result, sample: Sample) -> str | None:
         """Return the convention of a scalar loss; raises `_DependsError` if it has none."""
@@ -269,9 +270,14 @@ class LossConvention:
             return (run(range(result.rows), noise) if noisy else result), halves
 
 
+def loss_value(total: Tensor) -> float | Tensor:
+    """Return a loss as a number, or on a GPU a copy of it, which is read later."""
+    return float(total.detach()) if total.device == HOST else total.detach().clone()
+
+
 def combined(total: Tensor, kind: str | None, rows: int, weights: Sequence[float], *, by_rows: bool) -> MeasuredLoss:
     """Weigh a microbatch's scalar loss by its convention and the recorded divisors."""
-    value = total.detach()
+    value = loss_value(total)
     if kind == "sum":
         return MeasuredLoss(total, value, 1.0, kind)
     if weights and not any(weights):  # no label counts, and the loss is NaN

@@ -19,7 +19,7 @@ from penstock.graph.call import build_output
 from penstock.graph.graph import Graph
 from penstock.graph.ops import GETITEM, Op, Ref, resolve_operator
 from penstock.train.batches import RowCut, sample_rows
-from penstock.train.loss_convention import LossConvention, LossFunction, MeasuredLoss, combined, common
+from penstock.train.loss_convention import LossConvention, LossFunction, MeasuredLoss, combined, common, loss_value
 from penstock.train.loss_watch import LossWatch
 from penstock.values import Size
 
@@ -80,7 +80,7 @@ class OwnLoss:
         watches, self._watches = self._watches, []
         weights = [weight for watch in watches for weight in watch.weights()]
         if alone:
-            return MeasuredLoss(loss, loss.detach(), 1.0, "whole")
+            return MeasuredLoss(loss, loss_value(loss), 1.0, "whole")
         reason = self.refused
         if not reason and len(watches) != len(self.counting):
             reason = "its labels are counted in an earlier stage than the last"

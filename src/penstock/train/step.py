@@ -147,7 +147,10 @@ class ForwardBackward:
             self._run_stages(count, features)
         self.computed_s = self._world.clock()
         now.synchronizer.flush()
-        return self._document()
+        document = self._document()
+        if now.how.device != HOST:  # the document has read what was computed there
+            self.computed_s = self._world.clock()
+        return document
 
     def _computes_all(self) -> bool:
         """Return whether this step also computes the skipped stages, because no cached outputs belong to its rows."""

@@ -144,7 +144,9 @@ class Format:
         for padding in laid.paddings:
             view[padding] = bytes(padding.stop - padding.start)
         for target, shape, tensor in zip(laid.tensors, laid.stored, message.tensors, strict=True):
-            target.copy_(tensor if shape is None else tensor.as_strided(shape, tensor.stride()), non_blocking=True)
+            source = tensor if shape is None else tensor.as_strided(shape, tensor.stride())
+            # a conjugate that a GPU has only noted would be computed on the host before the copy has arrived there
+            target.copy_(source.resolve_conj().resolve_neg(), non_blocking=True)
         return laid
 
     def seal(self, message: Message, laid: Laid) -> int:

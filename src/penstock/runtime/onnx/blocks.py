@@ -5,7 +5,6 @@ from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import torch
 from torch import Tensor
@@ -109,6 +108,8 @@ class StoredWeight:
         """
         form = PACKINGS[self.packing]
         if form.bits == 16:
+            import ml_dtypes  # comes with onnx, without which sizes of weights are still counted
+
             kind = np.float16 if self.packing == "F16" else ml_dtypes.bfloat16
             numbers = self.raw.view(torch.int16)  # numpy has no bfloat16 of torch
             parts = numbers.split(max(1, _WIDENED // numbers.shape[1]))

@@ -243,27 +243,35 @@ def throughput(run: Run) -> Figure:
         for i in range(window, len(moments))
         if moments[i] > moments[i - window]
     ]
-    data = [
-        {
-            "type": "scatter",
-            "mode": "lines",
-            "x": [round(a, 4) for a, _ in points],
-            "y": [round(b, 3) for _, b in points],
-            "line": {"color": KEPT},
-            "hovertemplate": "%{y:.4g} rows/s at %{x:.3g} s<extra></extra>",
-        }
-    ]
-    layout = {
-        "height": 300,
-        "xaxis": {"title": {"text": "seconds"}},
-        "showlegend": False,
-        "yaxis": {"title": {"text": f"rows/s over {window} results"}, "rangemode": "tozero"},
-    }
+    drawn = [(round(a, 4), b) for a, b in points]
+    hover = "%{y:.4g} rows/s at %{x:.3g} s<extra></extra>"
+    data, layout = rates(drawn, "lines", hover, "seconds", f"rows/s over {window} results")
     overall = run.facts.num_rows / run.facts.total_s
     cells: tuple[tuple[Cell, ...], ...] = tuple((round(a, 3), round(b, 2)) for a, b in points)
     table = Table("throughput", "Throughput over time", ("second", "rows/s"), cells)
     alt = f"{overall:.4g} rows per second over the whole run, fill and drain included."
     return Figure("throughput", "Throughput over time", alt, data, layout, table)
+
+
+def rates(
+    points: Sequence[tuple[float, float]], mode: str, hover: str, x_title: str, y_title: str
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Return plotly's data and layout of one line of rates, from zero."""
+    trace = {
+        "type": "scatter",
+        "mode": mode,
+        "x": [x for x, _ in points],
+        "y": [round(rate, 3) for _, rate in points],
+        "line": {"color": KEPT},
+        "hovertemplate": hover,
+    }
+    layout = {
+        "height": 300,
+        "xaxis": {"title": {"text": x_title}},
+        "showlegend": False,
+        "yaxis": {"title": {"text": y_title}, "rangemode": "tozero"},
+    }
+    return [trace], layout
 
 
 def memory(run: Run) -> Figure | None:

@@ -19,6 +19,7 @@ from penstock.report.page.figures import (
     WAIT,
     Figure,
     finite,
+    rates,
     rows_of_axes,
     stacked,
     timeline_layout,
@@ -230,22 +231,7 @@ def _stage_rows(run: Run, training: MeasuredTraining, usual: Usual) -> list[tupl
 def throughput(training: MeasuredTraining) -> Figure:
     """Draw rows per second, step by step."""
     points = [(step.number, step.num_rows / step.seconds) for step in training.steps]
-    data = [
-        {
-            "type": "scatter",
-            "mode": "lines+markers",
-            "x": [n for n, _ in points],
-            "y": [round(rate, 3) for _, rate in points],
-            "line": {"color": KEPT},
-            "hovertemplate": "step %{x}: %{y:.4g} rows/s<extra></extra>",
-        }
-    ]
-    layout = {
-        "height": 300,
-        "xaxis": {"title": {"text": "step"}},
-        "showlegend": False,
-        "yaxis": {"title": {"text": "rows/s"}, "rangemode": "tozero"},
-    }
+    data, layout = rates(points, "lines+markers", "step %{x}: %{y:.4g} rows/s<extra></extra>", "step", "rows/s")
     rows: tuple[tuple[Cell, ...], ...] = tuple((n, round(rate, 2)) for n, rate in points)
     alt = f"{training.num_rows / training.seconds:.4g} rows per second over {len(points)} steps."
     table = Table("throughput", "Throughput, step by step", ("step", "rows/s"), rows)

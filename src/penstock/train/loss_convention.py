@@ -287,7 +287,8 @@ def combined(total: Tensor, kind: str | None, rows: int, weights: Sequence[float
         return MeasuredLoss(total * 0, 0.0, 0.0, "weighted")
     if kind == "weighted":
         return MeasuredLoss(total * weights[0], value, weights[0], kind, times=weights[0])
-    return MeasuredLoss(total * rows, value, float(rows), kind, rows, tuple(weight / rows for weight in weights))
+    shares = tuple(weight / rows for weight in weights)
+    return MeasuredLoss(total * rows, value, float(rows), kind, times=rows, ratios=shares)
 
 
 def _run(loss_fn: LossFunction, output: Any, labels: Any, rows: int) -> _Result:

@@ -8,7 +8,6 @@ many microbatches there are:
             ◀─ backward ◀┄ sum over ranks, divide ┄ .grad of the leaves
 """
 
-import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -78,7 +77,7 @@ class ForwardBackward:
         measured = self._all_losses.measure(
             step.functions[0], now.captured.graph, outputs, microbatch, own=now.own_loss, alone=alone
         )
-        self._losses[index] = dataclasses.replace(measured, total=measured.total.detach())
+        self._losses[index] = replace(measured, total=measured.total.detach())
         return measured.total if step.scale == 1.0 or is_undivided([measured.kind]) else measured.total * step.scale
 
     def run(self, step: StepRows, now: PlacedStages) -> dict[str, Any]:
@@ -135,9 +134,7 @@ class ForwardBackward:
         tensors, labels = now.tensors.moved_here(tensors, given.labels, skipped=skipped)
         microbatches = cut_rows(now.captured.graph, tensors, sizes, labels, count, self._row_cut) if count else []
         key, first = f"seed {self._seed} step {rows.number} microbatch", now.placed.first_microbatch
-        self._microbatches = [
-            dataclasses.replace(m, rng_key=f"{key} {number}") for number, m in enumerate(microbatches, first)
-        ]
+        self._microbatches = [replace(m, rng_key=f"{key} {number}") for number, m in enumerate(microbatches, first)]
         if self._wanted:
             self._microbatches = _with_leaves(self._microbatches, self._wanted)
         self._losses.clear()
@@ -188,10 +185,12 @@ class ForwardBackward:
         names = self._step.number == 0 and bool(self._microbatches)
         unused = now.synchronizer.unused if names else []
         used = [name for name in now.tensors.parameters if name not in unused] if names else []
-        # whoever has finite losses does not ask its stages, since a GPU answers after all that is queued on it
-        finite = bool(self._losses) and all(math.isfinite(each.number) for each in self._losses.values())
+        # a GPU answers after all that is queued on it: each loss is read once, and whoever has finite ones does not ask
+        # its stages
+        losses = {index: replace(each, value=each.number, times=1.0) for index, each in self._losses.items()}
+        finite = bool(losses) and all(math.isfinite(each.number) for each in losses.values())
         nonfinite = [] if finite else [stage.index for stage in now.stages.values() if not stage.is_finite]
-        document = step_document(self._losses, nonfinite=nonfinite, used=used, unused=unused, problem=self._problem)
+        document = step_document(losses, nonfinite=nonfinite, used=used, unused=unused, problem=self._problem)
         return {**document, "wanted": self._wanted}
 
 

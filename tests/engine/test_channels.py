@@ -152,12 +152,13 @@ def test_abort_ends_a_wait(side: str) -> None:
 def test_a_message_is_sent_when_a_device_has_copied_it(pretended: torch.device) -> None:
     transport = Handed(MemoryNetwork(2), 0)
     sender = RemoteSender(transport, 1, 5, FORMATS, NUM_BYTES, DEPTH)
-    assert sender.begin(data(7)) is False  # nothing to wait for on the host
+    assert sender.begin(data(7)) is None  # nothing to wait for on the host
     sender.send()
     expected = transport.sent.pop()
     message = replace(data(7), tensors=[tensor.to(pretended) for tensor in data(7).tensors])
-    assert sender.begin(message) is True
-    assert (sender.has_copied(), transport.sent) == (False, [])
+    copied = sender.begin(message)
+    assert (copied.query(), transport.sent) == (False, [])
+    copied.synchronize()
     sender.send()
     assert torch.equal(transport.sent[0], expected)
 

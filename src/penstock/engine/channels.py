@@ -171,17 +171,6 @@ class RemoteReceiver:
             self._posted.popleft()[0].wait()
 
 
-@dataclass(frozen=True, slots=True)
-class _Begun:
-    """A message that is being copied to buffers, since `at_s`, and the event at which a device has copied it."""
-
-    message: Message
-    laid: Laid
-    buffers: _Buffers
-    copied: Any
-    at_s: float
-
-
 class RemoteSender:
     """A sender to another rank, with up to `depth` sends in flight.
 
@@ -215,13 +204,15 @@ class RemoteSender:
         self._sending: deque[tuple[list[Pending], _Buffers]] = deque()
         self._depth = depth
         self._track: Track | None = None
-        self._begun: _Begun | None = None
+        # the message that is being written, and the begin of its sending if no device copies it first
+        self._begun: tuple[Message, Laid, _Buffers, float | None] | None = None
 
     def put(self, message: Message) -> int:
         """Wait for a free buffer, write the message to it and send it; returns its bytes."""
         num_bytes = 0
         for _ in range(self._depth if message.kind == CLOSE else 1):
-            self.begin(message)
+            if (copied := self.begin(message)) is not None:
+                copied.synchronize()
             num_bytes += self.send()
         if message.kind == CLOSE:
             while self._sending:
@@ -232,10 +223,10 @@ class RemoteSender:
         """Record sent messages on a track; None stops recording."""
         self._track = track
 
-    def begin(self, message: Message) -> bool:
+    def begin(self, message: Message) -> Any:
         """Wait for a free buffer and begin to copy the message to it; `send` ends this, before another message begins.
 
-        Returns whether a device copies to this host in the meantime.
+        Returns the event at which a device has copied the tensors to this host; None if nothing has to be waited for.
         """
         track = self._track
         begin_s = track.now() if track else 0.0
@@ -245,26 +236,17 @@ class RemoteSender:
             track.awaited(message.index, begin_s, room_s)
         laid = self._formats[message.program].lay(message, buffer, apart)
         device = next((tensor.device for tensor in message.tensors if tensor.device != HOST), HOST)
-        self._begun = _Begun(message, laid, (buffer, apart), mark(device), room_s)
-        return device != HOST and apart is None
-
-    def has_copied(self) -> bool:
-        """Return whether the message that was begun is copied."""
-        return self._begun is None or self._begun.copied is None or self._begun.copied.query()
-
-    def wait_for_copy(self) -> None:
-        """Wait until the message that was begun is copied."""
-        if self._begun is not None and self._begun.copied is not None:
-            self._begun.copied.synchronize()
+        copied = mark(device) if apart is None else None  # tensors apart stay on their device
+        self._begun = message, laid, (buffer, apart), None if copied is not None else room_s
+        return copied
 
     def send(self) -> int:
-        """Send the message that was begun, once it is copied; returns its bytes."""
-        self.wait_for_copy()
-        begun, self._begun = self._begun, None
-        if begun is None:
+        """Send the message that was begun, after its event; returns its bytes."""
+        if self._begun is None:
             return 0
-        message, laid, (buffer, apart), track = begun.message, begun.laid, begun.buffers, self._track
-        begin_s = track.now() if track and begun.copied is not None else begun.at_s
+        (message, laid, (buffer, apart), since_s), self._begun = self._begun, None
+        track = self._track
+        begin_s = track.now() if track and since_s is None else since_s or 0.0
         num_bytes = self._formats[message.program].seal(message, laid)
         sends = [self._transport.send(buffer[:num_bytes], self._to, self._tag)]
         num_apart = apart_of(buffer) if apart is not None else 0

@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -95,29 +95,30 @@ class _Outbox:
 
     def __init__(self, observer: Observer) -> None:
         self.observer = observer
-        self._begun: tuple[Action, str, RemoteSender] | None = None
+        self._begun: tuple[Action, str, RemoteSender, Any] | None = None  # with the event at which it is copied
 
     def put(self, action: Action, kind: str, sender: Sender, message: Message) -> None:
         """Send a message now, or when it is copied."""
         if not isinstance(sender, RemoteSender):
             self.observer.sent(action, kind, num_bytes=sender.put(message))
             return
-        self._begun = action, kind, sender
-        copies = sender.begin(message)
+        copied = sender.begin(message)
         self.observer.sends(action)
-        if not copies:
+        self._begun = action, kind, sender, copied
+        if copied is None:
             self.send()
 
     def send(self, *, wait: bool = True) -> None:
         """Send the message, if there is one; without `wait` only if it is copied."""
         if self._begun is None:
             return
-        action, kind, sender = self._begun
+        action, kind, sender, copied = self._begun
         with _naming(action):
-            if not wait and not sender.has_copied():
-                return
+            if copied is not None:
+                if not wait and not copied.query():
+                    return
+                copied.synchronize()  # the device's time, not the sender's
             self._begun = None
-            sender.wait_for_copy()  # the device's time, not the sender's
             begin_s = self.observer.clock()
             self.observer.sent(action, kind, num_bytes=sender.send(), begin_s=begin_s)
 
